@@ -1,0 +1,1 @@
+"""Plain single-device programs: what a user has before they meet spmd."""

@@ -1,0 +1,15 @@
+"""spmd: write a PyTorch model and a train step for one device, run them on a mesh of ranks with the same numbers."""
+
+from spmd.expand.compile import CompiledStep, compile
+from spmd.expand.program import Program
+from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
+from spmd.tensor.dispatch import implicit_replication
+from spmd.tensor.dtensor import DTensor, distribute_tensor
+from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompiledStep", "DTensor", "DeviceMesh", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard",
+    "compile", "distribute_tensor", "implicit_replication", "init_device_mesh",
+]  # fmt: skip

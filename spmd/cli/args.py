@@ -1,0 +1,52 @@
+"""What the commands read from a command line, and how they say that it cannot be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+
+class UsageError(Exception):
+    """The input cannot be worked with. Its text is all that the user sees: what was given, what would fit."""
+
+    code = 2  # what the process exits with, as argparse does
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    """The sizes of a mesh with the axes dp and tp.
+
+    >>> mesh_shape("2x4")
+    (2, 4)
+    """
+    sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if not sizes:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no mesh. A mesh is DPxTP, two whole numbers from 1 on: "
+            "2x2 is four ranks, 1x4 four ranks that share each matrix, 4x1 four ranks that share each batch."
+        )
+    return int(sizes[1]), int(sizes[2])
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on.")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """A whole number that torch takes for a seed."""
+    if not re.fullmatch(r"\d+", text) or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2**63 - 1.")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0.")
+    return value

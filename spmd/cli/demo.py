@@ -1,0 +1,271 @@
+"""``python -m spmd demo``: a small GPT, trained by one program on a mesh of ranks and once more on one device.
+
+The model and its training step are plain PyTorch (``examples/gpt.py``). All that is said about ranks is ``PARAMS``
+and ``INPUTS`` below; the two runs see the same text, the same start and the same learning rates, and the
+command ends by saying how far their losses part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import importlib.util
+import math
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+import spmd
+from spmd import Shard
+from spmd.cli.args import UsageError, mesh_shape, positive, positive_float, seed
+from spmd.cli.launch import cores, launch, launched, play_rank
+
+ABOUT = "train a small GPT on a mesh of ranks, and compare its losses with those of one device"
+
+PARAMS = {  # Megatron's: attention by heads, the MLP by columns and then by rows; all else is replicated
+    "*.attn.[qkv].weight": {"tp": Shard(0)},
+    "*.attn.[qkv].bias": {"tp": Shard(0)},
+    "*.attn.out.weight": {"tp": Shard(1)},
+    "*.mlp.up.weight": {"tp": Shard(0)},
+    "*.mlp.up.bias": {"tp": Shard(0)},
+    "*.mlp.down.weight": {"tp": Shard(1)},
+}
+INPUTS = {"tokens": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
+
+PATIENCE = timedelta(minutes=30)
+"""How long a rank waits for another: the one-device run must fit. A rank's death is noticed by the launcher."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mesh", type=mesh_shape, default=(2, 2), metavar="DPxTP", help="the ranks (default: 2x2)")
+    parser.add_argument("--steps", type=positive, default=50, help="training steps (default: %(default)s)")
+    parser.add_argument("--text", metavar="FILE", help="what to learn (default: Python's standard library)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=positive, default=16, help="windows of text a step (default: %(default)s)")
+    parser.add_argument("--block", type=positive, default=64, help="bytes in a window (default: %(default)s)")
+    parser.add_argument("--layers", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--heads", type=positive, default=4, help="(default: %(default)s)")
+    parser.add_argument("--width", type=positive, default=128, help="(default: %(default)s)")
+    tied = parser.add_mutually_exclusive_group()
+    tied.add_argument("--tied", dest="tied", action="store_true", default=True, help="one weight embeds and predicts")
+    tied.add_argument("--untied", dest="tied", action="store_false", help="a weight for each (default: tied)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the model and the batches (default: %(default)s)")
+    parser.add_argument("--lr", type=positive_float, default=3e-3, help="highest learning rate (default: %(default)s)")
+    parser.add_argument("--print-program", action="store_true", help="print the program that the ranks run")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Checks all input; then plays one rank where a launcher started this process, else starts the ranks."""
+    job = Job(args)
+    if launched():
+        play_rank(play, job)
+    else:
+        launch(["-m", "spmd", *argv], ranks=math.prod(args.mesh))
+
+
+class Job:
+    """What is to be trained, on what. Making one checks all input: raises UsageError."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.gpt, self.text = example("gpt"), example("text")
+        try:
+            self.config = self.gpt.GPTConfig(
+                args.layers, args.heads, args.width, args.block, vocab=256, tied=args.tied
+            )
+            self.data = self.text.load_text(args.text)
+            self.batches()
+        except ValueError as error:
+            raise UsageError(error) from error
+        if args.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no CUDA device here. --device cpu works everywhere.")
+
+    def batches(self):
+        """The batches of a run, the same ones each time it is asked."""
+        return self.text.batches(self.data, self.args.batch, self.args.block, self.args.seed)
+
+    def start(self, device: torch.device):
+        """The model as it is before the first step, and its optimizer."""
+        torch.manual_seed(self.args.seed)
+        model = self.gpt.GPT(self.config).to(device)
+        return model, torch.optim.AdamW(model.parameters(), lr=self.args.lr)
+
+    def rate(self, step: int) -> float:
+        """The share of the highest learning rate at a step: up in a tenth of the run, then down a cosine to 0.1."""
+        done = step / self.args.steps
+        return min(10 * done + 1 / self.args.steps, 1.0) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind: for each step its loss, and the seconds it took."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def typical(self) -> float:
+        """The median time of a step, without the two that warm up (if there are others)."""
+        return statistics.median(self.seconds[2:] or self.seconds)
+
+
+def play(job: Job) -> None:
+    """One rank's part: the run on the mesh, on rank 0 the run on one device as well, and the report."""
+    mesh_size, world = math.prod(job.args.mesh), int(os.environ["WORLD_SIZE"])
+    if mesh_size != world:
+        dp, tp = job.args.mesh
+        raise UsageError(
+            f"a mesh of {dp}x{tp} has {mesh_size} ranks, and the launcher started {world}. Start {mesh_size} ranks, "
+            f"or give a mesh of {world}, such as --mesh {world}x1."
+        )
+    device = join(job.args.device)
+    agree_on_text(job.data)
+
+    mesh = spmd.init_device_mesh(device.type, job.args.mesh, mesh_dim_names=("dp", "tp"))
+    step = spmd.compile(job.gpt.train_step, mesh, params=PARAMS, inputs=INPUTS)
+    first = dist.get_rank() == 0
+    out = Console(quiet=not first, highlight=False)
+    ranks = train(step, job, device, out, f"{mesh_size} rank{'s' * (mesh_size > 1)}")
+    if first:
+        torch.set_num_threads(cores())
+        alone = train(job.gpt.train_step, job, device, out, "1 device")
+        report(step.program, ranks, alone, out, job.args.print_program)
+    dist.all_reduce(torch.zeros(1))  # the others wait here, on the CPU, while rank 0 works on
+    dist.destroy_process_group()
+
+
+def join(kind: str) -> torch.device:
+    """Joins the process group; returns this rank's device."""
+    if kind == "cpu":
+        dist.init_process_group("gloo", timeout=PATIENCE)
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.cuda.set_device(device)
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= gpus
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", timeout=PATIENCE)  # NCCL shares no GPU
+    return device
+
+
+def agree_on_text(data: torch.Tensor) -> None:
+    """Raises UsageError on all ranks where two have read different texts: on several machines a path may mislead."""
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(data.numpy()).hexdigest())
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"ranks 0 and {other} have read different texts. Give --text a file that is the same on all machines."
+        )
+
+
+def train(step: Callable, job: Job, device: torch.device, out: Console, who: str) -> Run:
+    """Trains from the start with this step: a plain one, or one that spmd.compile made."""
+    model, optimizer = job.start(device)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.rate)
+    run = Run()
+    with Bar(out, who, job.args.steps) as bar:
+        for _, (tokens, targets) in zip(range(job.args.steps), job.batches(), strict=False):
+            start = time.perf_counter()
+            loss = step(model, optimizer, tokens.to(device), targets.to(device)).item()
+            run.seconds.append(time.perf_counter() - start)
+            run.losses.append(loss)
+            schedule.step()
+            bar.show(loss, tokens.numel() / run.seconds[-1])
+    return run
+
+
+class Bar:
+    """Where a run stands: a bar on a terminal, elsewhere a line every ten steps."""
+
+    def __init__(self, out: Console, who: str, steps: int):
+        self.out, self.who, self.steps, self.done = out, who, steps, 0
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}")
+        self.progress = Progress(*columns, console=out, disable=not out.is_terminal)
+        self.task = self.progress.add_task(who, total=steps, now="")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.progress.stop()
+
+    def show(self, loss: float, speed: float) -> None:
+        self.done += 1
+        now = f"loss {loss:.4f}  {speed:,.0f} tokens/s"
+        self.progress.update(self.task, advance=1, now=now)
+        if not self.out.is_terminal and (self.done % 10 == 1 or self.done == self.steps):
+            self.out.print(f"{self.who}: step {self.done}/{self.steps}  {now}", soft_wrap=True)
+
+
+def report(program, ranks: Run, alone: Run, out: Console, show_program: bool) -> None:
+    """Prints what the program communicates, the times of a step, and how far the losses part."""
+    if show_program:
+        print(program)
+    out.print(collectives_table(program.collectives))
+    lines = [
+        f"modelled communication time: {program.comm_time():,.0f} us a step",
+        f"step: {ms(ranks.typical())} (the first, with its compilation: {ms(ranks.seconds[0])}); "
+        f"on one device: {ms(alone.typical())}",
+        f"largest relative loss difference to one device: {largest_difference(ranks.losses, alone.losses):.1e}",
+    ]
+    out.print(*lines, sep="\n", soft_wrap=True)
+
+
+def collectives_table(collectives) -> Table:
+    """The collectives of a program by kind and axis: how many, and the bytes that a rank puts into them."""
+    sizes = defaultdict(list)
+    for one in collectives:
+        sizes[one.kind, one.axis].append(one.nbytes)
+    table = Table(title="collectives of one step", title_justify="left")
+    for name, justify in (("kind", "left"), ("axis", "left"), ("count", "right"), ("bytes", "right")):
+        table.add_column(name, justify=justify)
+    for (kind, axis), nbytes in sorted(sizes.items()):
+        table.add_row(kind, axis, str(len(nbytes)), f"{sum(nbytes):,}")
+    return table
+
+
+def largest_difference(losses: Sequence[float], truth: Sequence[float]) -> float:
+    """The largest relative difference; NaN if any loss is NaN.
+
+    >>> largest_difference([1.0, 2.2], [1.0, 2.0])
+    0.10000000000000009
+    """
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, truth, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
+
+
+def example(name: str) -> ModuleType:
+    """A module of ``examples/``: part of an installed spmd, a folder beside the package in a checkout."""
+    full = f"spmd.examples.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError:
+        source = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    if not source.is_file():
+        raise UsageError(
+            f"the demo's model is missing: it is neither installed as {full} nor at {source}. "
+            "Install spmd again, or run the demo from a whole checkout."
+        )
+    spec = importlib.util.spec_from_file_location(full, source)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[full] = module  # where dataclasses look for it, and the next call finds it
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,97 @@
+"""Bind: a program becomes plain torch code for one rank.
+
+Moves are written out by running their own code (`Move.start`, `Move.finish`) over fx proxies; axes become the
+names of this rank's groups; local shapes become numbers. What is left is torch ops and functional collectives: no
+mesh, no spec, no process group object, ready for Inductor or for running as it is.
+
+A collective is launched where its move stands and waited for just before its first reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx, nn
+
+from spmd.comm import Transport
+from spmd.expand.program import LocalShape, Program
+from spmd.tensor.redistribute.moves import At
+from spmd.tensor.redistribute.plan import Step
+
+
+def bind(program: Program, coordinate: tuple[int, ...], transport: Transport) -> fx.GraphModule:
+    """The program of the rank at `coordinate`, its collectives carried by `transport`."""
+    return _Binder(program, coordinate, transport).bound()
+
+
+class _Launch:
+    """A move under way: what it launched, and how to finish it."""
+
+    def __init__(self, handle: fx.Proxy, step: Step, at: At):
+        self.handle, self.step, self.at = handle, step, at
+
+    def wait(self) -> fx.Node:
+        done = self.step.move.finish(self.handle, self.at)
+        done.node.meta["spec"] = self.step.after
+        return done.node
+
+
+class _Binder:
+    def __init__(self, program: Program, coordinate: tuple[int, ...], transport: Transport):
+        self.program, self.coordinate = program, coordinate
+        self.graph = fx.Graph()
+        self.tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        self.transport = _Written(transport, self.tracer)
+        self.at: dict[fx.Node, fx.Node | _Launch] = {}
+
+    def bound(self) -> fx.GraphModule:
+        for node in self.program.graph.nodes:
+            if isinstance(node.target, Step):
+                self.at[node] = self._launch(node)
+            else:
+                self._copy(node)
+        root = nn.Module()
+        for name, constant in self.program.constants.items():
+            root.register_buffer(name, constant, persistent=False)
+        return fx.GraphModule(root, self.graph, class_name=self.program.name)
+
+    def _launch(self, node: fx.Node) -> _Launch:
+        step: Step = node.target
+        at = At(step.before, step.after, self.coordinate, self.transport)
+        return _Launch(step.move.start(fx.Proxy(self._ready(node.args[0]), self.tracer), at), step, at)
+
+    def _copy(self, node: fx.Node) -> None:
+        args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
+        kwargs = _localized(fx.map_arg(node.kwargs, self._ready), self.coordinate)
+        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        new.meta["spec"] = node.meta.get("spec")
+        self.at[node] = new
+
+    def _ready(self, node: fx.Node) -> fx.Node:
+        """The node's value, waited for if it was in flight."""
+        found = self.at[node]
+        if isinstance(found, _Launch):
+            found = self.at[node] = found.wait()
+        return found
+
+
+class _Written:
+    """A transport whose collectives are written into the graph instead of carried out."""
+
+    def __init__(self, transport: Transport, tracer: fx.proxy.GraphAppendingTracer):
+        self._transport, self._tracer = transport, tracer
+        self.group = transport.group
+
+    def __getattr__(self, name: str) -> Callable[..., fx.Proxy]:
+        collective = getattr(self._transport, name)
+        return lambda *args: self._tracer.create_proxy("call_function", collective, args, {})
+
+
+def _localized(args, coordinate: tuple[int, ...]):
+    if isinstance(args, LocalShape):
+        return list(args.spec.local_shape(coordinate))
+    if isinstance(args, (list, tuple)):
+        return type(args)(_localized(a, coordinate) for a in args)
+    if isinstance(args, dict):
+        return {k: _localized(v, coordinate) for k, v in args.items()}
+    return args

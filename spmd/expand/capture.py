@@ -1,0 +1,170 @@
+"""Capture: the single-device function as one functional graph on global shapes.
+
+The function runs once under make_fx, on fake tensors of the *global* sizes: forward, backward and optimiser step as
+the user wrote them. Parameters, buffers, gradients and optimiser state are inputs and outputs of the graph;
+in-place writes are made functional; floats - the learning rate - are symbols; the step count is read from its
+tensor. Nothing of this knows of a mesh.
+
+    graph(model.w, optimizer.step[model.w], ..., tokens, lr) -> loss, new model.w, ...
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from spmd import _torch
+from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.tensor.rules.decompositions import decompositions
+
+aten = torch.ops.aten
+_one_at_a_time = threading.Lock()
+"""make_fx patches torch while it traces; simulated ranks are threads."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An input of the graph that the caller passes: a tensor, or a number that may change between calls."""
+
+    path: str
+
+    def __str__(self):
+        return self.path
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A single-device function as a graph.
+
+    inputs: one `Slot` or `Argument` per placeholder. results: where each output goes: a `Slot`, or the index of
+    a leaf of what the function returns. leaves and tree: that return value, None where a tensor goes.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    inputs: tuple[Slot | Argument, ...]
+    outputs: tuple[Slot | int, ...]
+    leaves: tuple[Any, ...]
+    tree: Any
+    symbols: _torch.Symbols
+
+
+def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]], Any], state: State) -> Captured:
+    """Trace `call(args)`, which calls fn with the named arguments.
+
+    Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one.
+    """
+    symbols = _torch.Symbols()
+    mode = symbols.fake_mode()
+    slots = state.tensors()
+    leaves = dict(named_leaves(args))
+    inputs: dict[Slot | Argument, Any] = {slot: _fake(mode, t) for slot, t in slots.items()}
+    inputs |= {Argument(path): _fake(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    numbers = state.numbers() | {path: x for path, x in leaves.items() if type(x) is float}
+    inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
+    trace = _Trace(call, args, state, slots, tuple(inputs))
+    try:
+        with _one_at_a_time:
+            gm = make_fx(trace, decomposition_table=decompositions, tracing_mode="fake")(list(inputs.values()))
+    except AssertionError as error:
+        if "FakeTensor" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{getattr(fn, '__name__', fn)} uses a tensor that is not among its arguments, nor in a module or optimiser "
+            "among them; pass it as an argument"
+        ) from error
+    constants = _attributes(gm)
+    _clean(gm.graph)
+    return Captured(gm.graph, constants, tuple(inputs), trace.outputs, trace.leaves, trace.tree, symbols)
+
+
+@dataclass
+class _Trace:
+    """The function that make_fx runs: flat tensors in, flat tensors out; what it returns otherwise is kept here."""
+
+    call: Callable
+    args: dict[str, Any]
+    state: State
+    slots: Tensors
+    inputs: tuple[Slot | Argument, ...]
+    outputs: tuple = ()
+    leaves: tuple = ()
+    tree: Any = None
+
+    def __call__(self, flat: list) -> list:
+        with _torch.FunctionalTensorMode():
+            given = dict(zip(self.inputs, flat, strict=True))
+            wrapped = {k: _torch.functional(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            new = {slot: self._as_before(slot, wrapped[slot]) for slot in self.slots}
+            numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
+            with self.state.swap(new, numbers):
+                constants = self.state.constants()
+                result = self.call(_with_leaves(self.args, numbers))
+                after = self.state.tensors()
+                self._check_unchanged(constants, numbers)
+        return self._flat_outputs(result, after)
+
+    def _as_before(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
+        if slot.kind == "parameter":
+            return nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
+        return x
+
+    def _check_unchanged(self, constants: tuple, numbers: dict[str, Any]) -> None:
+        """A Python value that the step changes would be frozen at what it is now: say so instead."""
+        present = dict(self.state._hyper())
+        for path, symbol in numbers.items():
+            if path in present and present[path] is not symbol:
+                raise RuntimeError(f"the step changes {path} itself; change it between steps, outside the step")
+        if self.state.constants() != constants:
+            raise RuntimeError(
+                "the step changes a Python value in a module or optimiser (a training flag, or a count kept as a "
+                "number); it would be frozen in the program. Keep counts in tensors and set flags outside the step."
+            )
+
+    def _flat_outputs(self, result: Any, after: Tensors) -> list:
+        leaves, self.tree = pytree.tree_flatten(result)
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.number_key(x)]
+        self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
+        self.outputs = (*traced, *after)
+        values = [leaves[i] for i in traced] + list(after.values())
+        return [_torch.settled(v) if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def _fake(mode, t: torch.Tensor) -> torch.Tensor:
+    """A fake of the global tensor; a DTensor shows its global shape and strides already."""
+    with mode:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    found, tree = pytree.tree_flatten(args)
+    paths = [path for path, _ in named_leaves(args)]
+    return pytree.tree_unflatten([new.get(path, x) for path, x in zip(paths, found, strict=True)], tree)
+
+
+def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+
+
+# ---- cleaning ---------------------------------------------------------------------------------
+
+SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
+"""In a functional graph these only rename."""
+
+
+def _clean(graph: fx.Graph) -> None:
+    """Drop profiler marks, renamings and dead code."""
+    for node in reversed(graph.nodes):
+        if node.target in _torch.PROFILER_OPS:
+            graph.erase_node(node)
+        elif node.target in SAME_VALUE:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()

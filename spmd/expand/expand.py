@@ -1,0 +1,210 @@
+"""Expand: a captured global graph becomes a program, node by node, through the lowering core.
+
+Each op is lowered with the specs that its operands have; its moves are written before it, its sizes made local,
+its results given their specs. A value that was moved once is not moved again for the next reader.
+
+Reductions are written right after the value they reduce, so that they can run while the rest is computed; gathers
+right before their reader, so that whole tensors do not live long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.program import LocalShape, Program
+from spmd.mesh import DeviceMesh
+from spmd.tensor.cache import Cache, frozen
+from spmd.tensor.call import SCALAR, Call, TensorMeta
+from spmd.tensor.dispatch import READS_VALUE
+from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.redistribute.moves import AllReduce, ReduceScatter
+from spmd.tensor.redistribute.plan import Plan, Step, plan
+from spmd.tensor.spec import Spec, replicated
+
+OutputSpec = Callable[[int, Spec], Spec]
+"""Given the index of an output and the spec it comes with, the spec it shall have."""
+
+SpecTree = Spec | tuple[Spec | None, ...] | None
+
+
+def expand(
+    name: str,
+    mesh: DeviceMesh,
+    graph: fx.Graph,
+    constants: dict[str, torch.Tensor],
+    inputs: Sequence[tuple[str, Spec | None]],
+    output_names: Sequence[str],
+    output_spec: OutputSpec,
+) -> Program:
+    """The program of a global graph whose placeholders lie as `inputs` say (a name and a spec; None for a number)."""
+    expander = _Expander(mesh, constants)
+    specs = iter(inputs)
+    outputs: list[tuple[str, Spec | None]] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            expander.placeholder(node, next(specs)[1])
+        elif node.op == "get_attr":
+            expander.constant(node)
+        elif node.op == "output":
+            outputs = expander.output(node, output_names, output_spec)
+        else:
+            expander.call(node)
+    used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
+    return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), tuple(expander.gathered))
+
+
+@dataclass
+class _Expander:
+    """The graph being written, and where each node of the global graph is in it."""
+
+    mesh: DeviceMesh
+    constants: dict[str, torch.Tensor]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    at: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    moved: dict[tuple[fx.Node, Spec], fx.Node] = field(default_factory=dict)
+    lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
+    gathered: list[tuple[str, int]] = field(default_factory=list)
+
+    # ---- nodes without operands ---------------------------------------------------------------
+    def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
+        new = self.graph.placeholder(node.name)
+        self._done(node, new, spec)
+
+    def constant(self, node: fx.Node) -> None:
+        t = self.constants[node.target]
+        new = self.graph.create_node("get_attr", node.target, (), {}, name=node.name)
+        self._done(node, new, Spec.of(self.mesh, t.shape, t.dtype, stride=t.stride()))
+
+    # ---- ops ------------------------------------------------------------------------------------
+    def call(self, node: fx.Node) -> None:
+        operands = [n for n in node.all_input_nodes if self._spec(n) is not None]
+        if not isinstance(node.target, torch._ops.OpOverload):
+            self._plain(node)
+        elif torch.Tag.nondeterministic_seeded in node.target.tags and not _repeats(node):
+            raise NotImplementedError(
+                f"{node.target}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
+                f"model.eval()){_where(node)}"
+            )
+        elif not operands:
+            self._factory(node)
+        elif node.target in READS_VALUE:
+            self._value(node)
+        else:
+            self._op(node)
+
+    def _plain(self, node: fx.Node) -> None:
+        """getitem of a result, or arithmetic on numbers."""
+        new = self.graph.node_copy(node, self.at.__getitem__)
+        source = node.args[0]
+        spec = self._spec(source) if isinstance(source, fx.Node) else None
+        self._done(node, new, spec[node.args[1]] if isinstance(spec, tuple) else None)
+
+    def _factory(self, node: fx.Node) -> None:
+        """A tensor made from nothing is the same on every rank."""
+        new = self.graph.node_copy(node, self.at.__getitem__)
+        metas = _metas(node)
+        specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metas)
+        self._done(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
+
+    def _value(self, node: fx.Node) -> None:
+        def whole(n: fx.Node) -> fx.Node:
+            spec = self._spec(n)
+            return self.at[n] if spec is None else self.move(self.at[n], plan(spec, replicated(spec)))
+
+        self._done(node, self.graph.node_copy(node, whole), None)
+
+    def _op(self, node: fx.Node) -> None:
+        lowering = self._lowering(node)
+        plans = iter(lowering.plans)
+        args, kwargs = _in_schema_order(node, lambda n: self._operand(n, plans))
+        if lowering.gathered:
+            self.gathered.append((str(node.target), sum(p.src.nbytes for p in lowering.plans if p.steps)))
+        if lowering.sizes:
+            shape = LocalShape(lowering.outs[0])
+            args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)
+        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        many = isinstance(node.meta["val"], (tuple, list))
+        self._done(node, new, lowering.outs if many else lowering.outs[0])
+
+    def _operand(self, node: fx.Node, plans) -> fx.Node:
+        return self.at[node] if self._spec(node) is None else self.move(self.at[node], next(plans))
+
+    def _lowering(self, node: fx.Node) -> Lowering:
+        def spec(n: fx.Node) -> Any:
+            found = self._spec(n)
+            return SCALAR if found is None else found
+
+        args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
+        key = (node.target, frozen(args), frozen(kwargs))
+        return self.lowerings.get(key, lambda: lower(Call(node.target, args, dict(kwargs), _metas(node))))
+
+    # ---- moves ----------------------------------------------------------------------------------
+    def move(self, value: fx.Node, way: Plan) -> fx.Node:
+        """The value after the plan; steps that were made before for another reader are used again."""
+        for step in way.steps:
+            key = (value, step.after)
+            if key not in self.moved:
+                self.moved[key] = self._step(value, step)
+            value = self.moved[key]
+        return value
+
+    def _step(self, value: fx.Node, step: Step) -> fx.Node:
+        early = isinstance(step.move, (AllReduce, ReduceScatter)) and value.op != "placeholder"
+        with self.graph.inserting_after(value) if early else contextlib.nullcontext():
+            new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
+        new.meta["spec"] = step.after
+        return new
+
+    # ---- outputs --------------------------------------------------------------------------------
+    def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
+        values, outputs = [], []
+        for i, (name, source) in enumerate(zip(names, node.args[0], strict=True)):
+            spec = self._spec(source)
+            value = self.at[source]
+            if spec is not None:
+                way = plan(spec, output_spec(i, spec))
+                value, spec = self.move(value, way), way.dst
+            values.append(value)
+            outputs.append((name, spec))
+        self.graph.output(tuple(values))
+        return outputs
+
+    # ---- the books ------------------------------------------------------------------------------
+    def _spec(self, node: fx.Node) -> SpecTree:
+        return self.at[node].meta["spec"]
+
+    def _done(self, node: fx.Node, new: fx.Node, spec: SpecTree) -> None:
+        new.meta["spec"] = spec
+        self.at[node] = new
+
+
+def _in_schema_order(node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> tuple[tuple, dict]:
+    """Map the operands of a call in the order of `Call.tensors`: positional first, then keywords by schema."""
+    args = fx.map_arg(node.args, operand)
+    order = sorted(node.kwargs, key=lambda name: _torch.argument_index(node.target, name))
+    return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
+
+
+def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    value = node.meta["val"]
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
+
+
+def _repeats(node: fx.Node) -> bool:
+    """An op that may draw random numbers but was told not to, such as attention without dropout."""
+    names = [a.name for a in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p", given.get("p")) == 0.0
+
+
+def _where(node: fx.Node) -> str:
+    trace = node.meta.get("stack_trace")
+    return f"\n{trace}" if trace else ""

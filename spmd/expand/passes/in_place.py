@@ -1,0 +1,62 @@
+"""Reuse the memory of inputs that are overwritten: `w2 = add(w, u)` becomes `add_(w, u)`.
+
+Capture makes every write functional. A parameter that the step updates then has its old and new value at once,
+and the new one must be copied home. Where the old value has no reader after the op that makes the new one, the op may
+write into it: the memory and the copy are saved.
+
+Legal when the old value lives in memory of its own (an owned input, or a value this pass has put there), the op
+has an in-place variant whose result has the same shape and dtype, and nothing after it reads the old value or a view
+of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from spmd import _torch
+
+
+def reuse_memory(module: fx.GraphModule, owned: Sequence[bool]) -> int:
+    """Rewrite a bound graph; `owned`: per placeholder, whether it may be overwritten. Returns how many ops it changed."""
+    order = {n: i for i, n in enumerate(module.graph.nodes)}
+    last_read = _last_reads(module.graph, order)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    ours = {n for n, o in zip(placeholders, owned, strict=True) if o}
+    changed = 0
+    for node in list(module.graph.nodes):
+        variant = _variant(node, ours)
+        if variant is None or last_read[node.args[0]] > order[node]:
+            continue
+        node.target = variant
+        ours.add(node)
+        changed += 1
+    module.recompile()
+    return changed
+
+
+def _variant(node: fx.Node, ours: set[fx.Node]):
+    """The in-place variant of the op, if its first operand is ours and lies as the result does."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.args[0] not in ours:
+        return None
+    same = node.args[0].meta.get("spec") is node.meta.get("spec")
+    return _torch.in_place_variant(node.target) if same and torch.Tag.pointwise in node.target.tags else None
+
+
+def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """For each node, where its memory is read last: through itself, or through a view of it."""
+    last: dict[fx.Node, int] = {}
+    for node in reversed(graph.nodes):
+        reads = [order[user] for user in node.users]
+        reads += [last[user] for user in node.users if _may_alias(user)]
+        last[node] = max(reads, default=order[node])
+    return last
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether the result may show the memory of an operand: views, and anything that is not a plain op."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _torch.is_view(node.target) or _torch.writes_first(node.target)
+    return node.op != "output"

@@ -1,0 +1,245 @@
+"""What a train step reads and writes beside its plain arguments: parameters, buffers, gradients, optimiser state.
+
+`State.of(args)` finds the modules and optimisers among the arguments of a call. Each tensor that lives in them has
+a `Slot`, tied ones one slot for all their names:
+
+    model.blocks.0.attn.q.weight                        a parameter, under its first name
+    model.blocks.0.attn.q.weight.grad                   its gradient, where there is one
+    optimizer.exp_avg[model.blocks.0.attn.q.weight]     what the optimiser keeps for it
+
+`install` puts other tensors in the slots, `swap` does so for the length of a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
+
+
+class Slot(NamedTuple):
+    """A place where a tensor lives. kind: parameter, buffer, grad or kept (by optimiser `owner`, under `key`)."""
+
+    kind: str
+    path: str
+    owner: str = ""
+    key: str = ""
+
+    def __str__(self):
+        if self.kind == "kept":
+            return f"{self.owner}.{self.key}[{self.path}]"
+        return self.path + (".grad" if self.kind == "grad" else "")
+
+
+Tensors = dict[Slot, torch.Tensor]
+
+
+@dataclass
+class State:
+    """The modules and optimisers of a call, each under the path of its argument.
+
+    Tensors are looked up afresh at every question, for a step may put new ones in place.
+    """
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: dict[str, Any]) -> State:
+        """The state held by the arguments, given by name. TypeError for an argument that cannot be traced through."""
+        state = cls()
+        for path, leaf in named_leaves(args):
+            if isinstance(leaf, nn.Module):
+                state.modules[path] = leaf
+            elif isinstance(leaf, Optimizer):
+                state.optimizers[path] = leaf
+            elif not isinstance(leaf, PLAIN):
+                raise TypeError(
+                    f"argument {path} is a {type(leaf).__name__}: a compiled step takes modules, optimisers, tensors, "
+                    "numbers, strings and lists, tuples or dicts of them. Keep anything else, such as a learning-rate "
+                    "scheduler, outside the step."
+                )
+        return state
+
+    # ---- what there is ----------------------------------------------------------------------
+    def tensors(self) -> Tensors:
+        """Every tensor of the state, in an order that depends on names alone."""
+        params = self.parameters()
+        found: Tensors = {Slot("parameter", path): p for path, p in params.items()}
+        found |= {Slot("buffer", path): b for path, b in self.buffers().items()}
+        found |= {Slot("grad", path): p.grad for path, p in params.items() if p.grad is not None}
+        path_of = {id(p): path for path, p in params.items()}
+        for root, optimizer in self.optimizers.items():
+            for p, kept in optimizer.state.items():
+                tensors = {k: v for k, v in kept.items() if isinstance(v, torch.Tensor)}
+                found |= {Slot("kept", path_of[id(p)], root, k): v for k, v in tensors.items()}
+        return found
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, under its first name."""
+        return _first_names(self._all_parameters())
+
+    def parameter_names(self) -> dict[str, list[str]]:
+        """All names of each parameter, by its first: tied parameters have several."""
+        first = {id(p): path for path, p in self.parameters().items()}
+        names: dict[str, list[str]] = {}
+        for path, p in self._all_parameters():
+            names.setdefault(first[id(p)], []).append(path)
+        return names
+
+    def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for root, module in self.modules.items():
+            for name, p in module.named_parameters(remove_duplicate=False):
+                yield f"{root}.{name}", p
+        for root, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, p in enumerate(group["params"]):
+                    yield f"{root}.param_groups.{g}.params.{i}", p
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every buffer once, under its first name."""
+        return _first_names(
+            (f"{root}.{name}", b)
+            for root, module in self.modules.items()
+            for name, b in module.named_buffers(remove_duplicate=False)
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
+        return {path: v for path, v in self._hyper() if isinstance(v, float)}
+
+    def constants(self) -> tuple:
+        """What else a trace takes for granted: other hyper-parameters, training flags, which gradients are wanted."""
+        hyper = tuple((path, v) for path, v in self._hyper() if not isinstance(v, (float, torch.SymFloat)))
+        flags = tuple(m.training for module in self.modules.values() for m in module.modules())
+        wanted = tuple(p.requires_grad for p in self.parameters().values())
+        return hyper, flags, wanted, self._kept_constants()
+
+    def _hyper(self) -> Iterator[tuple[str, Any]]:
+        for root, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                rest = {k: v for k, v in group.items() if k != "params"}
+                for path, v in named_leaves(rest):
+                    yield f"{root}.param_groups.{g}.{path}", v
+
+    def _kept_constants(self) -> tuple[tuple[str, Any], ...]:
+        return tuple(
+            (f"{root}.state.{i}.{key}", value)
+            for root, optimizer in self.optimizers.items()
+            for i, kept in enumerate(optimizer.state.values())
+            for key, value in kept.items()
+            if not isinstance(value, torch.Tensor)
+        )
+
+    # ---- putting other tensors in place -----------------------------------------------------
+    def install(self, new: Tensors) -> None:
+        """Put these tensors into their slots; parameters must be given as parameters.
+
+        A parameter that is given gets the gradient and the optimiser state that are given with it, and no other.
+        """
+        by_id = {id(p): new[Slot("parameter", path)] for path, p in self.parameters().items()}
+        path_of = {id(p): path for path, p in self.parameters().items()}
+        by_id |= {id(b): new[Slot("buffer", path)] for path, b in self.buffers().items()}
+        for module in self.modules.values():
+            for m in module.modules():
+                for places in (m._parameters, m._buffers):
+                    places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
+        for root, optimizer in self.optimizers.items():
+            _install_kept(root, optimizer, by_id, path_of, new)
+        for path in path_of.values():
+            new[Slot("parameter", path)].grad = new.get(Slot("grad", path))
+
+    @contextlib.contextmanager
+    def swap(self, new: Tensors, numbers: dict[str, Any]) -> Iterator[None]:
+        """Other tensors and other hyper-parameters in place, and all as it was however the block ends."""
+        undo = self._snapshot()
+        try:
+            self.install(new)
+            self._set_numbers(numbers)
+            yield
+        finally:
+            for put_back in undo:
+                put_back()
+
+    def _set_numbers(self, numbers: dict[str, Any]) -> None:
+        for root, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for key, value in list(group.items()):
+                    if key != "params":
+                        group[key] = _with_numbers(value, f"{root}.param_groups.{g}.{key}", numbers)
+
+    def _snapshot(self) -> list[Callable[[], None]]:
+        dicts: list[dict] = []
+        for module in self.modules.values():
+            for m in module.modules():
+                dicts += [m._parameters, m._buffers]
+        for optimizer in self.optimizers.values():
+            dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
+        return [_restorer(d) for d in dicts]
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of nested arguments with dotted paths.
+
+    >>> named_leaves({"a": [1, {"b": 2}]})
+    [('a.0', 1), ('a.1.b', 2)]
+    """
+    found, _ = pytree.tree_flatten_with_path(tree)
+    return [(".".join(_key_text(k) for k in path), leaf) for path, leaf in found]
+
+
+def _key_text(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+
+
+def _first_names(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+    found, seen = {}, set()
+    for path, value in named:
+        if id(value) not in seen:
+            seen.add(id(value))
+            found[path] = value
+    return found
+
+
+def _with_numbers(value: Any, path: str, numbers: dict[str, Any]) -> Any:
+    if path in numbers:
+        return numbers[path]
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_numbers(v, f"{path}.{i}", numbers) for i, v in enumerate(value))
+    return value
+
+
+def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors):
+    """Point the optimiser at the new parameters and key what it keeps by them."""
+    others = {
+        path_of[id(p)]: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)}
+        for p, kept in optimizer.state.items()
+    }
+    for group in optimizer.param_groups:
+        group["params"] = [by_id[id(p)] for p in group["params"]]
+    given: dict[str, dict[str, Any]] = {}
+    for slot, t in new.items():
+        if slot.kind == "kept" and slot.owner == root:
+            given.setdefault(slot.path, {})[slot.key] = t
+    optimizer.state.clear()
+    for pid, path in path_of.items():
+        if path in given or path in others:
+            optimizer.state[by_id[pid]] = {**given.get(path, {}), **others.get(path, {})}
+
+
+def _restorer(d: dict) -> Callable[[], None]:
+    kept = dict(d)
+
+    def restore() -> None:
+        d.clear()
+        d.update(kept)
+
+    return restore

@@ -1,0 +1,38 @@
+"""Ranks, the links between them, and what talking over those links costs: plain data.
+
+    >>> from spmd.mesh import init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    >>> mesh.ranks_along("tp", (1, 0))
+    (4, 5, 6, 7)
+
+A mesh is a value. It needs no process group to exist, to be compared, planned on or printed; the groups are made
+when `get_group` first asks for one.
+"""
+
+from __future__ import annotations
+
+from spmd.mesh.cost import (
+    all_gather_cost,
+    all_reduce_cost,
+    all_to_all_cost,
+    broadcast_cost,
+    reduce_scatter_cost,
+)
+from spmd.mesh.device_mesh import DeviceMesh, init_device_mesh
+from spmd.mesh.rank import as_rank, current_rank, world_size
+from spmd.mesh.topology import AxisLink, MeshTopoInfo
+
+__all__ = [
+    "AxisLink",
+    "DeviceMesh",
+    "MeshTopoInfo",
+    "all_gather_cost",
+    "all_reduce_cost",
+    "all_to_all_cost",
+    "as_rank",
+    "broadcast_cost",
+    "current_rank",
+    "init_device_mesh",
+    "reduce_scatter_cost",
+    "world_size",
+]

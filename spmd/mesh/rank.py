@@ -1,0 +1,63 @@
+"""Which rank this code plays, and among how many.
+
+On a real job torch.distributed knows. Before it is initialised the launcher's environment does. The simulator
+overrides both for the thread that plays a rank:
+
+    >>> with as_rank(3, world_size=8):
+    ...     current_rank(), world_size()
+    (3, 8)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+
+_played: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_played_rank", default=None)
+
+
+def current_rank() -> int:
+    """The global rank this code plays: the override, else torch.distributed's, else $RANK, else 0."""
+    played = _played.get()
+    if played is not None:
+        return played[0]
+    return dist.get_rank() if _initialised() else _from_env("RANK", 0)
+
+
+def world_size() -> int:
+    """How many ranks there are: the override, else torch.distributed's, else $WORLD_SIZE, else 1."""
+    played = _played.get()
+    if played is not None and played[1] is not None:
+        return played[1]
+    return dist.get_world_size() if _initialised() else _from_env("WORLD_SIZE", 1)
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int | None = None) -> Iterator[int]:
+    """Play `rank` inside the block, in this thread only. Blocks nest; the innermost wins.
+
+    `world_size` None leaves the size to whoever else knows it.
+    """
+    if rank < 0 or (world_size is not None and rank >= world_size):
+        raise ValueError(f"as_rank: rank {rank} is not in 0..{'' if world_size is None else world_size - 1}")
+    token = _played.set((rank, world_size))
+    try:
+        yield rank
+    finally:
+        _played.reset(token)
+
+
+def _initialised() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _from_env(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    try:
+        return int(text) if text else default
+    except ValueError:
+        raise ValueError(f"${name} is {text!r}; it must be an integer. Unset it, or let the launcher set it.") from None

@@ -1,0 +1,58 @@
+"""A bounded cache that counts its hits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+
+class Cache:
+    """A dictionary that forgets its oldest entries and counts hits and misses.
+
+    >>> c = Cache(2)
+    >>> [c.get(k, lambda k=k: k * 2) for k in (1, 2, 1, 3, 1)]
+    [2, 4, 2, 6, 2]
+    >>> c
+    Cache(2 of 2 entries, 1 hits, 4 misses)
+    """
+
+    def __init__(self, maxsize: int):
+        self.maxsize = maxsize
+        self.hits = self.misses = 0
+        self._entries: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is kept under the key; made, and kept, where there is nothing."""
+        found = self._entries.get(key)
+        if found is not None:
+            self.hits += 1
+            return found
+        self.misses += 1
+        made = make()
+        while len(self._entries) >= self.maxsize:
+            self._entries.pop(next(iter(self._entries), None), None)
+        self._entries[key] = made
+        return made
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self.hits = self.misses = 0
+
+    def __repr__(self):
+        return f"Cache({len(self._entries)} of {self.maxsize} entries, {self.hits} hits, {self.misses} misses)"
+
+
+def frozen(value: Any) -> Hashable:
+    """A hashable stand-in for an argument; numbers keep their type, for 1, 1.0 and True are not one argument.
+
+    >>> frozen([1, True, 1.0]) == frozen([1, 1, 1])
+    False
+    """
+    kind = type(value)
+    if isinstance(value, (list, tuple)):
+        return (list, *map(frozen, value))
+    if isinstance(value, dict):
+        return (dict, *((k, frozen(v)) for k, v in value.items()))
+    if kind is int or kind is float or kind is bool:
+        return kind, value
+    return value

@@ -1,0 +1,104 @@
+"""A call is an op with specs where its tensors were: all that a lowering may depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from spmd.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """Global shape, stride and dtype of one result."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> TensorMeta:
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+
+class RuntimeScalar:
+    """Stands in a call for a number known only when the program runs, such as a learning rate."""
+
+    def __repr__(self):
+        return "scalar"
+
+
+SCALAR = RuntimeScalar()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """An op, its arguments with a `Spec` for each tensor, and what single-device torch would return.
+
+    `outs` has one `TensorMeta` per result, and None where the op returns no tensor.
+    """
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+    outs: tuple[TensorMeta | None, ...]
+
+    @cached_property
+    def _bound(self) -> dict[str, Any]:
+        schema = self.op._schema.arguments
+        given = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
+        return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument of this name in the op's schema; its default, or None, where it was not given."""
+        return self._bound.get(name)
+
+    @cached_property
+    def tensors(self) -> tuple[Spec, ...]:
+        """The operands in the order of the schema, lists flattened."""
+        return tuple(spec for _, spec in self.named_tensors)
+
+    @cached_property
+    def named_tensors(self) -> tuple[tuple[str, Spec], ...]:
+        """The operands with the name of their argument; the tensors of a list share its name."""
+        out = []
+        for name, value in self._bound.items():
+            items = value if isinstance(value, (list, tuple)) else (value,)
+            out += [(name, x) for x in items if isinstance(x, Spec)]
+        return tuple(out)
+
+    @property
+    def mesh(self):
+        return self.tensors[0].mesh
+
+    @cached_property
+    def name(self) -> str:
+        """The base name of the op: `aten.add_.Tensor`, `aten.add.out` and `aten.add.Tensor` are all `add`."""
+        return base_name(self.op)
+
+
+def base_name(op) -> str:
+    """The name that the book knows an overload by.
+
+    >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.ops.aten._to_copy.default)
+    ('add', '_to_copy')
+    """
+    name = op._schema.name.split("::")[1]
+    if name.endswith("_copy") and name not in ("_to_copy", "index_copy", "_copy"):
+        return name[: -len("_copy")]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def dims_of(value, ndim: int) -> tuple[int, ...]:
+    """The dims that a `dim` argument names, counted from the front; None and [] name all.
+
+    >>> dims_of(-1, 3), dims_of([0, -1], 3), dims_of(None, 2)
+    ((2,), (0, 2), (0, 1))
+    """
+    if value is None or value == [] or value == ():
+        return tuple(range(ndim))
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(d % ndim for d in values) if ndim else ()

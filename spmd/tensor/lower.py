@@ -1,0 +1,247 @@
+"""Lowering: an op on distributed tensors becomes moves of its operands, one local call, and the results' specs.
+
+    mm(f32[8, 16@tp], f32[16@tp, 4])  ->  no moves, aten.mm, f32[8, 4] +sum@tp
+
+`lower` is pure: no tensor data, no communication, no rank. The eager dispatcher, the expander and the
+tests all read the same `Lowering`.
+
+The row is chosen axis by axis: for each axis the cheapest of the rule's rows, given what the other axes do,
+repeated until nothing changes. A row costs
+
+    the moves of its operands  +  what its results still owe  +  the work it leaves to each rank
+
+A Partial owes its all-reduce, and a shard that no operand had owes its gather; so a sum over a linear chain is
+done once, where it is cheapest, and nothing is sharded that nobody sharded. Rows of equal bytes are told apart by
+the number of moves, made and owed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from spmd.mesh import cost
+from spmd.tensor.call import Call
+from spmd.tensor.chunk import blocks
+from spmd.tensor.placement import Partial, Placement, Shard
+from spmd.tensor.redistribute.plan import Plan, plan
+from spmd.tensor.rules.book import rule_of
+from spmd.tensor.rules.rule import Row, Rule, rows
+from spmd.tensor.spec import Spec, contiguous
+
+MULTIPLY_ADDS_PER_US = 1e7
+"""Work a rank does in a microsecond, an accelerator's 20 TFLOP/s; it only keeps rows from undoing parallel work."""
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What one op becomes on every rank.
+
+    plans: how each operand gets to its target, in the order of `Call.tensors`. outs: the specs of the results, None
+    where the op returns no tensor. sizes: the name of the argument to replace by the local size of the first result.
+    gathered: no row but the replicated one was known, so the op runs on whole tensors on every rank.
+    """
+
+    plans: tuple[Plan, ...]
+    outs: tuple[Spec | None, ...]
+    sizes: str | None = None
+    gathered: bool = False
+
+    @property
+    def modelled_us(self) -> float:
+        return sum(p.modelled_us for p in self.plans)
+
+    def __str__(self):
+        ins = ", ".join(f"{p.src} -> {p.dst}" if p.steps else str(p.dst) for p in self.plans)
+        return f"({ins}) -> {', '.join(map(str, self.outs))}"
+
+
+def lower(call: Call, in_place: bool = False) -> Lowering:
+    """The cheapest right way to run a call. With `in_place` the first operand stays as it lies, where a row allows."""
+    rule = rule_of(call) or _whole(call)
+    choice = _cheapest_rows(call, rule, in_place)
+    ins = tuple(_operand(call, rule, choice, i) for i in range(len(call.tensors)))
+    outs = tuple(_result(call, rule, choice, ins, j) for j in range(len(call.outs)))
+    plans = tuple(plan(spec, target) for spec, target in zip(call.tensors, ins, strict=True))
+    sharded = any(not s.is_replicated for s in call.tensors)
+    return Lowering(plans, outs, rule.sizes, gathered=sharded and len(rows(rule)) == 1)
+
+
+def _whole(call: Call) -> Rule:
+    """The rule of an op that the book does not know: it sees all of every operand."""
+    return Rule(
+        tuple((None,) * s.ndim for s in call.tensors),
+        tuple(None if o is None else (None,) * len(o.shape) for o in call.outs),
+        kind=None,
+    )
+
+
+# ---- choosing rows ----------------------------------------------------------------------------
+
+Choice = list[Row]
+"""One row per axis of the mesh."""
+
+
+def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
+    options = rows(rule)
+    choice = [options[0]] * call.mesh.ndim
+    axes = [a for a, n in enumerate(call.mesh.shape) if n > 1]
+    for _ in range(3 if len(axes) > 1 else 1):
+        before = list(choice)
+        for axis in axes:
+            choice[axis] = min(options, key=lambda row, axis=axis: _price(call, rule, choice, axis, row, in_place))
+        if choice == before:
+            break
+    return choice
+
+
+def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool) -> tuple[float, int, int]:
+    """What a row costs on an axis: microseconds, moves made and owed, operands moved."""
+    if not _legal(call, rule, choice, axis, row):
+        return inf, 0, 0
+    moved = [not _fits(spec, axis, want) for spec, want in zip(call.tensors, row.ins, strict=True)]
+    if in_place and not _stays(row, moved[0]):
+        return inf, 0, 0
+    moves = [
+        _transition(spec, want, axis) for spec, want, m in zip(call.tensors, row.ins, moved, strict=True) if m
+    ]
+    inherited = any(want.is_shard() and not m for want, m in zip(row.ins, moved, strict=True))
+    owed = [_owed(call, choice, axis, j, p, inherited) for j, p in enumerate(row.outs) if call.outs[j]]
+    us = sum(moves) + sum(owed) + _work(call, rule, choice, axis, row)
+    return us, len(moves) + sum(o > 0 for o in owed), len(moves)
+
+
+def _stays(row: Row, moved: bool) -> bool:
+    """Whether an in-place op may run by this row: where its target lies, or on a copy that is whole."""
+    return row.outs[0] == row.ins[0] and (not moved or row.ins[0].is_replicate())
+
+
+def _fits(spec: Spec, axis: int, want: Placement) -> bool:
+    """Whether an operand lies on the axis as the row wants; a shard's blocks must begin at the row's units."""
+    have = spec.on(axis)
+    if not (isinstance(have, Shard) and isinstance(want, Shard)):
+        return have == want
+    return have.dim == want.dim and spec.aligned(have.dim, want.unit)
+
+
+def _legal(call: Call, rule: Rule, choice: Choice, axis: int, row: Row) -> bool:
+    trial = [*choice[:axis], row, *choice[axis + 1 :]]
+    tensors = [[r.ins[i] for r in trial] for i in range(len(rule.ins))]
+    tensors += [[r.outs[j] for r in trial] for j in range(len(rule.outs))]
+    if not all(_commute(placements) for placements in tensors):
+        return False
+    return row.factor not in rule.nonempty or _all_filled(call, rule, trial, row.factor)
+
+
+def _commute(placements: Sequence[Placement]) -> bool:
+    """A tensor carries one kind of Partial, or sums and averages together."""
+    kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(kinds) < 2 or kinds == {"sum", "avg"}
+
+
+def _all_filled(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> bool:
+    """No rank holds an empty block of the factor."""
+    ns = tuple(call.mesh.shape[a] for a, row in enumerate(choice) if row.factor == factor)
+    i, d, f = next((i, d, f) for i, dims in enumerate(rule.ins) for d, f in enumerate(dims) if f and f.name == factor)
+    return all(length for _, length in blocks(call.tensors[i].shape[d], f.unit, ns))
+
+
+# ---- pricing ----------------------------------------------------------------------------------
+# Only bytes are priced here. Latencies hide: collectives overlap with work and are fused with each other; what is
+# left of them is the number of moves, which decides between rows of equal bytes.
+
+
+def _wire(collective: Callable[..., float], nbytes: float, axis: int, mesh) -> float:
+    return collective(nbytes, axis, mesh.topology) - collective(0, axis, mesh.topology)
+
+
+def _transition(spec: Spec, want: Placement, axis: int) -> float:
+    """Microseconds that the bytes of moving one operand on one axis take."""
+    have, mesh = spec.on(axis), spec.mesh
+    nbytes = spec.nbytes / prod(mesh.shape[a] for axes in spec.dims for a in axes if a != axis)
+    if have.is_replicate():
+        return 0.0
+    if have.is_partial():
+        return _wire(cost.reduce_scatter_cost if want.is_shard() else cost.all_reduce_cost, nbytes, axis, mesh)
+    if isinstance(want, Shard) and want.dim != have.dim:
+        return _wire(cost.all_to_all_cost, nbytes / mesh.shape[axis], axis, mesh)
+    return _wire(cost.all_gather_cost, nbytes, axis, mesh)
+
+
+def _owed(call: Call, choice: Choice, axis: int, j: int, placement: Placement, inherited: bool) -> float:
+    """Microseconds of what a result leaves to be done: a Partial its reduction, a new shard its gather."""
+    if placement.is_replicate() or (placement.is_shard() and inherited):
+        return 0.0
+    out, mesh = call.outs[j], call.mesh
+    shards = prod(mesh.shape[a] for a, row in enumerate(choice) if a != axis and row.outs[j].is_shard())
+    nbytes = prod(out.shape) * out.dtype.itemsize / shards
+    return _wire(cost.all_reduce_cost if placement.is_partial() else cost.all_gather_cost, nbytes, axis, mesh)
+
+
+def _work(call: Call, rule: Rule, choice: Choice, axis: int, row: Row) -> float:
+    """Modelled microseconds of the op itself. Only shards that the operands brought count as saving any."""
+    sizes: dict[Hashable, int] = {}
+    for spec, dims in zip(call.tensors, rule.ins, strict=True):
+        sizes |= {f.name: spec.shape[d] for d, f in enumerate(dims) if f}
+    trial = [*choice[:axis], row, *choice[axis + 1 :]]
+    shards = prod(
+        n
+        for a, n in enumerate(call.mesh.shape)
+        if trial[a].factor is not None and any(spec.on(a).is_shard() for spec in call.tensors)
+    )
+    return prod(sizes.values()) / shards / MULTIPLY_ADDS_PER_US
+
+
+# ---- specs from the chosen rows ---------------------------------------------------------------
+
+
+def _operand(call: Call, rule: Rule, choice: Choice, i: int) -> Spec:
+    spec = call.tensors[i]
+    dims, units = _layout(call, rule, choice, rule.ins[i])
+    target = spec.with_layout(dims, units, _partial([row.ins[i] for row in choice]))
+    if target is spec:
+        return spec
+    return Spec.of(
+        spec.mesh, spec.shape, spec.dtype, stride=contiguous(spec.shape),
+        dims=target.dims, units=target.units, partial=target.partial,
+    )  # fmt: skip
+
+
+def _result(call: Call, rule: Rule, choice: Choice, ins: Sequence[Spec], j: int) -> Spec | None:
+    out = call.outs[j]
+    if out is None:
+        return None
+    dims, units = _layout(call, rule, choice, rule.outs[j] or (None,) * len(out.shape))
+    partial = _partial([row.outs[j] for row in choice])
+    return Spec.of(call.mesh, out.shape, out.dtype, stride=out.stride, dims=dims, units=units, partial=partial)
+
+
+def _partial(placements: Sequence[Placement]) -> list[tuple[int, str]]:
+    return [(a, p.reduce_op) for a, p in enumerate(placements) if isinstance(p, Partial)]
+
+
+def _layout(call: Call, rule: Rule, choice: Choice, dims) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Axes and unit of each dim, from the factor it belongs to."""
+    shards = [_sharding(call, rule, choice, f.name) if f else ((), 1) for f in dims]
+    return [axes for axes, _ in shards], [f.unit * base if f else 1 for f, (_, base) in zip(dims, shards, strict=True)]
+
+
+def _sharding(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> tuple[tuple[int, ...], int]:
+    """The ordered axes that shard a factor and how many of its indices stay together.
+
+    The largest operand that lies so already leads: its order and its unit are kept.
+    """
+    axes = {a for a, row in enumerate(choice) if row.factor == factor}
+    leaders = [
+        (spec.nbytes, -i, spec.dims[d], spec.units[d], f.unit)
+        for i, (spec, dims) in enumerate(zip(call.tensors, rule.ins, strict=True))
+        for d, f in enumerate(dims)
+        if f and f.name == factor and axes & set(spec.dims[d])
+    ]
+    if not leaders:
+        return tuple(sorted(axes)), 1
+    _, _, order, unit, tied = max(leaders)
+    kept = tuple(a for a in order if a in axes)
+    base = unit // tied if unit % tied == 0 else 1
+    return kept + tuple(sorted(axes - set(kept))), base

@@ -1,0 +1,131 @@
+"""Plans: the cheapest moves from one spec to another.
+
+A plan is found by Dijkstra's algorithm over specs: the neighbours of a spec are what one move makes of it.
+Only moves towards the target are looked at - an axis is sliced, scattered or exchanged into the dim where the
+target wants it, or gathered - so that the search stays small; gathering all and slicing again is always a
+way, so there is always a plan. Ties go to fewer moves, then to the order in which moves are listed: the plan
+is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmd.mesh import MeshTopoInfo
+from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, At, Move, ReduceScatter, Slice, ToPartial
+from spmd.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of a plan with the specs around it."""
+
+    move: Move
+    before: Spec
+    after: Spec
+
+    @property
+    def cost(self) -> float:
+        return self.priced(self.before.mesh.topology)
+
+    @property
+    def nbytes(self) -> int:
+        return self.move.nbytes(self.before, self.after)
+
+    def priced(self, topology: MeshTopoInfo) -> float:
+        """Modelled microseconds of the move over other links than its mesh's."""
+        return self.move.cost(self.before, self.after, topology)
+
+    def __call__(self, local):
+        """Make the move on this rank's block, now."""
+        at = At.here(self.before, self.after)
+        return self.move.finish(self.move.start(local, at), at)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The moves that take a tensor from spec `src` to spec `dst`, with their modelled time."""
+
+    src: Spec
+    dst: Spec
+    steps: tuple[Step, ...]
+
+    @property
+    def modelled_us(self) -> float:
+        return sum(step.cost for step in self.steps)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        return tuple(step.move for step in self.steps)
+
+    def run(self, local):
+        """Carry the plan out on this rank's block."""
+        for step in self.steps:
+            local = step(local)
+        return local
+
+    def __str__(self):
+        mesh = self.src.mesh
+        lines = [f"{s.move.show(mesh):<32} {s.after}   {s.cost:.1f} us" for s in self.steps]
+        return "\n".join([str(self.src), *("  " + line for line in lines)])
+
+
+@functools.lru_cache(maxsize=16384)
+def plan(src: Spec, dst: Spec) -> Plan:
+    """The cheapest moves from src to dst, two specs of one tensor on one mesh.
+
+    >>> from spmd.mesh import DeviceMesh
+    >>> from spmd.tensor.spec import parse_spec
+    >>> mesh = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("tp",))
+    >>> [m.show(mesh) for m in plan(parse_spec("f32[8@tp, 8]", mesh), parse_spec("f32[8, 8@tp]", mesh)).moves]
+    ['all_to_all(tp, 0, 1)']
+    """
+    if src.mesh != dst.mesh or src.shape != dst.shape or src.dtype != dst.dtype:
+        raise ValueError(f"no plan from {src!r} to {dst!r}: mesh, shape and dtype must be equal")
+    if src.stride != dst.stride:
+        src = dst.with_layout(src.dims, src.units, src.partial)
+    return Plan(src, dst, _cheapest(src, dst))
+
+
+def _cheapest(src: Spec, dst: Spec) -> tuple[Step, ...]:
+    count = itertools.count()
+    queue = [(0.0, 0, next(count), src, ())]
+    done: set[Spec] = set()
+    while queue:
+        us, n, _, spec, steps = heapq.heappop(queue)
+        if spec is dst:
+            return steps
+        if spec in done:
+            continue
+        done.add(spec)
+        for move in _towards(spec, dst):
+            after = move.apply(spec)
+            if after is not None and after not in done:
+                step = Step(move, spec, after)
+                heapq.heappush(queue, (us + step.cost, n + 1, next(count), after, (*steps, step)))
+    raise RuntimeError(f"no plan from {src} to {dst}: this is a fault in spmd, please report it")
+
+
+def _towards(spec: Spec, dst: Spec) -> Iterator[Move]:
+    """The moves that may be part of a shortest way to dst."""
+    home = {axis: (dim, dst.units[dim]) for dim, axes in enumerate(dst.dims) for axis in axes}
+    for axis in range(spec.mesh.ndim):
+        if spec.mesh.shape[axis] == 1:
+            continue
+        have, want = spec.on(axis), dst.on(axis)
+        if have.is_replicate() and axis in home:
+            yield Slice(axis, *home[axis])
+        elif have.is_replicate() and want.is_partial():
+            yield ToPartial(axis, want.reduce_op)
+        elif have.is_partial() and have != want:
+            yield AllReduce(axis)
+            if axis in home:
+                yield ReduceScatter(axis, *home[axis])
+        elif have.is_shard():
+            yield AllGather(axis, have.dim)
+            if axis in home and home[axis][0] != have.dim:
+                yield AllToAll(axis, have.dim, *home[axis])

@@ -1,0 +1,230 @@
+"""The book: one row an op, from its base name to its rule.
+
+A row says which family the op belongs to, and by which laws partials pass through it. Ops that torch tags
+pointwise need no row unless a law holds for them. What stands here in one line each:
+
+    contract    an einsum: fixed rank, spelled out
+    elementwise every dim is free
+    reduce_to   the dims that `dim` names leave a Partial of this kind
+    keep_whole  the dims that an argument names are whole, all others free
+    move        a rearrangement of dims
+
+and rows that read more of the call than that, as functions in `indexing`, `networks` and `movement`.
+
+Not here: random ops, ops whose local call needs the rank's offset (a vocabulary-sharded embedding), and ops
+that are spelled in a way that is not safe locally (mean: see `decompositions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from spmd.tensor.call import Call
+from spmd.tensor.rules import families, indexing, movement, networks
+from spmd.tensor.rules.laws import (
+    ADDCDIV,
+    ADDCMUL,
+    ADDITIVE,
+    BILINEAR,
+    CLAMPED,
+    FALLING,
+    LERP,
+    LINEAR_IN_FIRST,
+    MAX_OVER,
+    MIN_OVER,
+    MONOTONE2,
+    MOVES,
+    MOVES_SECOND,
+    OF_MAX,
+    OF_MIN,
+    PICKS,
+    PICKS_OR_CONST,
+    PRODUCT_OVER,
+    RISING,
+    SCALING,
+    SHIFTING,
+    lawful,
+)  # fmt: skip
+from spmd.tensor.rules.rule import Law, Rule
+
+Row = Callable[[Call], Rule | None]
+
+book: dict[str, Row] = {}
+
+
+def rule_of(call: Call) -> Rule | None:
+    """The rule of a call, or None where there is none: decompose the op, or replicate all its operands.
+
+    Laws that its dtypes do not allow are left out: an integer has no average, a bool no sum.
+    """
+    row = book.get(call.name) or (families.pointwise if _is_pointwise(call) else None)
+    rule = row(call) if row and _returns_tensors(call) else None
+    if rule is None:
+        return None
+    _check_ties(call, rule)
+    return replace(rule, laws=lawful(rule, call))
+
+
+def _is_pointwise(call: Call) -> bool:
+    """Tagged so by torch; random ops are not: every shard would draw the same numbers."""
+    return torch.Tag.pointwise in call.op.tags and torch.Tag.nondeterministic_seeded not in call.op.tags
+
+
+def _returns_tensors(call: Call) -> bool:
+    """A call with tensors on both sides, none of them to be written to by `out=`."""
+    written = any(a.is_out for a in call.op._schema.arguments)
+    return not written and bool(call.tensors) and any(o is not None for o in call.outs)
+
+
+def _check_ties(call: Call, rule: Rule) -> None:
+    """Dims that a factor ties together have as many units; else shards of them would not meet."""
+    assert len(rule.ins) == len(call.tensors) and len(rule.outs) == len(call.outs), (call.op, str(rule))
+    units: dict = {}
+    for dims, x in zip((*rule.ins, *rule.outs), (*call.tensors, *call.outs), strict=True):
+        for factor, size in zip(dims or (), x.shape if dims is not None else (), strict=True):
+            if factor is not None:
+                count, rest = divmod(size, factor.unit)
+                assert not rest and units.setdefault(factor.name, count) == count, (call.op, str(rule), x.shape)
+
+
+# ---- how rows are written ---------------------------------------------------------------------
+
+
+def enter(names: str, row: Row) -> None:
+    """Write one row for each of these names."""
+    for name in names.split():
+        assert name not in book, f"{name} is in the book twice"
+        book[name] = row
+
+
+def contract(name: str, equation: str, law: tuple[Law, ...]) -> None:
+    enter(name, lambda call: families.contraction(call, equation, law))
+
+
+def elementwise(law: tuple[Law, ...], names: str) -> None:
+    enter(names, lambda call: families.pointwise(call, law))
+
+
+def reduce_to(kind: str | None, names: str, law: tuple[Law, ...] = (), nonempty: bool = False) -> None:
+    enter(names, lambda call: families.reduction(call, kind, law, nonempty))
+
+
+def keep_whole(arg: str, names: str, law: tuple[Law, ...] = ()) -> None:
+    enter(names, lambda call: families.one_dim_whole(call, arg, law))
+
+
+def move(names: str, source: Callable[[Call, int], list]) -> None:
+    enter(names, lambda call: families.moved(call, lambda ndim: source(call, ndim)))
+
+
+# ---- contraction ------------------------------------------------------------------------------
+
+contract("mm",   "m k, k n -> m n", BILINEAR)
+contract("bmm",  "b m k, b k n -> b m n", BILINEAR)
+contract("mv",   "m k, k -> m", BILINEAR)
+contract("dot",  "k, k ->", BILINEAR)
+contract("ger",  "m, n -> m n", BILINEAR)
+enter("convolution", networks.convolution)
+enter("convolution_backward", networks.convolution_backward)
+
+# ---- pointwise: torch tags them; only the algebra of partials is written down -----------------
+
+elementwise(ADDITIVE + SHIFTING, "add sub rsub")
+elementwise(BILINEAR + SCALING, "mul native_dropout_backward")
+elementwise(MOVES, "clone alias detach lift_fresh positive _to_copy")
+elementwise(MOVES_SECOND, "copy")
+elementwise(SCALING + FALLING, "neg")
+elementwise(SCALING, "conj_physical _conj_physical deg2rad rad2deg")
+elementwise(RISING, """exp exp2 expm1 relu relu6 sigmoid tanh sinh asinh atan erf ceil floor round trunc sign
+                       hardtanh hardsigmoid hardshrink nan_to_num""")
+elementwise(CLAMPED, "clamp clamp_min clamp_max")
+elementwise(FALLING, "erfc special_erfcx")
+elementwise(MONOTONE2, "logaddexp logaddexp2")
+elementwise(MONOTONE2 + OF_MAX, "maximum fmax")
+elementwise(MONOTONE2 + OF_MIN, "minimum fmin")
+elementwise(LERP, "lerp")
+elementwise(ADDCMUL, "addcmul")
+elementwise(ADDCDIV, "addcdiv")
+elementwise(LINEAR_IN_FIRST, """gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward
+    mish_backward logit_backward elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward
+    hardswish_backward hardshrink_backward softshrink_backward softplus_backward log_sigmoid_backward""")
+elementwise((), "hardswish log_sigmoid_forward")
+elementwise(PICKS + PICKS_OR_CONST, "where")
+enter("div true_divide", networks.division)
+enter("masked_fill", networks.masked_fill)
+enter("zeros_like ones_like full_like empty_like fill zero", families.like)
+enter("new_zeros new_ones new_full new_empty", families.new)
+
+# ---- reduction --------------------------------------------------------------------------------
+
+reduce_to("sum",     "sum", SCALING)
+reduce_to("sum",     "nansum count_nonzero")
+reduce_to("max",     "amax", MAX_OVER, nonempty=True)
+reduce_to("min",     "amin", MIN_OVER, nonempty=True)
+reduce_to("product", "prod", PRODUCT_OVER)
+reduce_to("max",     "any")  # empty: False, the least
+reduce_to("min",     "all")  # empty: True, the greatest
+reduce_to(None,      """argmax argmin logsumexp var std var_mean std_mean norm linalg_vector_norm median nanmedian
+                        kthvalue mode aminmax""")
+enter("max", lambda call: networks.extreme(call, "max", MAX_OVER))
+enter("min", lambda call: networks.extreme(call, "min", MIN_OVER))
+
+# ---- some dims whole --------------------------------------------------------------------------
+
+keep_whole("dim", "_softmax _log_softmax cumprod logcumsumexp cummax cummin sort topk argsort")
+keep_whole("dim", "_softmax_backward_data _log_softmax_backward_data", LINEAR_IN_FIRST)
+keep_whole("dim", "cumsum", SCALING)
+enter("triu tril", lambda call: families.last_dims_whole(call, 2, MOVES))  # zeros are their own sum and product
+
+# ---- movement ---------------------------------------------------------------------------------
+
+move("permute",   movement.permuted)
+move("transpose", movement.transposed)
+move("t",         movement.reversed_dims)
+move("unsqueeze", movement.unsqueezed)
+move("unbind select", movement.without_dim)
+move("split split_with_sizes chunk narrow tensor_split", movement.with_dim_whole)
+move("diagonal",  movement.diagonal)
+enter("squeeze",  movement.squeezed)
+enter("slice",    movement.sliced)
+enter("view reshape _unsafe_view", movement.viewed)
+enter("expand",   movement.expanded)
+enter("repeat",   movement.repeated)
+enter("slice_backward select_backward", movement.put_back)
+keep_whole("dims", "flip", MOVES)
+enter("roll",     movement.rolled)
+enter("constant_pad_nd", movement.padded)
+enter("cat",      movement.joined)
+enter("stack",    movement.stacked)
+
+# ---- indexing ---------------------------------------------------------------------------------
+
+enter("embedding",   indexing.embedding)
+enter("embedding_dense_backward", indexing.embedding_backward)
+enter("gather",      indexing.gathered)
+enter("scatter",     indexing.scattered)
+enter("scatter_add", indexing.scatter_added)
+enter("index_select", indexing.selected)
+enter("index_add",   indexing.index_added)
+enter("index_copy",  indexing.index_copied)
+enter("index_fill",  indexing.index_filled)
+enter("index",       indexing.indexed)
+enter("index_put",   indexing.index_put)
+
+# ---- networks ---------------------------------------------------------------------------------
+
+enter("native_layer_norm _fused_rms_norm", networks.normalised)
+enter("native_layer_norm_backward _fused_rms_norm_backward", networks.normalised_backward)
+enter("nll_loss_forward nll_loss2d_forward", networks.nll)
+enter("nll_loss_backward nll_loss2d_backward", networks.nll_backward)
+enter("mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss", networks.pointwise_loss)
+enter("""mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward
+         soft_margin_loss_backward""", networks.pointwise_loss_backward)
+enter("""_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention
+         _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention""", networks.attention)
+enter("""_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
+         _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward""",
+      networks.attention_backward)

@@ -1,0 +1,197 @@
+"""Ops that are spelled in a way that is not safe on a shard, in terms of ops that are.
+
+`mean` divides by the number of elements it sees: on a shard that is the local number. `squeeze` drops the dims whose
+size it sees to be 1. `addmm` adds the bias on every rank to a product of which each rank has a part. Each is
+written here with `torch.ops.aten` on whatever tensors come: real, fake, functional or distributed. Sizes read here are
+global ones.
+
+    decompose(op, args, kwargs)    the result, or NotImplemented where the op is safe as it is
+
+Results equal the op's own, empty tensors and NaN included; a low-precision `addmm` rounds once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from spmd.tensor.call import dims_of
+from spmd.tensor.rules.networks import MEAN, NONE, SUM
+
+aten = torch.ops.aten
+
+decompositions: dict[torch._ops.OpOverload, Callable] = {}
+"""From an op to a function of the same arguments; it returns NotImplemented where the op is safe as it is."""
+
+
+def decompose(op, args, kwargs):
+    """The result of `op` by its decomposition; NotImplemented where there is none or none is needed.
+
+    >>> decompose(aten.mean.default, (torch.tensor([1.0, 3.0]),), {})
+    tensor(2.)
+    """
+    found = decompositions.get(op)
+    return NotImplemented if found is None else found(*args, **kwargs)
+
+
+def instead_of(*ops):
+    """Enter a function as the decomposition of these ops."""
+
+    def enter(function):
+        for op in ops:
+            assert op not in decompositions, op
+            decompositions[op] = function
+        return function
+
+    return enter
+
+
+# ---- a product plus a bias --------------------------------------------------------------------
+
+
+def biased(bias, product, beta, alpha):
+    """`beta * bias + alpha * product`; a beta of 0 means that the bias is not read, NaN or not."""
+    _check_bias(bias, product)
+    product = product if _is(alpha, 1) else aten.mul.Scalar(product, alpha)
+    if _is(beta, 0):
+        return product
+    return aten.add.Tensor(product, bias if _is(beta, 1) else aten.mul.Scalar(bias, beta))
+
+
+def _check_bias(bias, product) -> None:
+    shape, to = tuple(bias.shape), tuple(product.shape)
+    if len(shape) > len(to) or any(a not in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False)):
+        raise RuntimeError(f"a bias of shape {list(shape)} cannot be expanded to the product's shape {list(to)}")
+    if bias.dtype != product.dtype:
+        raise RuntimeError(f"bias and product must have the same dtype, but are {bias.dtype} and {product.dtype}")
+
+
+def _is(number, value) -> bool:
+    """Whether a number is known to be this; a symbolic one is not."""
+    return isinstance(number, (int, float)) and number == value
+
+
+@instead_of(aten.addmm.default)
+def addmm(self, mat1, mat2, *, beta=1, alpha=1):
+    return biased(self, aten.mm.default(mat1, mat2), beta, alpha)
+
+
+@instead_of(aten.baddbmm.default)
+def baddbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    return biased(self, aten.bmm.default(batch1, batch2), beta, alpha)
+
+
+@instead_of(aten.addmv.default)
+def addmv(self, mat, vec, *, beta=1, alpha=1):
+    return biased(self, aten.mv.default(mat, vec), beta, alpha)
+
+
+@instead_of(aten.addbmm.default)
+def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
+    return biased(self, aten.sum.dim_IntList(aten.bmm.default(batch1, batch2), [0]), beta, alpha)
+
+
+# ---- means ------------------------------------------------------------------------------------
+
+
+@instead_of(aten.mean.default)
+def mean(self, *, dtype=None):
+    return mean_dim(self, None, dtype=dtype)
+
+
+@instead_of(aten.mean.dim)
+def mean_dim(self, dim, keepdim=False, *, dtype=None):
+    """A sum over a count that is the same on every rank. Half precision is summed in float, as torch does."""
+    dtype = dtype or self.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        which = "Input" if dtype == self.dtype else "Optional"
+        raise RuntimeError(
+            "mean(): could not infer output dtype. "
+            f"{which} dtype must be either a floating point or complex dtype. Got: {dtype}"
+        )
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    count = prod(self.shape[d] for d in dims_of(dim, self.ndim))
+    out = aten.div.Scalar(aten.sum.dim_IntList(self, dim, keepdim, dtype=wide), count)
+    return out if wide == dtype else aten._to_copy.default(out, dtype=dtype)
+
+
+# ---- losses -----------------------------------------------------------------------------------
+
+
+@instead_of(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll(self, target, weight, reduction, ignore_index):
+    """A mean is the summed loss over the summed weight; both are sums over the ranks."""
+    if reduction != MEAN:
+        return NotImplemented
+    op = aten.nll_loss_forward if target.ndim < 2 else aten.nll_loss2d_forward
+    loss, total_weight = op.default(self, target, weight, SUM, ignore_index)
+    return aten.div.Tensor(loss, total_weight), total_weight
+
+
+def _reduced(loss, reduction):
+    """Of a loss per element: itself, its mean or its sum."""
+    return {NONE: lambda x: x, MEAN: mean, SUM: aten.sum.default}[reduction](loss)
+
+
+def _position(op, name: str) -> int:
+    return next(i for i, a in enumerate(op._schema.arguments) if a.name == name)
+
+
+def _arguments(op, args, kwargs) -> list:
+    """All arguments by position, defaults filled in."""
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    return [given.get(a.name, a.default_value) for a in op._schema.arguments]
+
+
+def pointwise_loss(op, *args, **kwargs):
+    """The loss per element, then its sum or mean."""
+    given, at = _arguments(op, args, kwargs), _position(op, "reduction")
+    reduction, given[at] = given[at], NONE
+    return NotImplemented if reduction == NONE else _reduced(op(*given), reduction)
+
+
+def pointwise_loss_backward(op, *args, **kwargs):
+    """The gradient of a mean is that of a sum, over the global count."""
+    given, at = _arguments(op, args, kwargs), _position(op, "reduction")
+    if given[at] != MEAN:
+        return NotImplemented
+    grad, x = given[:2]
+    given[0], given[at] = aten.div.Scalar(grad, prod(x.shape)), SUM
+    return op(*given)
+
+
+for _name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"):
+    _forward, _backward = getattr(aten, _name).default, getattr(aten, f"{_name}_backward").default
+    decompositions[_forward] = functools.partial(pointwise_loss, _forward)
+    decompositions[_backward] = functools.partial(pointwise_loss_backward, _backward)
+
+
+@instead_of(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN):
+    if reduction == NONE:
+        return NotImplemented
+    each = aten.binary_cross_entropy_with_logits.default(self, target, weight, pos_weight, NONE)
+    return _reduced(each, reduction)
+
+
+# ---- squeeze ----------------------------------------------------------------------------------
+
+
+@instead_of(aten.squeeze.default)
+def squeeze(self):
+    return aten.squeeze.dims(self, [d for d, size in enumerate(self.shape) if size == 1])
+
+
+@instead_of(aten.squeeze.dim)
+def squeeze_dim(self, dim):
+    return squeeze_dims(self, [dim], decomposed=True)
+
+
+@instead_of(aten.squeeze.dims)
+def squeeze_dims(self, dim, decomposed=False):
+    """Only the dims that are 1 are named, so that no dim of local size 1 is dropped."""
+    ones = [d for d in dim if self.ndim and self.shape[d] == 1]
+    return NotImplemented if len(ones) == len(dim) and not decomposed else aten.squeeze.dims(self, ones)

@@ -1,0 +1,145 @@
+"""The laws of partials: which reductions an op commutes with, each with its proof.
+
+A row of letters reads `op(partial, replicated) is a partial`; see `spmd.tensor.rules.rule.laws`. The laws here are
+about numbers; what dtypes add to it (an integer has no average, a bool no sum) is checked once, by `lawful`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from spmd.tensor.call import Call
+from spmd.tensor.rules.rule import Law, Rule, fill, laws
+
+# ---- an operand's values go to the result unchanged -------------------------------------------
+
+MOVES = laws("sum avg max min product: p -> p...")  # reduce, then move = move, then reduce
+MOVES_FIRST = laws("sum avg max min product: p r... -> p")  # the same; the others say only where to
+MOVES_ALL = laws("sum avg max min product: p... -> p")  # each element of the result comes from one of them
+MOVES_SECOND = laws("sum avg max min product: r p -> p")  # copy: only the second operand is read
+PICKS = laws(
+    "sum avg max min product: r p p -> p",  # where(c, x, y) takes x or y, the same on every rank
+    "avg max min: r p r -> p",  # and y = avg(y, y) = max(y, y) = min(y, y)
+    "avg max min: r r p -> p",
+)
+PICKS_OR_CONST = laws("avg max min: r p -> p")  # where(c, x, 2.0): 2.0 = avg(2.0, 2.0), but not their sum
+FILLS = laws("avg max min: p r... -> p")  # masked_fill, pad: a constant is its own avg, max and min
+FILLS_ZERO = laws("sum avg max min product: p r... -> p")  # and zero is also its own sum and product
+UNREAD = laws("sum avg max min product: p r... -> r")  # zeros_like, fill: the first operand's values are not read
+
+# ---- linear -----------------------------------------------------------------------------------
+
+SCALING = laws("sum avg: p -> p")  # f(a + b) = f(a) + f(b)
+SHIFTING = laws("avg: p -> p")  # avg(a + c, b + c) = avg(a, b) + c; a sum would count c twice
+ADDITIVE = laws(
+    "sum avg: p p -> p",  # (a + b) + (c + d) = (a + c) + (b + d)
+    "avg: p r -> p",  # c = avg(c, c); a sum would count it twice
+    "avg: r p -> p",
+)
+BILINEAR = laws(
+    "sum avg: p r -> p",  # (a + b) c = a c + b c; p p has cross terms
+    "sum avg: r p -> p",
+)
+LINEAR_IN_FIRST = laws("sum avg: p r... -> p...")  # gradients of f: g -> g f'(x), the rest held
+LINEAR_IN_THIRD = laws("sum avg: r r p r... -> p r...")  # attention: weights @ v; logsumexp has no v in it
+LERP = laws(
+    "sum avg: p p -> p",  # (1 - w) a + w b
+    "avg: p r -> p",
+    "avg: r p -> p",
+    "sum avg: p p r -> p",  # the same, the weight a tensor
+    "avg: p r r -> p",
+    "avg: r p r -> p",
+    "avg: r r p -> p",  # affine in the weight: a + w (b - a)
+)
+ADDCMUL = laws(
+    "sum avg: p p r -> p",  # x + v (y z): linear in (x, y)
+    "sum avg: p r p -> p",  # and in (x, z)
+    "avg: p r r -> p",
+    "avg: r p r -> p",
+    "avg: r r p -> p",
+)
+ADDCDIV = laws(
+    "sum avg: p p r -> p",  # x + v y / z: linear in (x, y), not in z
+    "avg: p r r -> p",
+    "avg: r p r -> p",
+)
+BIASED = laws(
+    "sum avg: p r -> p",  # conv(x, w)
+    "sum avg: r p -> p",
+    "sum avg: p r p -> p",  # conv(x, w) + b: linear in (x, b)
+    "sum avg: r p p -> p",  # and in (w, b)
+    "avg: p r r -> p",
+    "avg: r p r -> p",
+    "avg: r r p -> p",
+)
+SCATTER_ADD = laws(
+    "sum avg: p r p -> p",  # x plus moved y: linear in (x, y)
+    "avg: p r r -> p",
+    "avg: r r p -> p",
+)
+SCATTER = laws(
+    "sum avg max min product: p r p -> p",  # each element comes from x or from y
+    "avg max min: p r r -> p",
+    "avg max min: r r p -> p",
+)
+
+# ---- monotone ---------------------------------------------------------------------------------
+
+RISING = laws("max min: p -> p")  # f(max(a, b)) = max(f(a), f(b))
+FALLING = laws("max min: p -> q")  # f(max(a, b)) = min(f(a), f(b))
+CLAMPED = laws("max min: p r... -> p")  # rising in the first, whatever the bounds
+MONOTONE2 = laws("max min: p r -> p", "max min: r p -> p")  # rising in each operand
+OF_MAX = laws("max: p p -> p")  # max(max(a, b), max(c, d)) = max(max(a, c), max(b, d))
+OF_MIN = laws("min: p p -> p")
+MAX_OVER = laws("max: p -> p")  # a maximum of maxima, in any order
+MIN_OVER = laws("min: p -> p")
+PRODUCT_OVER = laws("product: p -> p")  # a product of products, in any order
+
+
+# ---- what dtypes add --------------------------------------------------------------------------
+
+
+def lawful(rule: Rule, call: Call) -> tuple[Law, ...]:
+    """The laws of a rule, without the reduce kinds that the dtypes of this call's partials do not allow."""
+    kept = (replace(law, kinds=tuple(k for k in law.kinds if _allowed(k, law, rule, call))) for law in rule.laws)
+    return tuple(law for law in kept if law.kinds)
+
+
+def _allowed(kind: str, law: Law, rule: Rule, call: Call) -> bool:
+    ins, outs = fill(law.ins, len(rule.ins)), fill(law.outs, len(rule.outs))
+    if ins is None or outs is None:
+        return False
+    src = [x.dtype for letter, x in zip(ins, call.tensors, strict=True) if letter != "r"]
+    dst = [o.dtype for letter, o in zip(outs, call.outs, strict=True) if letter != "r" and o is not None]
+    turned = "q" in outs and not all(map(_inexact, dst))  # neg of an unsigned 0 is 0, of 1 it is 255
+    return _ALLOWS[kind](src, dst) and not turned
+
+
+def _inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _widens(src, dst) -> bool:
+    """Floats to floats as wide: a sum of rounded parts is not the rounded sum, least of all where parts cancel."""
+    return all(map(_inexact, src)) and all(torch.promote_types(s, d) == d for s in src for d in dst)
+
+
+def _one_integer(src, dst) -> bool:
+    """One integer dtype for all: sums wrap around alike before and after the op."""
+    return len({*src, *dst}) <= 1 and torch.bool not in src
+
+
+def _ordered(src, dst) -> bool:
+    """Rounding to a float keeps order; wrapping to an integer does not, and complex numbers have none."""
+    return not any(t.is_complex for t in [*src, *dst]) and all(t.is_floating_point or {t} == set(src) for t in dst)
+
+
+_ALLOWS = {
+    "sum": lambda src, dst: _widens(src, dst) or _one_integer(src, dst),
+    "avg": _widens,  # an integer has no average
+    "product": lambda src, dst: len({*src, *dst}) <= 1 and torch.bool not in src,
+    "max": _ordered,
+    "min": _ordered,
+}

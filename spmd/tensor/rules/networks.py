@@ -1,0 +1,199 @@
+"""Rows for the ops of networks, whose dims mean something: batch, head, channel, token."""
+
+from __future__ import annotations
+
+from numbers import Number
+
+from spmd.tensor.call import Call
+from spmd.tensor.rules.families import all_whole, by_name, named, pointwise, reduction, whole
+from spmd.tensor.rules.laws import BIASED, FILLS, FILLS_ZERO, LINEAR_IN_FIRST, LINEAR_IN_THIRD, SCALING
+from spmd.tensor.rules.rule import Dims, Factor, Law, Rule, laws
+
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
+
+
+def is_zero(x) -> bool:
+    """A number known now to be zero; one known only when the program runs is not."""
+    return isinstance(x, Number) and x == 0
+
+
+# ---- pointwise, with a condition --------------------------------------------------------------
+
+
+def division(call: Call) -> Rule:
+    """`div` is linear in the dividend, unless it rounds."""
+    return pointwise(call, SCALING + laws("sum avg: p r -> p") if call["rounding_mode"] is None else ())
+
+
+def masked_fill(call: Call) -> Rule:
+    return pointwise(call, FILLS_ZERO if is_zero(call["value"]) else FILLS)
+
+
+def extreme(call: Call, kind: str, law: tuple[Law, ...]) -> Rule:
+    """`max` is three ops: of all elements, along a dim with the indices, and of two tensors."""
+    if len(call.tensors) == 2:
+        return pointwise(call)
+    return reduction(call, kind, law, nonempty=True) if len(call.outs) == 1 else reduction(call)
+
+
+# ---- losses -----------------------------------------------------------------------------------
+
+
+def nll(call: Call) -> Rule:
+    """Batch and pixels are free, or summed; a mean needs the global weight, see `decompositions`."""
+    x, target = call["self"], call["target"]
+    if x.ndim == 1 or call["reduction"] == MEAN:
+        return all_whole(call)
+    at = named(*range(target.ndim))
+    # Unreduced, the total weight is a zero that nothing was added to: the same on every rank.
+    outs = (at, None) if call["reduction"] == NONE else ((), ())
+    return by_name(call, {"self": _with_class(at), "target": at}, outs, kind="sum")
+
+
+def nll_backward(call: Call) -> Rule:
+    """The gradient of each row needs only that row; a mean divides by `total_weight`, which is an operand."""
+    x, target = call["self"], call["target"]
+    if x.ndim == 1:
+        return all_whole(call)
+    at = named(*range(target.ndim))
+    grad = at if call["reduction"] == NONE else ()
+    ins = {"grad_output": grad, "self": _with_class(at), "target": at}
+    return by_name(call, ins, (_with_class(at),), laws=LINEAR_IN_FIRST)
+
+
+def _with_class(target: Dims) -> Dims:
+    """The dims of the scores: those of the target with the class dim, whole, in second place."""
+    return (target[0], None, *target[1:])
+
+
+def pointwise_loss(call: Call) -> Rule:
+    """mse and its kin; a sum or a mean is decomposed."""
+    return pointwise(call) if call["reduction"] == NONE else all_whole(call)
+
+
+def pointwise_loss_backward(call: Call) -> Rule:
+    """grad_output may be one number; a mean divides by the local element count, and is decomposed."""
+    return all_whole(call) if call["reduction"] == MEAN else pointwise(call, LINEAR_IN_FIRST)
+
+
+# ---- norms ------------------------------------------------------------------------------------
+
+
+def normalised(call: Call) -> Rule:
+    """The leading dims are free; `normalized_shape` names the others, which weight and bias have."""
+    x = call["input"]
+    lead = _lead(call, x.ndim)
+    return by_name(call, {"input": _rows_of(lead, x.ndim)}, [_rows_of(lead, len(o.shape)) for o in call.outs])
+
+
+def normalised_backward(call: Call) -> Rule:
+    """Gradients of weight and bias are sums over the leading dims."""
+    x = call["input"]
+    lead = _lead(call, x.ndim)
+    rows = _rows_of(lead, x.ndim)
+    stat = {name: _rows_of(lead, t.ndim) for name, t in call.named_tensors if name in ("mean", "rstd")}
+    of_weight = whole(x.ndim - lead)
+    return by_name(
+        call, {"grad_out": rows, "input": rows, **stat}, (rows, of_weight, of_weight)[: len(call.outs)],
+        kind="sum", laws=LINEAR_IN_FIRST,
+    )  # fmt: skip
+
+
+def _lead(call: Call, ndim: int) -> int:
+    return ndim - len(call["normalized_shape"])
+
+
+def _rows_of(lead: int, ndim: int) -> Dims:
+    return (*map(Factor, range(lead)), *whole(ndim - lead))
+
+
+# ---- convolution ------------------------------------------------------------------------------
+
+
+def convolution(call: Call) -> Rule:
+    """`n c x, o c k -> n o x`: batch and output channels are free, input channels summed if there is no bias."""
+    n, o, c = _channels(call)
+    c = c if call["bias"] is None else None
+    ins = {"input": _image(n, c, call["input"].ndim), "bias": (o,), "weight": _kernel(call, o, c)}
+    return by_name(call, ins, (_image(n, o, len(call.outs[0].shape)),), kind="sum", laws=BIASED)
+
+
+def convolution_backward(call: Call) -> Rule:
+    """The batch is summed in the gradients of weight and bias.
+
+    Input channels are free in both gradients that have them; the bias has none, and would be counted once a rank.
+    """
+    n, _, c = _channels(call)
+    c = c if call.outs[2] is None else None
+    image, kernel = _image(n, c, call["input"].ndim), _kernel(call, None, c)
+    ins = {"grad_output": _image(n, None, call["grad_output"].ndim), "input": image, "weight": kernel}
+    return by_name(call, ins, (image, kernel, (None,)), kind="sum", laws=LINEAR_IN_FIRST)
+
+
+def _channels(call: Call) -> tuple[Factor | None, ...]:
+    """Batch, output and input channel. With groups, a block of channels is none of its own.
+
+    `groups` would have to be the local one.
+    """
+    if call["groups"] != 1 or call["transposed"]:
+        return Factor("n"), None, None
+    return Factor("n"), Factor("o"), Factor("c")
+
+
+def _image(n, channel, ndim: int) -> Dims:
+    return (n, channel, *whole(ndim - 2))
+
+
+def _kernel(call: Call, o, c) -> Dims:
+    return (o, c, *whole(call["weight"].ndim - 2))
+
+
+# ---- attention --------------------------------------------------------------------------------
+
+
+def attention(call: Call) -> Rule | None:
+    """Batch and head are free, `b h t d`; time and the head's own dim are whole.
+
+    No rank may be left without a head: the kernels divide by the number of heads (on CPU the process dies).
+    With dropout there is no rule: each shard would draw the same numbers.
+    """
+    if not _is_plain(call):
+        return None
+    dims, tied = _heads(call)
+    outs = [tied(o.shape) if i < 2 and o is not None else None for i, o in enumerate(call.outs)]
+    return by_name(call, dims, outs, laws=LINEAR_IN_THIRD, nonempty=frozenset("bh"))
+
+
+def attention_backward(call: Call) -> Rule | None:
+    """As `attention`; the gradient of a bias that several heads or batches share is a sum over them."""
+    if not _is_plain(call):
+        return None
+    dims, tied = _heads(call)
+    outs = [tied(o.shape) if o is not None else None for o in call.outs]
+    return by_name(call, dims, outs, kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset("bh"))
+
+
+def _is_plain(call: Call) -> bool:
+    """No random numbers, and no debug output."""
+    return is_zero(call["dropout_p"]) and not call["return_debug_mask"]
+
+
+MASKS = ("attn_mask", "attn_bias")
+HEADED = ("query", "key", "value", "out", "logsumexp", "grad_out", "grad_out_", *MASKS)
+
+
+def _heads(call: Call):
+    """The dims of every operand that has heads, and how a shape that begins with batch and head is tied to them.
+
+    Where key and value have fewer heads than the query, a block of query heads does not go with a block of them.
+    """
+    lead = call["query"].shape[:2]
+    same = [all(call[name].shape[d] == lead[d] for name in ("key", "value")) for d in range(2)]
+
+    def tied(shape) -> Dims:
+        """A mask that is stretched over the heads has no head of its own."""
+        free = [Factor("bh"[d]) if same[d] and shape[d] == lead[d] else None for d in range(2)]
+        return (*free, *whole(len(shape) - 2))
+
+    named = [(name, x) for name, x in call.named_tensors if name in HEADED]
+    return {name: tied(x.shape) for name, x in named if name not in MASKS or x.ndim == 4}, tied

@@ -1,0 +1,294 @@
+"""A spec says how one tensor lies on a mesh.
+
+Canonical form: for each tensor dim the *ordered* tuple of axes that shard it, outermost first, and the unit
+that they keep together; for each axis at most one reduce kind; the global shape, stride and dtype. Axes that are
+not named replicate. Specs are immutable and interned: equal specs are one object, so a cache key is a tuple of
+identities and comparing two specs is `is`.
+
+    f32[8@dp, 16@tp] +sum@pp        dim 0 over dp, dim 1 over tp, a sum over pp is still to be done
+    i64[30@dp/5]                    over dp, in units of 5
+    f32[8@dp,tp, 16]                dim 0 over dp, each block of it over tp
+
+The user's spelling, one placement per axis, is the property `placements`. It cannot spell an order other than
+the mesh's; `Spec.of(..., dims=...)` can.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import prod
+
+import torch
+
+from spmd.mesh import DeviceMesh
+from spmd.tensor.chunk import aligned, block, smallest_unit
+from spmd.tensor.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
+
+_interned: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+DTYPES = {
+    torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "b8",
+    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+class Spec:
+    """How one tensor lies on a mesh. Make one with `spec_of` (placements) or `Spec.of` (canonical form)."""
+
+    mesh: DeviceMesh
+    dims: tuple[tuple[int, ...], ...]
+    units: tuple[int, ...]
+    partial: tuple[tuple[int, str], ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(mesh, shape, dtype, *, stride=None, dims=None, units=None, partial=()) -> Spec:
+        """The one spec of this content. Axes are numbers; size-1 axes are dropped from `dims` and `partial`."""
+        shape = tuple(shape)
+        live = [n > 1 for n in mesh.shape]
+        dims = tuple(tuple(a for a in axes if live[a]) for axes in dims) if dims else ((),) * len(shape)
+        ns = [tuple(mesh.shape[a] for a in axes) for axes in dims]
+        units = units or (1,) * len(shape)
+        units = tuple(smallest_unit(s, u, n) if n else 1 for s, u, n in zip(shape, units, ns, strict=True))
+        partial = tuple(sorted((a, kind) for a, kind in partial if live[a]))
+        stride = contiguous(shape) if stride is None else tuple(stride)
+        key = (mesh, dims, units, partial, shape, stride, dtype)
+        found = _interned.get(key)
+        return found if found is not None else _intern(key)
+
+    def __reduce__(self):
+        return _remake, (self.mesh, self.dims, self.units, self.partial, self.shape, self.stride, self.dtype)
+
+    def with_layout(self, dims=None, units=None, partial=()) -> Spec:
+        """The same tensor, lying so; all else equal."""
+        return Spec.of(
+            self.mesh, self.shape, self.dtype, stride=self.stride, dims=dims, units=units, partial=partial
+        )
+
+    def with_tensor(self, shape, dtype=None, stride=None) -> Spec:
+        """The same layout over a tensor of another shape with as many dims."""
+        return Spec.of(
+            self.mesh, shape, dtype or self.dtype, stride=stride, dims=self.dims, units=self.units, partial=self.partial
+        )
+
+    # ---- what one axis does -------------------------------------------------------------------
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per axis of the mesh, as users spell it."""
+        return tuple(self.on(axis) for axis in range(self.mesh.ndim))
+
+    def on(self, axis: int) -> Placement:
+        return self._on.get(axis, REPLICATE)
+
+    @cached_property
+    def _on(self) -> dict[int, Placement]:
+        shards = {a: Shard(d, self.units[d]) for d, axes in enumerate(self.dims) for a in axes}
+        return shards | {a: Partial(kind) for a, kind in self.partial}
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        return not self.partial and not any(self.dims)
+
+    # ---- sizes --------------------------------------------------------------------------------
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the full logical tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @cached_property
+    def local_nbytes(self) -> int:
+        """Bytes of the largest block, the one at coordinate 0."""
+        return prod(self.local_shape((0,) * self.mesh.ndim)) * self.dtype.itemsize
+
+    def block(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Start and length, along `dim`, of what the rank at `coordinate` holds."""
+        axes = self.dims[dim]
+        if not axes:
+            return 0, self.shape[dim]
+        ns = tuple(self.mesh.shape[a] for a in axes)
+        return block(self.shape[dim], self.units[dim], ns, tuple(coordinate[a] for a in axes))
+
+    def aligned(self, dim: int, unit: int) -> bool:
+        """Whether every rank's block of `dim` begins at a multiple of `unit`."""
+        ns = tuple(self.mesh.shape[a] for a in self.dims[dim])
+        return aligned(self.shape[dim], self.units[dim], ns, unit)
+
+    def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what the rank at `coordinate` holds."""
+        return tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
+
+    def local_stride(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Strides of a local tensor laid out in the same order of dims as the global one."""
+        return strides_like(self.local_shape(coordinate), self.stride)
+
+    # ---- reading ------------------------------------------------------------------------------
+    def __str__(self):
+        return "".join(_parts(self))
+
+    def __repr__(self):
+        return f"Spec({self!s} on {self.mesh!r})"
+
+
+def _intern(key: tuple) -> Spec:
+    mesh, dims, units, partial, shape, _, _ = key
+    _check_layout(mesh, dims, units, partial, shape)
+    spec = object.__new__(Spec)
+    spec.mesh, spec.dims, spec.units, spec.partial, spec.shape, spec.stride, spec.dtype = key
+    with _lock:
+        return _interned.setdefault(key, spec)
+
+
+def _remake(mesh, dims, units, partial, shape, stride, dtype) -> Spec:
+    return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=units, partial=partial)
+
+
+def _check_layout(mesh, dims, units, partial, shape) -> None:
+    if len(dims) != len(shape):
+        raise ValueError(f"a tensor of shape {list(shape)} has {len(shape)} dims, but {len(dims)} are laid out")
+    used = [a for axes in dims for a in axes] + [a for a, _ in partial]
+    twice = [mesh.axis_name(a) for a in sorted(set(used)) if used.count(a) > 1]
+    if twice:
+        raise ValueError(f"axis {twice[0]} is used twice in one spec; an axis shards one dim, or is partial, or neither")
+    for size, unit, axes in zip(shape, units, dims, strict=True):
+        if axes and size % unit:
+            raise ValueError(f"a dim of {size} does not divide into units of {unit}; the unit must divide the dim")
+
+
+# ---- from and to placements -------------------------------------------------------------------
+
+
+def spec_of(mesh: DeviceMesh, placements: Sequence[Placement], shape, dtype=torch.float32, *, stride=None) -> Spec:
+    """The spec of a tensor of global `shape` placed so, one placement per axis of the mesh.
+
+    Several axes may shard one dim; the order is that of the mesh, the first axis outermost.
+
+    >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    >>> print(spec_of(mesh, [Shard(0), Partial()], (8, 16)))
+    f32[8@dp, 16] +sum@tp
+    """
+    shape = tuple(shape)
+    placements = check_placements(mesh, placements, len(shape))
+    dims: list[tuple[int, ...]] = [()] * len(shape)
+    units = [1] * len(shape)
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            if dims[p.dim] and units[p.dim] != p.unit:
+                raise ValueError(f"two axes shard dim {p.dim} in units of {units[p.dim]} and {p.unit}; give one unit")
+            dims[p.dim] += (axis,)
+            units[p.dim] = p.unit
+    partial = [(a, p.reduce_op) for a, p in enumerate(placements) if isinstance(p, Partial)]
+    return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=tuple(units), partial=partial)
+
+
+def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
+    """The placements with dims counted from the front, or an error that says which one does not fit."""
+    placements = tuple(placements)
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"{len(placements)} placements {list(placements)} for a mesh of {mesh.ndim} axes; give one per axis"
+        )
+    return tuple(_check_placement(mesh, axis, p, ndim) for axis, p in enumerate(placements))
+
+
+def _check_placement(mesh, axis, p, ndim) -> Placement:
+    if not isinstance(p, Placement):
+        raise TypeError(f"placement on {mesh.axis_name(axis)} is {p!r}; use Shard(dim), Replicate() or Partial(op)")
+    if not isinstance(p, Shard):
+        return p
+    if not -ndim <= p.dim < ndim:
+        allowed = f"-{ndim} to {ndim - 1}" if ndim else "none: it has no dims"
+        raise ValueError(f"{p} on {mesh.axis_name(axis)}: the tensor has {ndim} dims; allowed dims are {allowed}")
+    return Shard(p.dim % ndim, p.unit)
+
+
+# ---- notation ---------------------------------------------------------------------------------
+
+
+def _parts(spec: Spec) -> Iterator[str]:
+    name = spec.mesh.axis_name
+    dims = []
+    for size, axes, unit in zip(spec.shape, spec.dims, spec.units, strict=True):
+        at = f"@{','.join(map(name, axes))}" if axes else ""
+        dims.append(f"{size}{at}{f'/{unit}' if unit > 1 else ''}")
+    yield f"{DTYPES.get(spec.dtype, str(spec.dtype).removeprefix('torch.'))}[{', '.join(dims)}]"
+    for axis, kind in spec.partial:
+        yield f" +{kind}@{name(axis)}"
+
+
+_SPEC = re.compile(r"(\w+)\[(.*)\]((?: \+\w+@\w+)*)")
+_DIM = re.compile(r"(\d+)(?:@([\w,]+))?(?:/(\d+))?(?:, |$)")
+
+
+def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
+    """The spec that prints as `text` (contiguous).
+
+    >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    >>> parse_spec("f32[8@tp,dp, 16]", mesh).dims
+    ((1, 0), ())
+    """
+    found = _SPEC.fullmatch(text.strip())
+    kinds = {name: dtype for dtype, name in DTYPES.items()}
+    if not found or found[1] not in kinds:
+        raise ValueError(f"{text!r} is no spec; one reads like f32[8@dp, 16@tp] +sum@pp")
+    entries = _DIM.findall(found[2])
+    dims = [tuple(mesh.axis(a) for a in axes.split(",") if a) for _, axes, _ in entries]
+    partial = [part.split("@") for part in found[3].replace("+", "").split()]
+    bad = [kind for kind, _ in partial if kind not in REDUCE_OPS]
+    if bad:
+        raise ValueError(f"{text!r}: {bad[0]} is no reduce kind; use one of {', '.join(REDUCE_OPS)}")
+    return Spec.of(
+        mesh, [int(size) for size, _, _ in entries], kinds[found[1]], dims=dims,
+        units=tuple(int(unit or 1) for _, _, unit in entries), partial=[(mesh.axis(a), kind) for kind, a in partial],
+    )  # fmt: skip
+
+
+# ---- strides ----------------------------------------------------------------------------------
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, as torch counts them.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def strides_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides for `shape` that order the dims as `stride` does; expanded dims stay expanded.
+
+    >>> strides_like((2, 3), (1, 4))
+    (1, 2)
+    """
+    order = sorted(range(len(shape)), key=lambda d: (stride[d], -d))
+    out, step = [0] * len(shape), 1
+    for d in order:
+        if stride[d] == 0 and shape[d] != 1:
+            continue
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
+def replicated(spec: Spec) -> Spec:
+    """The same tensor, whole on every rank."""
+    return spec.with_layout()
+
+
+__all__ = ["Replicate", "Spec", "check_placements", "contiguous", "parse_spec", "replicated", "spec_of", "strides_like"]

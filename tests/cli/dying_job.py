@@ -1,0 +1,64 @@
+"""A job of three ranks of which one dies: ``python dying_job.py HOW`` starts it, with the launcher of the demo.
+
+The rank dies when all have met in a collective, while the others wait for it in the next one. Each rank prints its pid.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from spmd.cli.args import UsageError
+from spmd.cli.launch import JobFailed, launch, launched, play_rank
+
+RANKS, DYING = 3, 1
+
+
+def leave():
+    os._exit(3)
+
+
+def be_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def complain():
+    raise ArithmeticError("a rank that raises alone")
+
+
+def misread():
+    raise UsageError("a rank that was told nonsense")
+
+
+def wait():
+    time.sleep(600)
+
+
+DEATHS = {death.__name__: death for death in (leave, be_killed, complain, misread, wait)}
+
+
+def play(death):
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == DYING:
+        death()
+    dist.all_reduce(torch.ones(1))
+    raise AssertionError("the dead cannot have answered")
+
+
+def main(how):
+    if launched():
+        print(f"pid {os.getpid()}", flush=True)
+        return play_rank(play, DEATHS[how])
+    try:
+        launch([__file__, how], RANKS)
+    except (JobFailed, UsageError) as error:
+        print(f"dying_job: {error}", file=sys.stderr)
+        return error.code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

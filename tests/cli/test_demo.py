@@ -1,0 +1,149 @@
+"""``python -m spmd demo`` as a user meets it: real processes, real input, bad input, a rank that dies."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+SMALL = "--steps 3 --layers 1 --heads 2 --width 16 --block 8 --batch 4".split()
+
+
+def python(*argv, seconds=120, **env):
+    """Runs ``python *argv`` in the checkout, as a user without a launcher (unless ``env`` says otherwise)."""
+    plain = {name: value for name, value in os.environ.items() if name not in RANK}
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=ROOT,
+        env={**plain, "PYTHONPATH": str(ROOT), **env},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+def demo(*options, **env):
+    return python("-m", "spmd", "demo", *options, **env)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--mesh 2x1", "--mesh 1x2 --untied", "--mesh 2x1 --batch 3", "--mesh 1x1 --print-program"],
+    ids=["data", "tensor", "uneven batch", "one rank"],
+)
+def test_the_ranks_lose_what_one_device_loses(options):
+    """The last line says how far the losses part, for even and uneven batches."""
+    job = demo(*SMALL, *options.split())
+    assert job.returncode == 0, job.stderr
+    last = job.stdout.splitlines()[-1]
+    difference = re.fullmatch(r"largest relative loss difference to one device: (\S+)", last)
+    assert difference, job.stdout
+    assert float(difference[1]) < 1e-4
+    assert "modelled communication time" in job.stdout
+
+
+def test_a_rank_of_a_launcher_is_used():
+    """Under torchrun the demo plays the rank that it is given."""
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0".split()
+    job = python(*torchrun, "--local-addr", "127.0.0.1", "-m", "spmd", "demo", "--mesh", "1x2", *SMALL)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.count("largest relative loss difference") == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--mesh 2by2", "'2by2' is no mesh. A mesh is DPxTP"),
+        ("--mesh 0x2", "'0x2' is no mesh"),
+        ("--mesh 2x2x2", "'2x2x2' is no mesh"),
+        ("--text no/such/file", "cannot read the text no/such/file: No such file or directory"),
+        ("--text .ci/run --block 4096", "one batch of 16 windows of 4096 bytes needs 16 * 4096 + 1 = 65537"),
+        ("--heads 3", "3 does not divide 128. A width of 129 fits."),
+        ("--steps 0", "'0' is no whole number from 1 on"),
+        ("--lr inf", "'inf' is no finite number above 0"),
+        ("--seed -1", "'-1' is no whole number from 0"),
+    ],
+)
+def test_bad_input_is_told_before_any_rank_starts(options, message):
+    """One clear message, exit code 2, no traceback."""
+    job = demo(*options.split())
+    assert job.returncode == 2
+    assert message in job.stderr
+    assert "Traceback" not in job.stderr
+    assert job.stdout == ""
+
+
+def rank(rank, world):
+    values = str(rank), str(world), str(rank), "127.0.0.1", "1"
+    return dict(zip(RANK, values, strict=True))
+
+
+def test_a_mesh_must_fit_the_ranks_of_the_launcher():
+    """Every rank ends by itself, before it looks for the others; rank 0 says why."""
+    first, second = demo("--mesh", "2x2", **rank(0, 3)), demo("--mesh", "2x2", **rank(1, 3))
+    assert first.returncode == second.returncode == 2
+    assert "a mesh of 2x2 has 4 ranks, and the launcher started 3" in first.stderr
+    assert "--mesh 3x1" in first.stderr
+    assert second.stderr == ""
+
+
+def test_half_a_launcher_is_none():
+    """A rank without its job would wait for nobody."""
+    job = demo(RANK="0", WORLD_SIZE="4")
+    assert job.returncode == 2
+    assert "has RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in job.stderr
+
+
+DYING = str(Path(__file__).with_name("dying_job.py"))
+
+
+@pytest.mark.parametrize(
+    "how, code, message",
+    [
+        ("leave", 1, "rank 1 of 3 died (exit code 3), and the other ranks were stopped."),
+        ("be_killed", 1, "rank 1 of 3 died (SIGKILL), and the other ranks were stopped."),
+        ("complain", 1, "ArithmeticError: a rank that raises alone"),
+        ("misread", 2, "a rank that was told nonsense"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_job(how, code, message):
+    """Within seconds, with a message about the one that died and not about those it left, and nobody remains."""
+    job = python(DYING, how, seconds=60)
+    assert job.returncode == code
+    assert job.stderr.splitlines()[-1].endswith(message)
+    assert "Connection closed" not in job.stderr
+    assert not running(job.stdout)
+
+
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_is_stopped_takes_its_ranks_along(by):
+    """Whatever ends the launcher, its ranks do not stay behind."""
+    with subprocess.Popen(
+        [sys.executable, DYING, "wait"], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    ) as job:
+        pids = "".join(job.stdout.readline() for _ in range(3))
+        job.send_signal(by)
+        assert job.wait(30) != 0
+        until = time.monotonic() + 30
+        while running(pids) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not running(pids)
+
+
+def running(pids):
+    """Which of the processes in ``pid N`` lines are there still."""
+    return [pid for pid in map(int, re.findall(r"pid (\d+)", pids)) if is_running(pid)]
+
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
