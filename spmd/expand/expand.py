@@ -1,7 +1,8 @@
 """Expand: a captured global graph becomes a program, node by node, through the lowering core.
 
 Each op is lowered with the specs that its operands have; its moves are written before it, its sizes made local,
-its results given their specs. A value that was moved once is not moved again for the next reader.
+its results given their specs. A value that was moved once is not moved again for the next reader, and one that was
+reduced is from then on the reduced one.
 
 Reductions are written right after the value they reduce, so that they can run while the rest is computed; gathers
 right before their reader, so that whole tensors do not live long.
@@ -69,6 +70,7 @@ class _Expander:
     graph: fx.Graph = field(default_factory=fx.Graph)
     at: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec], fx.Node] = field(default_factory=dict)
+    reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
 
@@ -84,7 +86,6 @@ class _Expander:
 
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
-        operands = [n for n in node.all_input_nodes if self._spec(n) is not None]
         if not isinstance(node.target, torch._ops.OpOverload):
             self._plain(node)
         elif torch.Tag.nondeterministic_seeded in node.target.tags and not _repeats(node):
@@ -92,7 +93,7 @@ class _Expander:
                 f"{node.target}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
                 f"model.eval()){_where(node)}"
             )
-        elif not operands:
+        elif not any(self._spec(n) is not None for n in node.all_input_nodes):
             self._factory(node)
         elif node.target in READS_VALUE:
             self._value(node)
@@ -101,14 +102,14 @@ class _Expander:
 
     def _plain(self, node: fx.Node) -> None:
         """getitem of a result, or arithmetic on numbers."""
-        new = self.graph.node_copy(node, self.at.__getitem__)
+        new = self.graph.node_copy(node, self._now)
         source = node.args[0]
         spec = self._spec(source) if isinstance(source, fx.Node) else None
         self._done(node, new, spec[node.args[1]] if isinstance(spec, tuple) else None)
 
     def _factory(self, node: fx.Node) -> None:
         """A tensor made from nothing is the same on every rank."""
-        new = self.graph.node_copy(node, self.at.__getitem__)
+        new = self.graph.node_copy(node, self._now)
         metas = _metas(node)
         specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metas)
         self._done(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
@@ -116,7 +117,7 @@ class _Expander:
     def _value(self, node: fx.Node) -> None:
         def whole(n: fx.Node) -> fx.Node:
             spec = self._spec(n)
-            return self.at[n] if spec is None else self.move(self.at[n], plan(spec, replicated(spec)))
+            return self._now(n) if spec is None else self.move(self._now(n), plan(spec, replicated(spec)))
 
         self._done(node, self.graph.node_copy(node, whole), None)
 
@@ -134,7 +135,7 @@ class _Expander:
         self._done(node, new, lowering.outs if many else lowering.outs[0])
 
     def _operand(self, node: fx.Node, plans) -> fx.Node:
-        return self.at[node] if self._spec(node) is None else self.move(self.at[node], next(plans))
+        return self._now(node) if self._spec(node) is None else self.move(self._now(node), next(plans))
 
     def _lowering(self, node: fx.Node) -> Lowering:
         def spec(n: fx.Node) -> Any:
@@ -142,8 +143,15 @@ class _Expander:
             return SCALAR if found is None else found
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
-        key = (node.target, frozen(args), frozen(kwargs))
-        return self.lowerings.get(key, lambda: lower(Call(node.target, args, dict(kwargs), _metas(node))))
+        which = _which(self._operands(node))
+        key = (node.target, frozen(args), frozen(kwargs), which)
+        return self.lowerings.get(key, lambda: lower(Call(node.target, args, dict(kwargs), _metas(node), which)))
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors among the arguments, in schema order, as often as they stand there."""
+        found: list[fx.Node] = []
+        _in_schema_order(node, lambda n: found.append(n) if self._spec(n) is not None else None)
+        return found
 
     # ---- moves ----------------------------------------------------------------------------------
     def move(self, value: fx.Node, way: Plan) -> fx.Node:
@@ -152,11 +160,13 @@ class _Expander:
             key = (value, step.after)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
+            if _reduces(step):
+                self.reduced[value] = self.moved[key]
             value = self.moved[key]
         return value
 
     def _step(self, value: fx.Node, step: Step) -> fx.Node:
-        early = isinstance(step.move, (AllReduce, ReduceScatter)) and value.op != "placeholder"
+        early = _reduces(step) and value.op != "placeholder"
         with self.graph.inserting_after(value) if early else contextlib.nullcontext():
             new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
         new.meta["spec"] = step.after
@@ -167,7 +177,7 @@ class _Expander:
         values, outputs = [], []
         for i, (name, source) in enumerate(zip(names, node.args[0], strict=True)):
             spec = self._spec(source)
-            value = self.at[source]
+            value = self._now(source)
             if spec is not None:
                 way = plan(spec, output_spec(i, spec))
                 value, spec = self.move(value, way), way.dst
@@ -177,12 +187,28 @@ class _Expander:
         return outputs
 
     # ---- the books ------------------------------------------------------------------------------
+    def _now(self, node: fx.Node) -> fx.Node:
+        """Where the value of a node of the global graph is: its last reduction, if it was reduced."""
+        value = self.at[node]
+        while value in self.reduced:
+            value = self.reduced[value]
+        return value
+
     def _spec(self, node: fx.Node) -> SpecTree:
-        return self.at[node].meta["spec"]
+        return self._now(node).meta["spec"]
 
     def _done(self, node: fx.Node, new: fx.Node, spec: SpecTree) -> None:
         new.meta["spec"] = spec
         self.at[node] = new
+
+
+def _reduces(step: Step) -> bool:
+    return isinstance(step.move, (AllReduce, ReduceScatter))
+
+
+def _which(operands: Sequence[fx.Node]) -> tuple[int, ...]:
+    """For each operand, the first place where the same tensor stands."""
+    return tuple(operands.index(n) for n in operands)
 
 
 def _in_schema_order(node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> tuple[tuple, dict]:

@@ -38,13 +38,16 @@ SCALAR = RuntimeScalar()
 class Call:
     """An op, its arguments with a `Spec` for each tensor, and what single-device torch would return.
 
-    `outs` has one `TensorMeta` per result, and None where the op returns no tensor.
+    `outs` has one `TensorMeta` per result, and None where the op returns no tensor. `which`: for each operand the
+    first place where the same tensor stands, (0, 1, 1) for `addcmul(x, g, g)`; moving it once serves both. Empty
+    when all are different.
     """
 
     op: torch._ops.OpOverload
     args: tuple
     kwargs: dict[str, Any]
     outs: tuple[TensorMeta | None, ...]
+    which: tuple[int, ...] = ()
 
     @cached_property
     def _bound(self) -> dict[str, Any]:

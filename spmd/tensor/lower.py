@@ -6,9 +6,10 @@
 tests all read the same `Lowering`.
 
 The row is chosen axis by axis: for each axis the cheapest of the rule's rows, given what the other axes do,
-repeated until nothing changes. A row costs
+repeated until nothing changes. Rows that leave the largest operand shared out as it is go before rows that do
+not, for that is where the work is; among them a row costs
 
-    the moves of its operands  +  what its results still owe  +  the work it leaves to each rank
+    the moves of its operands  +  what its results still owe
 
 A Partial owes its all-reduce, and a shard that no operand had owes its gather; so a sum over a linear chain is
 done once, where it is cheapest, and nothing is sharded that nobody sharded. Rows of equal bytes are told apart by
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
+from typing import NamedTuple
 
 from spmd.mesh import cost
 from spmd.tensor.call import Call
@@ -29,10 +31,6 @@ from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec, contiguous
-
-MULTIPLY_ADDS_PER_US = 1e7
-"""Work a rank does in a microsecond, an accelerator's 20 TFLOP/s; it only keeps rows from undoing parallel work."""
-
 
 @dataclass(frozen=True)
 class Lowering:
@@ -83,6 +81,19 @@ Choice = list[Row]
 """One row per axis of the mesh."""
 
 
+class Price(NamedTuple):
+    """What a row costs on an axis, in the order that counts. `us`: the bytes of moves made and owed."""
+
+    forbidden: bool
+    undoes: bool
+    us: float
+    moves: int
+    moved: int
+
+
+FORBIDDEN = Price(True, True, inf, 0, 0)
+
+
 def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
     options = rows(rule)
     choice = [options[0]] * call.mesh.ndim
@@ -96,20 +107,28 @@ def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
     return choice
 
 
-def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool) -> tuple[float, int, int]:
-    """What a row costs on an axis: microseconds, moves made and owed, operands moved."""
+def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool) -> Price:
     if not _legal(call, rule, choice, axis, row):
-        return inf, 0, 0
+        return FORBIDDEN
     moved = [not _fits(spec, axis, want) for spec, want in zip(call.tensors, row.ins, strict=True)]
     if in_place and not _stays(row, moved[0]):
-        return inf, 0, 0
-    moves = [
-        _transition(spec, want, axis) for spec, want, m in zip(call.tensors, row.ins, moved, strict=True) if m
-    ]
+        return FORBIDDEN
+    which = call.which or range(len(moved))
+    paid = {(w, want): spec for w, spec, want, m in zip(which, call.tensors, row.ins, moved, strict=True) if m}
+    moves = [_transition(spec, want, axis) for (_, want), spec in paid.items()]
     inherited = any(want.is_shard() and not m for want, m in zip(row.ins, moved, strict=True))
     owed = [_owed(call, choice, axis, j, p, inherited) for j, p in enumerate(row.outs) if call.outs[j]]
-    us = sum(moves) + sum(owed) + _work(call, rule, choice, axis, row)
-    return us, len(moves) + sum(o > 0 for o in owed), len(moves)
+    # Rounded: sums that are equal on paper must tie, and on every machine alike.
+    us = round(sum(moves) + sum(owed), 6)
+    return Price(False, _undoes(call, axis, moved), us, len(moves) + sum(o > 0 for o in owed), len(moves))
+
+
+def _undoes(call: Call, axis: int, moved: Sequence[bool]) -> bool:
+    """Whether the row takes apart how the largest operands are shared out on the axis."""
+    largest = max(spec.nbytes for spec in call.tensors)
+    return any(
+        m and spec.nbytes == largest and spec.on(axis).is_shard() for spec, m in zip(call.tensors, moved, strict=True)
+    )
 
 
 def _stays(row: Row, moved: bool) -> bool:
@@ -177,20 +196,6 @@ def _owed(call: Call, choice: Choice, axis: int, j: int, placement: Placement, i
     shards = prod(mesh.shape[a] for a, row in enumerate(choice) if a != axis and row.outs[j].is_shard())
     nbytes = prod(out.shape) * out.dtype.itemsize / shards
     return _wire(cost.all_reduce_cost if placement.is_partial() else cost.all_gather_cost, nbytes, axis, mesh)
-
-
-def _work(call: Call, rule: Rule, choice: Choice, axis: int, row: Row) -> float:
-    """Modelled microseconds of the op itself. Only shards that the operands brought count as saving any."""
-    sizes: dict[Hashable, int] = {}
-    for spec, dims in zip(call.tensors, rule.ins, strict=True):
-        sizes |= {f.name: spec.shape[d] for d, f in enumerate(dims) if f}
-    trial = [*choice[:axis], row, *choice[axis + 1 :]]
-    shards = prod(
-        n
-        for a, n in enumerate(call.mesh.shape)
-        if trial[a].factor is not None and any(spec.on(a).is_shard() for spec in call.tensors)
-    )
-    return prod(sizes.values()) / shards / MULTIPLY_ADDS_PER_US
 
 
 # ---- specs from the chosen rows ---------------------------------------------------------------

@@ -319,7 +319,8 @@ def _as_bool(reduce):
 
 
 REDUCE = {
-    "sum": lambda s: s.sum(0, dtype=s.dtype), "avg": lambda s: s.mean(0), "product": lambda s: s.prod(0, dtype=s.dtype),
+    "sum": lambda s: s.sum(0, dtype=s.dtype), "product": lambda s: s.prod(0, dtype=s.dtype),
+    "avg": lambda s: s.sum(0) / len(s),  # of integers this is a float, which is then found to be wrong
     "max": _as_bool(lambda s: s.amax(0)), "min": _as_bool(lambda s: s.amin(0)),
 }  # fmt: skip
 
@@ -356,7 +357,7 @@ class Capture(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
-def captured(dtype: torch.dtype, per_op: int, per_entry: int = 12, largest: int = 20_000) -> Iterator[Sample]:
+def captured(dtype: torch.dtype, per_op: int, per_entry: int = 8, largest: int = 20_000) -> Iterator[Sample]:
     """Functional aten calls that the entries of `op_db` make, forward and backward.
 
     At most `per_op` samples an overload, from the first `per_entry` samples of each entry, of operands of at most

@@ -42,6 +42,7 @@ def s(name: str, *args, **kwargs) -> Sample:
 def contractions():
     yield s("mm", f(4, 5), f(5, 3))
     yield s("mm", f(1, 2), f(2, 6))
+    yield s("mm", f(5, 4), f(4, 4))
     yield s("mm", i(4, 5), i(5, 3))
     yield s("mm", f(4, 0), f(0, 3))
     yield s("mm", f(5, 4).t(), f(5, 3))
@@ -52,11 +53,11 @@ def contractions():
     yield s("dot", f(5), f(5))
     yield s("ger", f(5), f(4))
     stride, zero = [1, 1], [0, 0]
-    for bias in (None, f(6)):
-        yield s("convolution", f(4, 5, 7, 7), f(6, 5, 3, 3), bias, stride, zero, stride, False, zero, 1)
+    for bias in (None, f(4)):
+        yield s("convolution", f(4, 4, 7, 7), f(4, 4, 3, 3), bias, stride, zero, stride, False, zero, 1)
     yield s("convolution", f(4, 6, 7, 7), f(6, 3, 3, 3), None, stride, zero, stride, False, zero, 2)
     yield s("convolution", f(4, 6, 7, 7), f(6, 3, 3, 3), f(3), stride, zero, stride, True, zero, 1)
-    x, w, g = f(4, 5, 7, 7), f(6, 5, 3, 3), f(4, 6, 5, 5)
+    x, w, g = f(4, 2, 7, 7), f(6, 2, 3, 3), f(4, 6, 5, 5)
     for mask in ([True, True, False], [True, True, True], [False, True, True], [True, False, False]):
         yield s("convolution_backward", g, x, w, [6], stride, zero, stride, False, zero, 1, mask)
 
@@ -321,6 +322,7 @@ def indexing():
     for by_freq in (False, True):
         for padding in (-1, 2):
             yield s("embedding_dense_backward", f(3, 5, 4), idx, 7, padding, by_freq)
+            yield s("embedding_dense_backward", f(4, 5), i(4), 7, padding, by_freq)
     yield s("embedding_dense_backward", f(4), i(), 7, -1, False)
     x = f(4, 5, 2)
     for dim in (0, 1, -1):
@@ -350,7 +352,8 @@ def indexing():
     yield s("index_select", f(), 0, i(1, high=1))
     yield s("index_select", f(5), 0, i(high=5))
     a, c = i(3, high=4), i(3, high=2)
-    for indices in ([a], [None, c], [a, c], [a, None, c], [i(2, 1, high=4), c], [None, None, i(2, 2, high=2)], [i(high=4)]):
+    square = i(2, 2, high=2)
+    for indices in ([a], [None, c], [a, c], [a, None, c], [i(2, 1, high=4), c], [None, None, square], [i(high=4)]):
         x = f(4, 5, 2)
         seen = aten.index(x, indices)
         yield s("index.Tensor", x, indices)
@@ -376,7 +379,7 @@ def networks():
 
 
 def losses():
-    for scores, target in ((f(5, 7), i(5)), (f(2, 3, 4, 1), i(2, 4, 1, high=3)), (f(7), i())):
+    for scores, target in ((f(5, 7), i(5)), (f(4, 7), i(4)), (f(2, 3, 4, 1), i(2, 4, 1, high=3)), (f(7), i())):
         name = "nll_loss" if scores.ndim < 3 else "nll_loss2d"
         target.view(-1)[:1] = 3 if scores.ndim == 1 else 1
         for weight in (None, pos(scores.shape[1] if scores.ndim > 1 else 7)):

@@ -1,4 +1,4 @@
-"""Every row of every rule, asked of the op itself: on 2 and 3 ranks; even, uneven and empty shards; forward, backward."""
+"""Every row of every rule, asked of the op itself: even, uneven and empty shards, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spmd.tensor.rules.book import book
-from spmd.tensor.rules.rule import Row, Rule, laws, rows
+from spmd.tensor.rules.rule import Factor, laws
 from tests.tensor.oracle import Case, Sample, Tally, captured
 from tests.tensor.samples import ELSEWHERE, PARTS, aten, samples_of, table
 
@@ -59,7 +59,7 @@ def test_right_rows_are_right_together(part):
 
 @pytest.mark.parametrize(
     "dtype, per_op",
-    [(torch.float64, 6), (torch.int64, 3), (torch.bool, 3), (torch.complex64, 2), (torch.bfloat16, 2), (torch.uint8, 2)],
+    [(torch.float64, 4), (torch.int64, 2), (torch.bool, 2), (torch.bfloat16, 1)],
     ids=str,
 )
 def test_rows_hold_for_the_samples_of_torch(dtype, per_op):
@@ -69,7 +69,7 @@ def test_rows_hold_for_the_samples_of_torch(dtype, per_op):
         case.check_each_row((2, 3), tally)
         case.check_pairs(1, rng, tally)
     print(tally)
-    assert tally.right > 1000
+    assert tally.right > 500
     assert not tally.wrong, tally.report()
 
 
@@ -87,72 +87,66 @@ def test_samples_without_a_rule_have_a_reason():
 # ---- the oracle itself ------------------------------------------------------------------------
 
 
-def wrong_rows(op, *args, rule=lambda rule: rule, **kwargs) -> list[str]:
-    """The rows that the oracle finds wrong when the rule is changed so."""
+def found_wrong(change, op, *args, **kwargs) -> list[str]:
+    """The rows that the oracle finds wrong when the op's rule is changed so."""
     case, tally = Case(Sample(op, args, kwargs)), Tally()
-    case.rule = rule(case.rule)
+    case.rule = change(case.rule)
     case.check_each_row((2, 3), tally)
     return sorted({str(row) for failure in tally.wrong for row in failure.rows})
 
 
-def with_law(text):
-    return lambda rule: replace(rule, laws=laws(text))
+def with_laws(*texts):
+    return lambda rule: replace(rule, laws=laws(*texts))
 
 
 def with_free(dim):
-    """The rule that also calls this dim of the first operand and the first result free."""
+    """The rule that calls this dim free."""
 
-    def change(rule: Rule) -> Rule:
-        source = rows(replace(rule, kind=None, laws=()))
-        assert source
-        from spmd.tensor.rules.rule import Factor
+    def free(dims):
+        return tuple(Factor("new") if d == dim else f for d, f in enumerate(dims))
 
-        def free(dims):
-            return tuple(Factor("new") if d == dim else f for d, f in enumerate(dims))
-
-        return replace(rule, ins=(free(rule.ins[0]), *rule.ins[1:]), outs=(free(rule.outs[0]), *rule.outs[1:]))
-
-    return change
+    return lambda rule: replace(rule, ins=(free(rule.ins[0]), *rule.ins[1:]), outs=tuple(map(free, rule.outs)))
 
 
-def test_the_oracle_finds_what_is_wrong():
-    """Each of these is a trap that a rule fell into somewhere."""
+def with_unit(unit):
+    return lambda rule: replace(rule, outs=((replace(rule.outs[0][0], unit=unit),),))
+
+
+def test_the_oracle_finds_laws_that_do_not_hold():
+    """Each of these is a trap that rules have fallen into."""
     x, y = torch.randn(4, 5), torch.randn(4, 5)
-    affine = wrong_rows(aten.add.Scalar, x, 2.0, rule=with_law("sum: p -> p"))
-    product = wrong_rows(aten.mul.Tensor, x, y, rule=with_law("sum: p p -> p"))
-    rounded = wrong_rows(aten.div.Tensor_mode, x, y, rounding_mode="floor", rule=with_law("sum: p r -> p"))
-    to_int = wrong_rows(aten._to_copy.default, x * 5, dtype=torch.int64, rule=with_law("sum avg: p -> p"))
-    falling = wrong_rows(aten.neg.default, x, rule=with_law("max: p -> p"))
-    assert affine == rounded[:1] == ["Partial() -> Partial()"] or affine == ["Partial() -> Partial()"]
-    assert product == ["Partial(), Partial() -> Partial()"]
-    assert rounded == ["Partial(), Replicate() -> Partial()"]
-    assert to_int == ["Partial() -> Partial()", "Partial('avg') -> Partial('avg')"]
-    assert falling == ["Partial('max') -> Partial('max')"]
+    p, pp, pr = "Partial() -> Partial()", "Partial(), Partial() -> Partial()", "Partial(), Replicate() -> Partial()"
+    assert found_wrong(with_laws("sum avg: p -> p"), aten.add.Scalar, x, 2.0) == [p]
+    assert found_wrong(with_laws("sum avg: p r -> p"), aten.add.Tensor, x, y) == [pr]
+    assert found_wrong(with_laws("sum: p p -> p"), aten.mul.Tensor, x, y) == [pp]
+    assert found_wrong(with_laws("sum: p r -> p"), aten.div.Tensor_mode, x, y, rounding_mode="floor") == [pr]
+    assert found_wrong(with_laws("sum: p -> p"), aten._to_copy.default, x * 5, dtype=torch.int64) == [p]
+    assert found_wrong(with_laws("max: p -> p"), aten.neg.default, x) == ["Partial('max') -> Partial('max')"]
 
 
-def test_the_oracle_finds_dims_that_are_not_free():
-    x = torch.randn(4, 5)
-    for op, args in ((aten._softmax, (x, 0, False)), (aten.cumsum, (x, 0)), (aten.flip, (x, [0])), (aten.triu, (x,))):
-        assert wrong_rows(op.default, *args, rule=with_free(0)) == [
-            str(Row((shard(0),), (shard(0),)))
-        ], op
-
-
-def shard(dim):
-    from spmd.tensor.placement import Shard
-
-    return Shard(dim)
+@pytest.mark.parametrize("op, args", [("_softmax", (0, False)), ("cumsum", (0,)), ("flip", ([0],)), ("triu", ())])
+def test_the_oracle_finds_dims_that_are_not_free(op, args):
+    assert found_wrong(with_free(0), getattr(aten, op).default, torch.randn(4, 5), *args) == ["Shard(0) -> Shard(0)"]
 
 
 def test_the_oracle_finds_cut_units():
-    """[6, 5] to [30] on 4 ranks: rows of 5 stay together."""
-    x = torch.randn(6, 5)
-
-    def cut(rule):
-        (dims,), (out,) = rule.ins, rule.outs
-        return replace(rule, ins=(dims,), outs=((replace(out[0], unit=1),),))
-
-    assert not wrong_rows(aten.view.default, x, [30])
-    assert not wrong_rows(aten.view.default, x, [30], rule=cut)  # on 2 and 3 ranks the cuts agree
+    """Of [5, 6] seen as [30], rows of 6 stay together: three ranks have 12, 12 and 6, not 10 each."""
     x = torch.randn(5, 6)
-    assert wrong_rows(aten.view.default, x, [30], rule=cut) == ["Shard(0) -> Shard(0)"]
+    assert not found_wrong(with_unit(6), aten.view.default, x, [30])
+    assert found_wrong(with_unit(1), aten.view.default, x, [30]) == ["Shard(0) -> Shard(0)"]
+
+
+def test_the_oracle_finds_factors_that_a_result_does_not_depend_on():
+    """Input channels are no factor of a bias's gradient: each rank has all of it, and a sum would count it twice."""
+    x, w, g = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 1, 1), torch.randn(2, 3, 5, 5)
+    one, zero = [1, 1], [0, 0]
+
+    def with_channels(rule):
+        grad, image, kernel = rule.ins
+        c = Factor("c")
+        image, kernel = (image[0], c, *image[2:]), (None, c, None, None)
+        return replace(rule, ins=(grad, image, kernel), outs=(image, kernel, rule.outs[2]))
+
+    args = g, x, w, [3], one, zero, one, False, zero, 1, [True, True, True]
+    wrong = found_wrong(with_channels, aten.convolution_backward.default, *args)
+    assert wrong == ["Replicate(), Shard(1), Shard(1) -> Shard(1), Shard(1), Partial()"]

@@ -138,13 +138,13 @@ elementwise(MOVES, "clone alias detach lift_fresh positive _to_copy")
 elementwise(MOVES_SECOND, "copy")
 elementwise(SCALING + FALLING, "neg")
 elementwise(SCALING, "conj_physical _conj_physical deg2rad rad2deg")
-elementwise(RISING, """exp exp2 expm1 relu relu6 sigmoid tanh sinh asinh atan erf ceil floor round trunc sign
-                       hardtanh hardsigmoid hardshrink nan_to_num""")
+elementwise(RISING, """exp exp2 expm1 relu relu6 sigmoid tanh sinh asinh atan erf ceil floor round trunc
+                       hardtanh hardsigmoid hardshrink""")  # not sign, nan_to_num: of NaN they make a number
 elementwise(CLAMPED, "clamp clamp_min clamp_max")
 elementwise(FALLING, "erfc special_erfcx")
 elementwise(MONOTONE2, "logaddexp logaddexp2")
-elementwise(MONOTONE2 + OF_MAX, "maximum fmax")
-elementwise(MONOTONE2 + OF_MIN, "minimum fmin")
+elementwise(MONOTONE2 + OF_MAX, "maximum")  # not fmax: it drops NaN, which is above all numbers
+elementwise(MONOTONE2 + OF_MIN, "minimum")
 elementwise(LERP, "lerp")
 elementwise(ADDCMUL, "addcmul")
 elementwise(ADDCDIV, "addcdiv")

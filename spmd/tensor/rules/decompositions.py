@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -118,6 +118,36 @@ def mean_dim(self, dim, keepdim=False, *, dtype=None):
     return out if wide == dtype else aten._to_copy.default(out, dtype=dtype)
 
 
+# ---- norms ------------------------------------------------------------------------------------
+
+
+@instead_of(aten.linalg_vector_norm.default)
+def vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """`(sum |x|^p)^(1/p)`: a sum over the ranks, and then a root. Half precision is summed in float, as torch does."""
+    x = self if dtype in (None, self.dtype) else aten._to_copy.default(self, dtype=dtype)
+    if not x.dtype.is_floating_point:  # integers are torch's error to raise; of complex numbers the parts are squared
+        return NotImplemented
+    low = x.dtype in (torch.float16, torch.bfloat16)
+    out = _norm(aten._to_copy.default(x, dtype=torch.float32) if low else x, ord, list(dims_of(dim, x.ndim)), keepdim)
+    return aten._to_copy.default(out, dtype=x.dtype) if low else out
+
+
+def _norm(x, p, dims, keepdim):
+    """The norm of a tensor of floats. Of an empty tensor the maximum is an error, as in torch."""
+    size = aten.abs.default(x)
+    if p == inf:
+        return aten.amax.default(size, dims, keepdim)
+    if p == -inf:
+        return aten.amin.default(size, dims, keepdim)
+    if p == 0:
+        return aten.sum.dim_IntList(aten.ne.Scalar(x, 0), dims, keepdim, dtype=x.dtype)
+    if p == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim)
+    if p == 2:
+        return aten.sqrt.default(aten.sum.dim_IntList(aten.mul.Tensor(x, x), dims, keepdim))
+    return aten.pow.Tensor_Scalar(aten.sum.dim_IntList(aten.pow.Tensor_Scalar(size, p), dims, keepdim), 1 / p)
+
+
 # ---- losses -----------------------------------------------------------------------------------
 
 
@@ -171,10 +201,13 @@ for _name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"
 
 @instead_of(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN):
-    if reduction == NONE:
-        return NotImplemented
-    each = aten.binary_cross_entropy_with_logits.default(self, target, weight, pos_weight, NONE)
-    return _reduced(each, reduction)
+    """`(1 - t) x - w log sigmoid(x)`, with w = 1 + (pos_weight - 1) t: as torch computes it."""
+    log = aten.log_sigmoid_forward.default(self)[0]
+    if pos_weight is not None:
+        weighted = aten.mul.Tensor(aten.sub.Scalar(pos_weight, 1), target)
+        log = aten.mul.Tensor(log, aten.add.Scalar(weighted, 1))
+    each = aten.sub.Tensor(aten.mul.Tensor(aten.rsub.Scalar(target, 1), self), log)
+    return _reduced(each if weight is None else aten.mul.Tensor(each, weight), reduction)
 
 
 # ---- squeeze ----------------------------------------------------------------------------------

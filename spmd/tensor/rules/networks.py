@@ -111,11 +111,14 @@ def _rows_of(lead: int, ndim: int) -> Dims:
 
 
 def convolution(call: Call) -> Rule:
-    """`n c x, o c k -> n o x`: batch and output channels are free, input channels summed if there is no bias."""
+    """`n c x, o c k -> n o x`: batch and output channels are free, input channels summed if there is no bias.
+
+    A convolution without channels is an error, or drops the image's dims.
+    """
     n, o, c = _channels(call)
     c = c if call["bias"] is None else None
     ins = {"input": _image(n, c, call["input"].ndim), "bias": (o,), "weight": _kernel(call, o, c)}
-    return by_name(call, ins, (_image(n, o, len(call.outs[0].shape)),), kind="sum", laws=BIASED)
+    return by_name(call, ins, (_image(n, o, len(call.outs[0].shape)),), kind="sum", laws=BIASED, nonempty=frozenset("oc"))
 
 
 def convolution_backward(call: Call) -> Rule:
@@ -127,7 +130,7 @@ def convolution_backward(call: Call) -> Rule:
     c = c if call.outs[2] is None else None
     image, kernel = _image(n, c, call["input"].ndim), _kernel(call, None, c)
     ins = {"grad_output": _image(n, None, call["grad_output"].ndim), "input": image, "weight": kernel}
-    return by_name(call, ins, (image, kernel, (None,)), kind="sum", laws=LINEAR_IN_FIRST)
+    return by_name(call, ins, (image, kernel, (None,)), kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset("oc"))
 
 
 def _channels(call: Call) -> tuple[Factor | None, ...]:
