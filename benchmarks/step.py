@@ -1,7 +1,7 @@
 """The time of one training step of a GPT: spmd's program beside the same step written by other means.
 
-    python benchmarks/step.py                   # 4 and 2 ranks on this machine, a few minutes
-    python benchmarks/step.py --short           # small sizes, under 40 seconds
+    python benchmarks/step.py                   # 4 and 2 ranks on this machine, some minutes
+    python benchmarks/step.py --short           # 4 ranks and small sizes, under 40 seconds on 2 free cores
 
 Every mesh of 4 and of 2 gloo ranks runs
 
@@ -56,7 +56,7 @@ LR = 1e-3
 VERIFIED = 5  # steps whose losses are compared with one device; they also warm up
 TOLERANCE = 1e-4
 PATIENCE = timedelta(minutes=5)
-SHORT = {"layers": 1, "width": 64, "heads": 4, "batch": 8, "block": 32, "reps": 5, "everywhere": False}
+SHORT = {"ranks": "4", "layers": 1, "width": 64, "heads": 4, "batch": 8, "block": 32, "reps": 5, "everywhere": False}
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], float]  # the whole batch in, its mean loss out, on every rank
@@ -278,7 +278,11 @@ def rows(found: list[Runner], ranks: int) -> Iterator[list[str]]:
         group = faster_c10d(list(group))
         ours = [runner for runner in group if runner.name == "spmd"]
         for runner in group:
-            low, _, high = statistics.quantiles(runner.seconds, n=4) if len(runner.seconds) > 1 else runner.seconds * 3
+            low, _, high = (
+                statistics.quantiles(runner.seconds, n=4, method="inclusive")
+                if len(runner.seconds) > 1
+                else runner.seconds * 3
+            )
             yield [
                 str(ranks),
                 "x".join(map(str, mesh)) or "-",

@@ -12,12 +12,16 @@ import torch
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import symbolic_shapes
+from torch.utils import _pytree
 
 # Functional collectives as dispatcher ops: plain data in, a new tensor out, legal as targets of an fx graph.
 c10d_functional = torch.ops._c10d_functional
 
 # The store through which the default process group met: where ranks can compare notes without a collective.
 default_store = distributed_c10d._get_default_store
+
+# Nested arguments as flat lists, and back.
+pytree = _pytree
 
 # Fake tensors: shapes, strides and devices without data.
 FakeTensorMode = fake_tensor.FakeTensorMode
@@ -28,6 +32,15 @@ FunctionalTensorMode = functional_tensor.FunctionalTensorMode
 
 # For subclasses that take part in dispatch only, not in __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def wrapper_tensor(cls: type, like: torch.Tensor, shape, stride, requires_grad: bool) -> torch.Tensor:
+    """A tensor of the subclass with this shape and no data, of the dtype and device of `like`."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, dtype=like.dtype, device=like.device, layout=like.layout,
+        requires_grad=requires_grad,
+    )  # fmt: skip
+
 
 PROFILER_OPS = (
     torch.ops.profiler._record_function_enter_new.default,
@@ -47,6 +60,24 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 
 
 # ---- schemas ----------------------------------------------------------------------------------
+
+OpOverload = torch._ops.OpOverload
+
+
+def arguments(op: OpOverload) -> list:
+    """The arguments of the op's schema: each has a name and may have a default_value."""
+    return op._schema.arguments
+
+
+def qualified_name(op: OpOverload) -> str:
+    """`aten::add_` for `aten.add_.Tensor`."""
+    return op._schema.name
+
+
+def overload_name(op: OpOverload) -> str:
+    """`Tensor` for `aten.add_.Tensor`; "default" where there is none."""
+    return op._overloadname
+
 
 
 @functools.cache
@@ -87,10 +118,25 @@ def with_argument(op, args: tuple, kwargs: dict, name: str, value: Any) -> tuple
     return args, {**kwargs, name: value}
 
 
+def returns_nothing(op: OpOverload) -> bool:
+    """Whether the op only writes: `_foreach_add_`."""
+    return not op._schema.returns
+
+
+def list_ops() -> list[OpOverload]:
+    """Every `_foreach_` op and every fused optimiser step that takes plain numbers or tensors; no `out=` variants."""
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.removeprefix("aten::").partition(".")
+        if full.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")) and "out" not in overload:
+            found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return found
+
+
 @functools.cache
 def in_place_variant(op):
     """`aten.add_.Tensor` for `aten.add.Tensor`; None where there is none of the same arguments."""
-    namespace, name = op._schema.name.split("::")
+    namespace, name = qualified_name(op).split("::")
     packet = getattr(getattr(torch.ops, namespace), name + "_", None)
     overload = getattr(packet, op._overloadname, None) if packet is not None else None
     if overload is None:
@@ -132,6 +178,6 @@ class Symbols:
         return all(bool(guard.expr.xreplace(at)) for guard in self.env.guards)
 
 
-def number_key(value: Any) -> bool:
+def is_symbol(value: Any) -> bool:
     """Whether a value in a trace is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -125,6 +125,7 @@ def defaults(ranks: int) -> dict[str, str]:
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
+        "GOMP_SPINCOUNT": "30000",  # threads of a rank that wait for one another soon let others have the core
         "GLOO_SOCKET_IFNAME": (loopback or ["lo"])[0],  # gloo would look up the host's name instead
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",  # seconds from SIGTERM to SIGKILL for the ranks that are left
     }

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from spmd import _torch
+from spmd._torch import pytree
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.tensor.rules.decompositions import decompositions
 
@@ -109,6 +109,7 @@ class _Trace:
                 result = self.call(_with_leaves(self.args, numbers))
                 after = self.state.tensors()
                 self._check_unchanged(constants, numbers)
+        self._check_arguments_unwritten(given, wrapped)
         return self._flat_outputs(result, after)
 
     def _as_before(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
@@ -128,9 +129,14 @@ class _Trace:
                 "number); it would be frozen in the program. Keep counts in tensors and set flags outside the step."
             )
 
+    def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
+        for i, x in wrapped.items():
+            if isinstance(i, Argument) and isinstance(x, torch.Tensor) and _torch.settled(x) is not given[i]:
+                raise RuntimeError(f"the step writes into its argument {i}; let it return the new value instead")
+
     def _flat_outputs(self, result: Any, after: Tensors) -> list:
         leaves, self.tree = pytree.tree_flatten(result)
-        traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.number_key(x)]
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.is_symbol(x)]
         self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
         self.outputs = (*traced, *after)
         values = [leaves[i] for i in traced] + list(after.values())

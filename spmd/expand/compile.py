@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from spmd._torch import pytree
 from spmd.comm import agree, transport
 from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, capture
@@ -49,8 +49,8 @@ def compile(fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, i
     Returns a `CompiledStep`. Its first call turns the parameters, buffers and optimiser state into DTensors. Tensors
     that fn returns come back as DTensors.
 
-    Raises KeyError for an unknown axis; ValueError, at the first call and before anything is changed, for a
-    pattern that matches nothing or a placement on a dim that a tensor has not.
+    Raises ValueError for an unknown axis, at once; and at the first call, before anything is changed, for a pattern
+    that matches nothing or a placement on a dim that a tensor has not.
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")

@@ -86,7 +86,7 @@ class _Expander:
 
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, _torch.OpOverload):
             self._plain(node)
         elif torch.Tag.nondeterministic_seeded in node.target.tags and not _repeats(node):
             raise NotImplementedError(
@@ -226,7 +226,7 @@ def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
 
 def _repeats(node: fx.Node) -> bool:
     """An op that may draw random numbers but was told not to, such as attention without dropout."""
-    names = [a.name for a in node.target._schema.arguments]
+    names = [a.name for a in _torch.arguments(node.target)]
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     return given.get("dropout_p", given.get("p")) == 0.0
 

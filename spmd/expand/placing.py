@@ -23,7 +23,7 @@ Patterns = Mapping[str, Placing]
 
 
 def in_mesh_order(mesh: DeviceMesh, placing: Placing, name: str) -> tuple[Placement, ...]:
-    """One placement per axis. KeyError for an axis that the mesh has not, ValueError for a list of another length."""
+    """One placement per axis. ValueError for an unknown axis or a list of another length."""
     if isinstance(placing, Mapping):
         by_axis = {_axis(mesh, axis, name): p for axis, p in placing.items()}
         return tuple(by_axis.get(axis, REPLICATE) for axis in range(mesh.ndim))
@@ -38,8 +38,8 @@ def in_mesh_order(mesh: DeviceMesh, placing: Placing, name: str) -> tuple[Placem
 def _axis(mesh: DeviceMesh, axis: str | int, name: str) -> int:
     try:
         return mesh.axis(axis)
-    except KeyError as error:
-        raise KeyError(f"{name!r}: {error.args[0]}") from None
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
 
 
 def check_patterns(mesh: DeviceMesh, patterns: Patterns, what: str) -> dict[str, tuple[Placement, ...]]:

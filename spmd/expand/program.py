@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd import _torch
 from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -149,7 +150,7 @@ def _expression(program: Program, node: fx.Node) -> str:
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, _torch.OpOverload):
         name = str(target)
         return name.removesuffix(".default")
     return getattr(target, "__name__", str(target))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from spmd import _torch
 from spmd.tensor.spec import Spec
 
 
@@ -43,7 +44,7 @@ class Call:
     when all are different.
     """
 
-    op: torch._ops.OpOverload
+    op: _torch.OpOverload
     args: tuple
     kwargs: dict[str, Any]
     outs: tuple[TensorMeta | None, ...]
@@ -51,7 +52,7 @@ class Call:
 
     @cached_property
     def _bound(self) -> dict[str, Any]:
-        schema = self.op._schema.arguments
+        schema = _torch.arguments(self.op)
         given = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
         return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
 
@@ -89,7 +90,7 @@ def base_name(op) -> str:
     >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.ops.aten._to_copy.default)
     ('add', '_to_copy')
     """
-    name = op._schema.name.split("::")[1]
+    name = _torch.qualified_name(op).split("::")[1]
     if name.endswith("_copy") and name not in ("_to_copy", "index_copy", "_copy"):
         return name[: -len("_copy")]
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd import _torch
+from spmd._torch import pytree
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
+from spmd.tensor.placement import REPLICATE
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.spec import Spec, replicated, spec_of
-from spmd.tensor.placement import REPLICATE
 
 lowerings = Cache(maxsize=16384)
 """Lowerings of eager calls, by op, specs and static arguments."""
@@ -47,7 +47,9 @@ def implicit_replication() -> Iterator[None]:
 def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     """Run an op of which some operand is a `dtensor` (the DTensor class, handed down to keep imports in a line)."""
     if op in decompositions:
-        return decompositions[op](*args, **kwargs)
+        out = decompositions[op](*args, **kwargs)
+        if out is not NotImplemented:
+            return out
     leaves, tree = pytree.tree_flatten((args, kwargs))
     mesh, device = _where(op, leaves, dtensor)
     leaves = [_wrapped(op, x, mesh, dtensor) for x in leaves]

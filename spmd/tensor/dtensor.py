@@ -17,7 +17,7 @@ from spmd import _torch
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh
 from spmd.tensor.dispatch import dispatch
-from spmd.tensor.placement import REPLICATE, Partial, Placement
+from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, check_placements, replicated, spec_of
 
@@ -34,10 +34,7 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        out = torch.Tensor._make_wrapper_subclass(
-            cls, spec.shape, strides=spec.stride, dtype=local_tensor.dtype, device=local_tensor.device,
-            layout=local_tensor.layout, requires_grad=requires_grad,
-        )  # fmt: skip
+        out = _torch.wrapper_tensor(cls, local_tensor, spec.shape, spec.stride, requires_grad)
         out._local_tensor, out._spec, out._orphan = local_tensor, spec, False
         return out
 

@@ -32,6 +32,7 @@ from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec, contiguous
 
+
 @dataclass(frozen=True)
 class Lowering:
     """What one op becomes on every rank.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.utils import _pytree as pytree
 
 from spmd import _torch
+from spmd._torch import pytree
 from spmd.tensor.call import TensorMeta
 from spmd.tensor.spec import Spec
 

@@ -357,7 +357,7 @@ class Capture(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
-def captured(dtype: torch.dtype, per_op: int, per_entry: int = 8, largest: int = 20_000) -> Iterator[Sample]:
+def captured(dtype: torch.dtype, per_op: int, per_entry: int = 6, largest: int = 20_000) -> Iterator[Sample]:
     """Functional aten calls that the entries of `op_db` make, forward and backward.
 
     At most `per_op` samples an overload, from the first `per_entry` samples of each entry, of operands of at most

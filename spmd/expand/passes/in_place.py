@@ -39,14 +39,24 @@ def reuse_memory(module: fx.GraphModule, owned: Sequence[bool]) -> int:
 
 def _variant(node: fx.Node, ours: set[fx.Node]):
     """The in-place variant of the op, if its first operand is ours and lies as the result does."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.args or node.args[0] not in ours:
+    if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in ours:
         return None
-    same = node.args[0].meta.get("spec") is node.meta.get("spec")
+    target = node.args[0]
+    if any(_base(n) is _base(target) for n in node.all_input_nodes if n is not target):
+        return None  # x + x.t() may not be written into x
+    same = target.meta.get("spec") is node.meta.get("spec")
     return _torch.in_place_variant(node.target) if same and torch.Tag.pointwise in node.target.tags else None
 
 
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory this one may show."""
+    while _may_alias(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """For each node, where its memory is read last: through itself, or through a view of it."""
+    """For each node, where its memory is read last: through itself, a view of it, or a collective under way."""
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         reads = [order[user] for user in node.users]
@@ -56,7 +66,10 @@ def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int
 
 
 def _may_alias(node: fx.Node) -> bool:
-    """Whether the result may show the memory of an operand: views, and anything that is not a plain op."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return _torch.is_view(node.target) or _torch.writes_first(node.target)
-    return node.op != "output"
+    """Whether the result may show, or still read, the memory of an operand.
+
+    A collective reads its input until it is waited for, and what it gives is waited for in place.
+    """
+    if not isinstance(node.target, _torch.OpOverload):
+        return node.op not in ("output", "placeholder", "get_attr")
+    return node.target.namespace != "aten" or _torch.is_view(node.target) or _torch.writes_first(node.target)

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from spmd import _torch
 from spmd.tensor.call import Call
 from spmd.tensor.rules import families, indexing, movement, networks
 from spmd.tensor.rules.laws import (
@@ -75,7 +76,7 @@ def _is_pointwise(call: Call) -> bool:
 
 def _returns_tensors(call: Call) -> bool:
     """A call with tensors on both sides, none of them to be written to by `out=`."""
-    written = any(a.is_out for a in call.op._schema.arguments)
+    written = any(a.is_out for a in _torch.arguments(call.op))
     return not written and bool(call.tensors) and any(o is not None for o in call.outs)
 
 

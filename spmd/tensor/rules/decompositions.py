@@ -18,12 +18,14 @@ from math import inf, prod
 
 import torch
 
+from spmd import _torch
 from spmd.tensor.call import dims_of
+from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
 
 aten = torch.ops.aten
 
-decompositions: dict[torch._ops.OpOverload, Callable] = {}
+decompositions: dict[_torch.OpOverload, Callable] = {}
 """From an op to a function of the same arguments; it returns NotImplemented where the op is safe as it is."""
 
 
@@ -167,13 +169,13 @@ def _reduced(loss, reduction):
 
 
 def _position(op, name: str) -> int:
-    return next(i for i, a in enumerate(op._schema.arguments) if a.name == name)
+    return next(i for i, a in enumerate(_torch.arguments(op)) if a.name == name)
 
 
 def _arguments(op, args, kwargs) -> list:
     """All arguments by position, defaults filled in."""
-    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    return [given.get(a.name, a.default_value) for a in op._schema.arguments]
+    given = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
+    return [given.get(a.name, a.default_value) for a in _torch.arguments(op)]
 
 
 def pointwise_loss(op, *args, **kwargs):
@@ -228,3 +230,5 @@ def squeeze_dims(self, dim, decomposed=False):
     """Only the dims that are 1 are named, so that no dim of local size 1 is dropped."""
     ones = [d for d in dim if self.ndim and self.shape[d] == 1]
     return NotImplemented if len(ones) == len(dim) and not decomposed else aten.squeeze.dims(self, ones)
+
+decompositions |= list_decompositions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spmd import _torch
 from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.families import all_whole, broadcast, dims_whole, moved, pointwise, reshaped
 from spmd.tensor.rules.laws import FILLS, FILLS_ZERO, MOVES, MOVES_ALL
@@ -55,7 +56,7 @@ def squeezed(call: Call) -> Rule | None:
 
     The same holds for a dim that is named but longer, so it is whole.
     """
-    if call.op._overloadname != "dims":
+    if _torch.overload_name(call.op) != "dims":
         return None
     x = call.tensors[0]
     dims = tuple(d % x.ndim for d in call["dim"]) if x.ndim else ()  # here [] names none

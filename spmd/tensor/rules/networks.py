@@ -118,7 +118,8 @@ def convolution(call: Call) -> Rule:
     n, o, c = _channels(call)
     c = c if call["bias"] is None else None
     ins = {"input": _image(n, c, call["input"].ndim), "bias": (o,), "weight": _kernel(call, o, c)}
-    return by_name(call, ins, (_image(n, o, len(call.outs[0].shape)),), kind="sum", laws=BIASED, nonempty=frozenset("oc"))
+    out = _image(n, o, len(call.outs[0].shape))
+    return by_name(call, ins, (out,), kind="sum", laws=BIASED, nonempty=frozenset("oc"))
 
 
 def convolution_backward(call: Call) -> Rule:

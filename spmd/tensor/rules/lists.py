@@ -1,0 +1,147 @@
+"""Ops on lists of tensors, done one tensor at a time: `_foreach_*`, and the fused optimiser steps.
+
+    _foreach_add_(params, grads, alpha=-lr)   ->   add_(p, g, alpha=-lr) for each
+
+What a list op saves is launches, and a program has none to save. So each becomes the op its name says, of which the
+book has a rule; a fused optimiser step becomes the arithmetic it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spmd import _torch
+
+aten = torch.ops.aten
+
+BASE = {"norm": "linalg_vector_norm"}
+"""What a list op is called for one tensor, where the name is another."""
+
+BOUND = {"maximum": "clamp_min", "minimum": "clamp_max"}
+"""The same for these, when the other side is a number."""
+
+KEYWORDS = {"addcmul": ("value",), "addcdiv": ("value",), "linalg_vector_norm": ("dtype",)}
+"""Last arguments that are by keyword for one tensor."""
+
+
+def per_tensor(op, *args, **kwargs):
+    """Run a `_foreach_` op tensor by tensor: the i-th of every list, and what is no list as it is."""
+    base, suffix = _base(op)
+    length = next(len(a) for a in args if isinstance(a, (list, tuple)))
+    out = [_one(base, suffix, [_item(a, i) for a in args], kwargs) for i in range(length)]
+    return None if _torch.returns_nothing(op) else out
+
+
+def _base(op) -> tuple[str, str]:
+    """The name of the op for one tensor, and "_" if it writes."""
+    name = _torch.qualified_name(op).removeprefix("aten::_foreach_")
+    base = name.removesuffix("_")
+    return BASE.get(base, base), name[len(base) :]
+
+
+def _item(a: Any, i: int) -> Any:
+    return a[i] if isinstance(a, (list, tuple)) else a
+
+
+def _one(base: str, suffix: str, args: list, kwargs: dict[str, Any]) -> torch.Tensor:
+    if base in BOUND and not isinstance(args[1], torch.Tensor):
+        base = BOUND[base]
+    named = dict(zip(KEYWORDS.get(base, ()), args[3 if base in ("addcmul", "addcdiv") else 2 :], strict=False))
+    positional = args[: len(args) - len(named)]
+    return getattr(aten, base + suffix)(*positional, **{k: _number(v) for k, v in named.items()}, **kwargs)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+# ---- fused optimiser steps --------------------------------------------------------------------
+
+
+def fused_adam(op, params, grads, firsts, seconds, peaks, steps, **options):
+    """One step of Adam or AdamW (by the op's name) for every parameter; functional or in place, as the op is."""
+    _refuse_scaler(op, options)
+    decoupled = "adamw" in _torch.qualified_name(op)
+    rows = _rows(params, grads, firsts, seconds, peaks, steps)
+    new = [_adam(*row, decoupled=decoupled, **options) for row in rows]
+    return _deliver(op, (params, grads, firsts, seconds, peaks), new)
+
+
+def _adam(
+    p, g, m, v, peak, step, *, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize, decoupled, **_
+):  # fmt: skip
+    sent = g
+    g = -g if maximize else g
+    if weight_decay != 0 and decoupled:
+        p = p * (1 - lr * weight_decay)
+    elif weight_decay != 0:
+        g = g + p * weight_decay
+    m = torch.lerp(m, g, 1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    peak = torch.maximum(peak, v) if amsgrad else peak
+    count = step.to(torch.float64)
+    slope = lr / (1 - beta1**count)
+    scale = (1 - beta2**count).sqrt()
+    spread = ((peak if amsgrad else v).sqrt() / scale.to(v.dtype)) + eps
+    return p - (m / spread) * slope.to(p.dtype), sent, m, v, peak
+
+
+def fused_sgd(op, params, grads, buffers, **options):
+    """One step of SGD for every parameter."""
+    _refuse_scaler(op, options)
+    new = [_sgd(*row, **options) for row in _rows(params, grads, buffers)]
+    return _deliver(op, (params, grads, buffers), new)
+
+
+def _sgd(p, g, buffer, *, weight_decay, momentum, lr, dampening, nesterov, maximize, is_first_step, **_):
+    sent = g
+    g = -g if maximize else g
+    if weight_decay != 0:
+        g = g + p * weight_decay
+    if momentum != 0:
+        buffer = g.clone() if is_first_step else buffer * momentum + g * (1 - dampening)
+        g = g + buffer * momentum if nesterov else buffer
+    return p - g * lr, sent, buffer
+
+
+def _rows(params: Sequence, *lists: Sequence) -> list[tuple]:
+    """The i-th of every list; lists that the options leave empty give None."""
+    return [(p, *(values[i] if len(values) else None for values in lists)) for i, p in enumerate(params)]
+
+
+def _deliver(op, old: Sequence[Sequence], new: Sequence[tuple]):
+    """Write the new values into the old ones, or give them as lists, as the op does."""
+    if not _torch.returns_nothing(op):
+        return tuple([row[k] for row in new] if len(values) else [] for k, values in enumerate(old))
+    for k, values in enumerate(old):
+        for target, row in zip(values, new, strict=False):
+            if row[k] is not target:
+                target.copy_(row[k])
+    return None
+
+
+def _refuse_scaler(op, options: dict[str, Any]) -> None:
+    if options.get("grad_scale") is not None or options.get("found_inf") is not None:
+        raise NotImplementedError(f"{op} with a gradient scaler is not supported; unscale the gradients before the step")
+
+
+# ---- the table --------------------------------------------------------------------------------
+
+FUSED = {"_fused_adam": fused_adam, "_fused_adamw": fused_adam, "_fused_sgd": fused_sgd}
+
+
+def list_decompositions() -> dict[_torch.OpOverload, Callable]:
+    """A decomposition for every list op that has a name for one tensor."""
+    table: dict[_torch.OpOverload, Callable] = {}
+    for op in _torch.list_ops():
+        fused = FUSED.get(_torch.qualified_name(op).removeprefix("aten::").removesuffix("_"))
+        if fused or hasattr(aten, "".join(_base(op))):
+            table[op] = _bound(fused or per_tensor, op)
+    return table
+
+
+def _bound(fn: Callable, op) -> Callable:
+    return lambda *args, **kwargs: fn(op, *args, **kwargs)
