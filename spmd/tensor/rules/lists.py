@@ -31,7 +31,8 @@ def per_tensor(op, *args, **kwargs):
     """Run a `_foreach_` op tensor by tensor: the i-th of every list, and what is no list as it is."""
     base, suffix = _base(op)
     length = next(len(a) for a in args if isinstance(a, (list, tuple)))
-    out = [_one(base, suffix, [_item(a, i) for a in args], kwargs) for i in range(length)]
+    names = [a.name for a in _torch.arguments(op)]
+    out = [_one(base, suffix, [_item(n, a, i) for n, a in zip(names, args, strict=False)], kwargs) for i in range(length)]
     return None if _torch.returns_nothing(op) else out
 
 
@@ -42,8 +43,9 @@ def _base(op) -> tuple[str, str]:
     return BASE.get(base, base), name[len(base) :]
 
 
-def _item(a: Any, i: int) -> Any:
-    return a[i] if isinstance(a, (list, tuple)) else a
+def _item(name: str, a: Any, i: int) -> Any:
+    """The i-th of a list, also of a list of numbers that comes as one tensor."""
+    return a[i] if isinstance(a, (list, tuple)) or name == "scalars" else a
 
 
 def _one(base: str, suffix: str, args: list, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -51,7 +53,10 @@ def _one(base: str, suffix: str, args: list, kwargs: dict[str, Any]) -> torch.Te
         base = BOUND[base]
     named = dict(zip(KEYWORDS.get(base, ()), args[3 if base in ("addcmul", "addcdiv") else 2 :], strict=False))
     positional = args[: len(args) - len(named)]
-    return getattr(aten, base + suffix)(*positional, **{k: _number(v) for k, v in named.items()}, **kwargs)
+    kwargs = {k: _number(v) for k, v in named.items()} | kwargs
+    if suffix and not hasattr(aten, base + suffix):
+        return args[0].copy_(getattr(aten, base)(*positional, **kwargs))
+    return getattr(aten, base + suffix)(*positional, **kwargs)
 
 
 def _number(value: Any) -> Any:
@@ -125,7 +130,7 @@ def _deliver(op, old: Sequence[Sequence], new: Sequence[tuple]):
 
 def _refuse_scaler(op, options: dict[str, Any]) -> None:
     if options.get("grad_scale") is not None or options.get("found_inf") is not None:
-        raise NotImplementedError(f"{op} with a gradient scaler is not supported; unscale the gradients before the step")
+        raise NotImplementedError(f"{op} with a gradient scaler is not supported; unscale the gradients first")
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ def list_decompositions() -> dict[_torch.OpOverload, Callable]:
     table: dict[_torch.OpOverload, Callable] = {}
     for op in _torch.list_ops():
         fused = FUSED.get(_torch.qualified_name(op).removeprefix("aten::").removesuffix("_"))
-        if fused or hasattr(aten, "".join(_base(op))):
+        if fused or hasattr(aten, _base(op)[0]):
             table[op] = _bound(fused or per_tensor, op)
     return table
 

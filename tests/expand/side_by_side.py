@@ -1,0 +1,180 @@
+"""A training on one device beside the same training on simulated ranks.
+
+    case = Case(build=lambda: (Net(), ...), step=train_step, batches=batches(7))
+    case.check((2, 2))
+
+The truth is one device: the same step, not compiled. What is compared is all that a user can see: what each step
+returns, and after the last one every parameter, buffer, gradient and tensor of the optimiser.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd
+from examples.gpt import GPT, GPTConfig
+from spmd import DTensor, Shard
+from spmd.expand.state import State
+from spmd.sim import run_ranks
+
+MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+INPUTS = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
+
+
+class Net(nn.Module):
+    """The smallest network with both kinds of tensor-parallel linear and a norm."""
+
+    def __init__(self, width: int = 4, hidden: int = 8, classes: int = 3):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.down = nn.Linear(hidden, classes)
+
+    def forward(self, x):
+        return self.down(self.norm(F.gelu(self.up(x))))
+
+
+NET = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
+
+GPT_PLAN = {
+    "*.attn.[qkv].weight": {"tp": Shard(0)},
+    "*.attn.[qkv].bias": {"tp": Shard(0)},
+    "*.attn.out.weight": {"tp": Shard(1)},
+    "*.mlp.up.*": {"tp": Shard(0)},
+    "*.mlp.down.weight": {"tp": Shard(1)},
+}
+
+
+def gpt(**config) -> GPT:
+    return GPT(GPTConfig(**{"n_layer": 1, "n_head": 4, "n_embd": 8, "block_size": 6, "vocab": 11, **config}))
+
+
+def train_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def rows(batch: int, n: int = 3, width: int = 4, classes: int = 3) -> list[tuple]:
+    """n batches for a `Net`."""
+    g = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(batch, width, generator=g), torch.randint(0, classes, (batch,), generator=g)) for _ in range(n)
+    ]
+
+
+def tokens(batch: int, n: int = 2, time: int = 6, vocab: int = 11) -> list[tuple]:
+    """n batches for a `gpt`."""
+    g = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(0, vocab, (batch, time), generator=g) for _ in range(2)) for _ in range(n)]
+
+
+def seeded(build: Callable[[], Any]) -> Any:
+    """What `build` makes, from the same random numbers each time, and the caller's left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+# ---- a case -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A training: what it begins with, its step, and what is passed to each step.
+
+    model, optimizer: how to make them. between: called with (i, model, optimizer) before the i-th step.
+    """
+
+    model: Callable[[], nn.Module] = Net
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2)
+    step: Callable = train_step
+    batches: Sequence[tuple] = field(default_factory=lambda: rows(8))
+    params: dict = field(default_factory=lambda: NET)
+    inputs: dict = field(default_factory=lambda: INPUTS)
+    between: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None
+    wanted: Callable[[nn.Module], Any] = lambda model: model.parameters()
+
+    def begin(self) -> Pair:
+        model = seeded(self.model)
+        return model, self.optimizer(self.wanted(model))
+
+    def on_one_device(self) -> tuple[list, dict[str, torch.Tensor]]:
+        model, optimizer = self.begin()
+        returned = self.steps(self.step, model, optimizer)
+        return returned, tensors(model, optimizer)
+
+    def steps(self, step: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) -> list:
+        returned = []
+        for i, batch in enumerate(self.batches):
+            if self.between:
+                self.between(i, model, optimizer)
+            returned.append(values(step(model, optimizer, *copy.deepcopy(batch))))
+        return returned
+
+    def compiled(self, mesh) -> spmd.expand.compile.CompiledStep:
+        return spmd.compile(self.step, mesh, params=self.params, inputs=self.inputs)
+
+    def on_ranks(self, shape: Sequence[int], look: Callable[..., Any] | None = None, timeout: float = 120.0) -> list:
+        """Per rank what the steps returned, all tensors at the end, and what `look(step, model, optimizer)` says."""
+        pair = self.begin()
+
+        def rank(r: int) -> tuple:
+            mesh = spmd.init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "tp")[: len(shape)])
+            model, optimizer = copy.deepcopy(pair)
+            step = self.compiled(mesh)
+            returned = self.steps(step, model, optimizer)
+            return returned, tensors(model, optimizer), look and look(step, model, optimizer)
+
+        return run_ranks(rank, torch.Size(shape).numel(), timeout)
+
+    def check(self, shape: Sequence[int], look: Callable[..., Any] | None = None, **close) -> Any:
+        """Every rank has what one device has; what `look` says on rank 0."""
+        returned, state = self.on_one_device()
+        ranks = self.on_ranks(shape, look)
+        for theirs, their_state, _ in ranks:
+            same(theirs, returned, "returned", **close)
+            same(their_state, state, "state", **close)
+        return ranks[0][2]
+
+
+def values(x: Any) -> Any:
+    """Whole tensors, in memory of their own, for whatever a step returned."""
+    if isinstance(x, (tuple, list)):
+        return [values(v) for v in x]
+    if isinstance(x, dict):
+        return {k: values(v) for k, v in x.items()}
+    if isinstance(x, DTensor):
+        x = x.detach().full_tensor()
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All that the training keeps, by name, whole."""
+    return {str(slot): values(t) for slot, t in State.of({"model": model, "optimizer": optimizer}).tensors().items()}
+
+
+def same(theirs: Any, ours: Any, where: str, rtol: float = 1e-4, atol: float = 1e-6) -> None:
+    """Assert that two nests of tensors and numbers are close; the message names the first that is not."""
+    if isinstance(ours, dict):
+        assert list(theirs) == list(ours), where
+        for k in ours:
+            same(theirs[k], ours[k], f"{where} {k}", rtol, atol)
+    elif isinstance(ours, list):
+        assert len(theirs) == len(ours), where
+        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            same(a, b, f"{where}.{i}", rtol, atol)
+    else:
+        torch.testing.assert_close(theirs, ours, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
