@@ -26,7 +26,7 @@ make_venv() {
 
 if [[ -n "${VIRTUAL_ENV:-}" ]]; then
     PYTHON="$VIRTUAL_ENV/bin/python"
-    new_enough "$PYTHON" || fail "spmd needs Python 3.10 or newer, and the active virtual environment has $("$PYTHON" --version 2>&1)"
+    new_enough "$PYTHON" || fail "spmd needs Python 3.10 or newer, and the active virtual environment $VIRTUAL_ENV has none"
 else
     PYTHON="$PWD/.venv/bin/python"
     "$PYTHON" -m pip --version >/dev/null 2>&1 || make_venv
@@ -37,7 +37,7 @@ stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.spmd${1:-}"
 content="$(printf '%s\n' "$PWD" && cat setup.py pyproject.toml)"
 if [[ "$(cat "$stamp" 2>/dev/null)" != "$content" ]]; then
     echo "installing spmd${1:-} and what it needs (the first time takes minutes: torch is large)" >&2
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check --editable ".${1:-}" >&2 ||
+    "$PYTHON" -m pip install -qq --disable-pip-version-check --editable ".${1:-}" >&2 ||
         fail "pip could not install spmd${1:-}: see above"
     printf '%s\n' "$content" >"$stamp"
 fi

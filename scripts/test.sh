@@ -4,8 +4,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh" "[test]"
 bin="$(dirname "$PYTHON")"
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tensors of tests are small, and their ranks are many
+
 status=0
 "$bin/ruff" check . || status=1
-"$bin/lint-imports" || status=1
+"$bin/lint-imports" --no-logo || status=1
 "$PYTHON" -m pytest "$@" || status=$? # last, for its closing line says how it went
 exit $status

@@ -6,9 +6,12 @@ Every other module imports them from here, so that one page shows what a new ver
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed.nn  # noqa: F401  before any process group: it keeps the world's group it finds when imported
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import symbolic_shapes
@@ -20,6 +23,22 @@ c10d_functional = torch.ops._c10d_functional
 # The store through which the default process group met: where ranks can compare notes without a collective.
 default_store = distributed_c10d._get_default_store
 
+KEEPS_ORDER = "sort_ranks" in inspect.signature(distributed_c10d.new_group).parameters
+"""Whether new_group can leave ranks in the order given; torch 2.13 can, 2.11 sorts them."""
+
+
+def new_group(ranks: Sequence[int]) -> distributed_c10d.ProcessGroup:
+    """The process group of these ranks, in this order; every rank of the job must ask for it."""
+    if KEEPS_ORDER:
+        return distributed_c10d.new_group(list(ranks), sort_ranks=False)
+    if list(ranks) != sorted(ranks):
+        raise NotImplementedError(
+            f"a mesh with ranks {list(ranks)} along an axis needs a newer torch than {torch.__version__}, which would "
+            "sort them; build the mesh so that ranks grow along each axis"
+        )
+    return distributed_c10d.new_group(list(ranks))
+
+
 # Nested arguments as flat lists, and back.
 pytree = _pytree
 
@@ -29,6 +48,16 @@ FakeTensorMode = fake_tensor.FakeTensorMode
 # Python functionalisation, the way AOTAutograd does it: in-place writes and views under autograd become new values.
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode
+
+# What a fake tensor raises where a result's shape or value is in the data, or where the op has no shape function.
+UNKNOWN_SHAPE = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+# The same where Python code asks a value for a branch or a size.
+UNKNOWN_VALUE = (*UNKNOWN_SHAPE, symbolic_shapes.GuardOnDataDependentSymNode)
 
 # For subclasses that take part in dispatch only, not in __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -57,6 +86,11 @@ def settled(x: torch.Tensor) -> torch.Tensor:
     """The present value of a functional tensor, all writes to it and its views done."""
     torch._sync(x)
     return torch._from_functional_tensor(x.elem)
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # ---- schemas ----------------------------------------------------------------------------------
@@ -99,6 +133,33 @@ def is_view(op) -> bool:
 
 
 @functools.cache
+def written(op) -> tuple[str, ...]:
+    """The names of the arguments that the op writes into: `self` of `add_`, `out` of `add.out`."""
+    hidden = ("running_mean", "running_var") if qualified_name(op) in UNDECLARED_WRITES else ()
+    return tuple(a.name for a in arguments(op) if a.name in hidden or (a.alias_info and a.alias_info.is_write))
+
+
+UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
+"""Ops that update their running statistics, which their schemas do not say."""
+
+
+@functools.cache
+def returned(op) -> tuple[str | None, ...]:
+    """For each result the name of the written argument that it is, None for a new tensor or a view."""
+    names = {
+        alias: a.name for a in arguments(op) if a.alias_info and a.alias_info.is_write for alias in a.alias_info.before_set
+    }
+    aliases = [r.alias_info.before_set if r.alias_info else () for r in op._schema.returns]
+    return tuple(next((names[alias] for alias in of if alias in names), None) for of in aliases)
+
+
+@functools.cache
+def returns_tensors(op) -> bool:
+    """Whether any of the results is a tensor or a list of them; `item` and `allclose` return Python values."""
+    return any("Tensor" in str(r.type) for r in op._schema.returns)
+
+
+@functools.cache
 def is_composite(op) -> bool:
     """Whether the op is made of others and has no kernel of its own."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
@@ -128,7 +189,7 @@ def list_ops() -> list[OpOverload]:
     found = []
     for full in torch._C._dispatch_get_all_op_names():
         name, _, overload = full.removeprefix("aten::").partition(".")
-        if full.startswith(("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd")) and "out" not in overload:
+        if full.startswith(("aten::_foreach_", "aten::_fused_ada", "aten::_fused_sgd")) and "out" not in overload:
             found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
     return found
 
@@ -148,6 +209,21 @@ def in_place_variant(op):
 # ---- symbols ----------------------------------------------------------------------------------
 
 
+class _SymbolSafeFakes(FakeTensorMode):
+    """Fake tensors that remember small constants, such as a step count of 0, until a symbolic float meets them.
+
+    torch would go on computing with the constant and get NaN.
+    """
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, torch.SymFloat) for x in leaves):
+            for x in leaves:
+                if isinstance(x, fake_tensor.FakeTensor):
+                    x.constant = None
+        return super().dispatch(func, types, args, kwargs or {})
+
+
 class Symbols:
     """Numbers that stay symbols in a trace, and the conditions on them that the trace took for granted.
 
@@ -160,7 +236,7 @@ class Symbols:
         self._symbols: dict[str, Any] = {}
 
     def fake_mode(self) -> FakeTensorMode:
-        return FakeTensorMode(shape_env=self.env)
+        return _SymbolSafeFakes(shape_env=self.env)
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""
@@ -168,7 +244,10 @@ class Symbols:
 
         source = ConstantSource(name)
         dynamic = symbolic_shapes.DimDynamic.DYNAMIC
-        symbol = self.env.create_symbol(value, source=source, dynamic_dim=dynamic)
+        # By default 0.0 and 1.0 would be no symbols but constants, without a condition that says so.
+        symbol = self.env.create_symbol(
+            value, source=source, dynamic_dim=dynamic, positive=None, do_not_specialize_zero_one=True
+        )
         self._symbols[name] = symbol
         return self.env.create_symfloatnode(symbol, hint=value, source=source)
 

@@ -25,7 +25,6 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # now: its default arguments keep what is the world's group when it is imported
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table

@@ -108,7 +108,8 @@ def launch(argv: Sequence[str], ranks: int) -> None:
 
 def play_rank(part: Callable[..., None], *args) -> None:
     """This process's part in a launched job. If it dies, the launcher learns of what, and at once."""
-    threading.Thread(target=outlive_no_launcher, args=(os.getppid(),), daemon=True).start()
+    launcher = int(os.environ.get("SPMD_LAUNCHER", os.getppid()))
+    threading.Thread(target=outlive_no_launcher, args=(launcher,), daemon=True).start()
     try:
         record(part)(*args)
     except UsageError:
@@ -128,6 +129,7 @@ def defaults(ranks: int) -> dict[str, str]:
         "GOMP_SPINCOUNT": "30000",  # threads of a rank that wait for one another soon let others have the core
         "GLOO_SOCKET_IFNAME": (loopback or ["lo"])[0],  # gloo would look up the host's name instead
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",  # seconds from SIGTERM to SIGKILL for the ranks that are left
+        "SPMD_LAUNCHER": str(os.getpid()),
     }
     return {name: value for name, value in wanted.items() if name not in os.environ}
 

@@ -10,19 +10,27 @@ tensor. Nothing of this knows of a mesh.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.tensor.dtensor import DTensor
 from spmd.tensor.rules.decompositions import decompositions
+from spmd.tensor.rules.lists import list_decompositions
+from spmd.tensor.spec import contiguous
 
 aten = torch.ops.aten
 _one_at_a_time = threading.Lock()
@@ -59,15 +67,19 @@ class Captured:
 def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]], Any], state: State) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments.
 
-    Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one.
+    Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one, where it decides on a
+    value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
+    numbers. The arguments and what is in them are left as they are.
     """
+    name = getattr(fn, "__name__", str(fn))
+    _check_hooks(state)
     symbols = _torch.Symbols()
     mode = symbols.fake_mode()
     slots = state.tensors()
     leaves = dict(named_leaves(args))
     inputs: dict[Slot | Argument, Any] = {slot: _fake(mode, t) for slot, t in slots.items()}
     inputs |= {Argument(path): _fake(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
-    numbers = state.numbers() | {path: x for path, x in leaves.items() if type(x) is float}
+    numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float)}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     trace = _Trace(call, args, state, slots, tuple(inputs))
     try:
@@ -77,8 +89,13 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
         if "FakeTensor" not in str(error):
             raise
         raise RuntimeError(
-            f"{getattr(fn, '__name__', fn)} uses a tensor that is not among its arguments, nor in a module or optimiser "
-            "among them; pass it as an argument"
+            f"{name} uses a tensor that is not among its arguments, nor in a module or optimiser among them; "
+            f"pass it as an argument{_in_user_code(error)}"
+        ) from error
+    except _torch.UNKNOWN_VALUE as error:
+        raise RuntimeError(
+            f"{name} takes a branch or a size from a value in a tensor, which only the run knows; write it with ops on "
+            f"tensors, such as torch.where, or move it out of the step{_in_user_code(error)}"
         ) from error
     constants = _attributes(gm)
     _clean(gm.graph)
@@ -106,7 +123,8 @@ class _Trace:
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
                 constants = self.state.constants()
-                result = self.call(_with_leaves(self.args, numbers))
+                with _Normal():
+                    result = self.call(_with_leaves(self.args, numbers))
                 after = self.state.tensors()
                 self._check_unchanged(constants, numbers)
         self._check_arguments_unwritten(given, wrapped)
@@ -144,9 +162,17 @@ class _Trace:
 
 
 def _fake(mode, t: torch.Tensor) -> torch.Tensor:
-    """A fake of the global tensor; a DTensor shows its global shape and strides already."""
+    """A fake of the global tensor, with the strides it has when it is placed."""
+    stride = t.stride() if isinstance(t, DTensor) else contiguous(t.shape)
     with mode:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+
+
+def _check_hooks(state: State) -> None:
+    """A trace runs on tensors of its own, so hooks on the parameters would not run."""
+    for path, p in state.parameters().items():
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise NotImplementedError(f"{path} has a gradient hook, which a compiled step would not run; remove it")
 
 
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +183,48 @@ def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+
+
+# ---- ops as the expander wants them -----------------------------------------------------------
+
+
+class _Normal(TorchDispatchMode):
+    """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them; no random ops."""
+
+    table = list_decompositions()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in op.tags and not _repeats(op, args, kwargs or {}):
+            raise NotImplementedError(
+                f"{op}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
+                f"model.eval()){_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+            )
+        return self.table.get(op, op)(*args, **(kwargs or {}))
+
+
+def _repeats(op, args: tuple, kwargs: dict) -> bool:
+    """An op that may draw random numbers but was told not to, such as attention without dropout."""
+    given = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
+    return given.get("dropout_p", given.get("p")) == 0.0
+
+
+# ---- where in the user's code -----------------------------------------------------------------
+
+NOT_USERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
+"""Folders of torch, spmd and Python's own library."""
+
+
+def _in_user_code(error: BaseException) -> str:
+    return _at_user_line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
+
+
+def _at_user_line(frames: Iterable[FrameType]) -> str:
+    """The innermost of these frames that is neither torch's nor ours, for an error message."""
+    for frame in frames:
+        where = frame.f_code.co_filename
+        if os.path.isfile(where) and not where.startswith(NOT_USERS):
+            return f"\n  at {where}:{frame.f_lineno}, in {frame.f_code.co_name}"
+    return ""
 
 
 # ---- cleaning ---------------------------------------------------------------------------------

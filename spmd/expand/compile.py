@@ -12,6 +12,7 @@ arguments it has (or captures, expands and binds it), runs it on this rank's blo
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.expand import expand
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.separate import separate_outputs
 from spmd.expand.placing import Patterns, check_patterns, placed_spec, placements_for, require_matches
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
@@ -81,98 +83,193 @@ class CompiledStep:
         return [b.program for bounds in self._bound.values() for b in bounds]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = self._named(args, kwargs)
-        state = State.of(named)
-        _place(state, self.mesh, self._params)
-        tensors = state.tensors()
-        leaves = self._leaves(named)
-        numbers = state.numbers() | {path: x for path, x in leaves.items() if type(x) is float}
-        bound = self._lookup(named, state, tensors, leaves, numbers)
+        call = self._prepared(args, kwargs)
+        bound = self._find(call) or self._build(call)
         self._last = bound
-        return bound.run(state, tensors, leaves, numbers)
+        return bound.run(call.state, call.placed_state(self.mesh), call.placed_leaves(), call.numbers)
 
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(self._signature.bind(*args, **kwargs).arguments)
+    def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
+        """What the call is about and where it all lies or shall lie; nothing is moved yet."""
+        try:
+            named = dict(self._signature.bind(*args, **kwargs).arguments)
+            return _Call.of(named, self.mesh, self._params, self._inputs, first=not self._bound)
+        except Exception as error:
+            if not self._bound:  # the other ranks go on to compare programs
+                agree("", self.mesh, self._what, error)
+            raise
 
-    def _call(self, named: dict[str, Any]) -> Any:
+    @property
+    def _what(self) -> str:
+        return f"the program of {getattr(self.fn, '__name__', 'the step')}"
+
+    def _find(self, call: _Call) -> _Bound | None:
+        return next((b for b in self._bound.get(call.key, []) if b.holds(call.numbers)), None)
+
+    def _build(self, call: _Call) -> _Bound:
+        """Capture, expand and bind; a rank that fails tells the others, and all compare what they made."""
+        text, error = "", None
+        try:
+            captured = capture(self.fn, call.named, self._run_plain, call.state)
+            program = _expanded(self.fn, self.mesh, captured, call)
+            text = str(program)
+        except Exception as e:
+            error = e
+        agree(text, self.mesh, self._what, error)
+        bound = _Bound.of(program, captured, self.mesh)
+        self._bound.setdefault(call.key, []).append(bound)
+        return bound
+
+    def _run_plain(self, named: dict[str, Any]) -> Any:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
 
-    def _leaves(self, named: dict[str, Any]) -> dict[str, Any]:
-        """The plain arguments by path; tensors as DTensors."""
+
+# ---- one call ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _Call:
+    """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
+
+    Looking at a call changes nothing; `placed_state` and `placed_leaves` put things where their specs say.
+    """
+
+    named: dict[str, Any]
+    state: State
+    tensors: Tensors
+    specs: dict[Slot, Spec]
+    leaves: dict[str, Any]
+    leaf_specs: dict[str, Spec]
+    numbers: dict[str, float]
+    key: tuple
+
+    @classmethod
+    def of(cls, named: dict[str, Any], mesh: DeviceMesh, params, inputs, first: bool) -> _Call:
+        state = State.of(named)
+        tensors = state.tensors()
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
-        require_matches(self._inputs, [k for k, v in leaves.items() if isinstance(v, torch.Tensor)], "inputs")
-        return {k: self._placed_input(k, v) if isinstance(v, torch.Tensor) else v for k, v in leaves.items()}
+        given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
+        require_matches(inputs, list(given), "inputs")
+        specs = _state_specs(state, tensors, mesh, params, first)
+        leaf_specs = {k: _input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
+        numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
+        return cls(named, state, tensors, specs, leaves, leaf_specs, numbers, _key(state, tensors, specs, leaves, leaf_specs))
 
-    def _placed_input(self, path: str, x: torch.Tensor) -> DTensor:
-        placements = placements_for(self._inputs, [path])
-        if isinstance(x, DTensor):
-            return x if placements is None else x.redistribute(self.mesh, placements)
-        target = placed_spec(self.mesh, placements, x, path)
-        return DTensor(plan(replicated(target), target).run(x.detach()), target)
+    def placed_state(self, mesh: DeviceMesh) -> Tensors:
+        """The tensors of the state, on the mesh; the state is given those it needs to be."""
+        if any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
+            self.state.install({slot: _placed(slot, t, self.specs[slot]) for slot, t in self.tensors.items()})
+            self.tensors = self.state.tensors()
+        return self.tensors
 
-    # ---- programs -----------------------------------------------------------------------------
-    def _lookup(self, named, state: State, tensors: Tensors, leaves, numbers) -> _Bound:
-        key = _key(state, tensors, leaves)
-        for bound in self._bound.get(key, []):
-            if bound.holds(numbers):
-                return bound
-        bound = self._build(named, state, tensors, leaves)
-        self._bound.setdefault(key, []).append(bound)
-        return bound
+    def placed_leaves(self) -> dict[str, Any]:
+        """The plain arguments; of tensors this rank's blocks."""
+        return {k: _block(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
-    def _build(self, named, state: State, tensors: Tensors, leaves) -> _Bound:
-        """Capture, expand and bind; a rank that fails tells the others, and all compare what they made."""
-        text, error = "", None
-        try:
-            given = _with_tensors(named, leaves)
-            captured = capture(self.fn, given, self._call, state)
-            program = _expanded(self.fn, self.mesh, captured, tensors, leaves)
-            text = str(program)
-        except Exception as e:
-            error = e
-        agree(text, self.mesh, f"the program of {getattr(self.fn, '__name__', 'the step')}", error)
-        return _Bound.of(program, captured, self.mesh)
+
+def _key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves: dict[str, Any], leaf_specs) -> tuple:
+    """What a program depends on, but for the branches that numbers decide."""
+    layout = tuple((slot, specs[slot], t.requires_grad) for slot, t in tensors.items())
+    arguments = tuple(
+        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else frozen(v))
+        for k, v in leaves.items()
+    )
+    return layout, arguments, frozen(state.constants())
+
+
+# ---- where things lie -------------------------------------------------------------------------
+
+
+def _state_specs(state: State, tensors: Tensors, mesh: DeviceMesh, patterns, first: bool) -> dict[Slot, Spec]:
+    """Where every tensor of the state belongs: where it lies, once it was placed; else where the patterns say."""
+    if not first and all(isinstance(t, DTensor) for t in tensors.values()):
+        return {slot: t._spec for slot, t in tensors.items()}
+    names = state.parameter_names()
+    require_matches(patterns, [n for several in names.values() for n in several], "params")
+    _check_memory(tensors)
+    specs: dict[Slot, Spec] = {}
+    for slot, t in tensors.items():
+        _check_mesh(str(slot), t, mesh)
+        specs[slot] = _home(slot, t, mesh, patterns, names, specs)
+    return specs
+
+
+def _home(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, Spec]) -> Spec:
+    """Where a tensor of the state belongs: what goes with a parameter lies as the parameter does."""
+    if slot.kind in ("grad", "kept"):
+        parameter = specs[Slot("parameter", slot.path)]
+        if parameter.shape == tuple(t.shape):
+            return parameter.with_tensor(t.shape, t.dtype)
+    placements = placements_for(patterns, names[slot.path]) if slot.kind == "parameter" else None
+    if placements is None and isinstance(t, DTensor):
+        return _settled(t._spec)
+    return placed_spec(mesh, placements, t, str(slot))
+
+
+def _input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec:
+    _check_mesh(path, x, mesh)
+    if x.requires_grad:
+        raise ValueError(
+            f"argument {path} requires a gradient, which a compiled step would not leave in it: pass {path}.detach(), "
+            "and take the gradient inside the step with torch.autograd.grad"
+        )
+    return x._spec if placements is None and isinstance(x, DTensor) else placed_spec(mesh, placements, x, path)
+
+
+def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
+    if isinstance(t, DTensor) and t._spec.mesh != mesh:
+        raise ValueError(f"{name} lies on {t._spec.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both")
+
+
+def _check_memory(tensors: Tensors) -> None:
+    """Tensors that share memory would be parted on the mesh: what is written into one would not show in the other."""
+    plain = [(slot, t) for slot, t in tensors.items() if not isinstance(t, DTensor) and t.numel() and not t.is_meta]
+    spans = sorted((t.device.type, t.data_ptr(), t.data_ptr() + _extent(t), str(slot)) for slot, t in plain)
+    for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise ValueError(f"{one} and {other} share memory; tie them by registering one tensor under both names")
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    return (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+
+
+def _placed(slot: Slot, t: torch.Tensor, spec: Spec) -> torch.Tensor:
+    with torch.no_grad():
+        if not isinstance(t, DTensor):
+            out = distribute_tensor(t.detach(), spec.mesh, spec.placements)
+        else:
+            out = t if t._spec is spec else DTensor(_block(t, spec), spec)
+    return nn.Parameter(out, requires_grad=t.requires_grad) if slot.kind == "parameter" else out
+
+
+def _block(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's block of a tensor: of a DTensor by moves, of a global one, the same on all ranks, by taking it."""
+    x = x.detach()
+    if isinstance(x, DTensor):
+        return plan(x._spec, spec).run(x._local_tensor)
+    return plan(replicated(spec), spec).run(x.contiguous())
 
 
 # ---- building ---------------------------------------------------------------------------------
 
 
-def _key(state: State, tensors: Tensors, leaves: dict[str, Any]) -> tuple:
-    """What a program depends on, but for the branches that numbers decide."""
-    layout = tuple((slot, t._spec, t.requires_grad) for slot, t in tensors.items())
-    arguments = tuple((path, _argument_key(x)) for path, x in leaves.items())
-    return layout, arguments, frozen(state.constants())
-
-
-def _argument_key(x: Any) -> Any:
-    if isinstance(x, DTensor):
-        return x._spec, x.device, x.requires_grad
-    return float if type(x) is float else frozen(x)
-
-
-def _with_tensors(named: dict[str, Any], leaves: dict[str, Any]) -> dict[str, Any]:
-    found, tree = pytree.tree_flatten(named)
-    paths = [path for path, _ in named_leaves(named)]
-    return pytree.tree_unflatten([leaves.get(path, x) for path, x in zip(paths, found, strict=True)], tree)
-
-
-def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, tensors: Tensors, leaves) -> Program:
+def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> Program:
     def given(i: Slot | Argument) -> Spec | None:
-        x = tensors[i] if isinstance(i, Slot) else leaves.get(i.path)
-        return x._spec if isinstance(x, DTensor) else None
+        return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
 
     inputs = [(str(i), given(i)) for i in captured.inputs]
     names = [str(o) if isinstance(o, Slot) else f"result {o}" for o in captured.outputs]
 
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
-        home = tensors.get(slot) if isinstance(slot, Slot) else None
-        if home is None and isinstance(slot, Slot) and slot.kind != "buffer":
-            parameter = tensors[Slot("parameter", slot.path)]
+        home = call.specs.get(slot) if isinstance(slot, Slot) else None
+        if home is None and isinstance(slot, Slot) and slot.kind in ("grad", "kept"):
+            parameter = call.specs[Slot("parameter", slot.path)]
             home = parameter if parameter.shape == spec.shape else None
-        return _settled(spec) if home is None else spec.with_layout(home._spec.dims, home._spec.units)
+        return _settled(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
     return expand(
@@ -183,43 +280,6 @@ def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, tensors: Tenso
 def _settled(spec: Spec) -> Spec:
     """The same layout with all reductions done."""
     return spec.with_layout(spec.dims, spec.units)
-
-
-# ---- placing ----------------------------------------------------------------------------------
-
-
-def _place(state: State, mesh: DeviceMesh, patterns) -> None:
-    """Put the state on the mesh, if it is not there. All placements are checked before anything is changed."""
-    tensors = state.tensors()
-    if all(isinstance(t, DTensor) for t in tensors.values()):
-        return
-    names = state.parameter_names()
-    require_matches(patterns, [n for several in names.values() for n in several], "params")
-    specs: dict[Slot, Spec] = {}
-    for slot, t in tensors.items():
-        specs[slot] = _home(slot, t, mesh, patterns, names, specs)
-    state.install({slot: _distributed(slot, t, specs[slot]) for slot, t in tensors.items()})
-
-
-def _home(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, Spec]) -> Spec:
-    """Where a tensor of the state belongs: what goes with a parameter lies as the parameter does."""
-    parameter = specs.get(Slot("parameter", slot.path))
-    if slot.kind in ("grad", "kept"):
-        fits = parameter is not None and parameter.shape == tuple(t.shape)
-        return placed_spec(mesh, parameter.placements if fits else None, t, str(slot))
-    placements = placements_for(patterns, names[slot.path]) if slot.kind == "parameter" else None
-    if placements is None and isinstance(t, DTensor):
-        return t._spec
-    return placed_spec(mesh, placements, t, str(slot))
-
-
-def _distributed(slot: Slot, t: torch.Tensor, spec: Spec) -> torch.Tensor:
-    with torch.no_grad():
-        if isinstance(t, DTensor):
-            out = t if t._spec is spec else t.redistribute(spec.mesh, spec.placements)
-        else:
-            out = distribute_tensor(t.detach(), spec.mesh, spec.placements)
-    return nn.Parameter(out, requires_grad=t.requires_grad) if slot.kind == "parameter" else out
 
 
 # ---- running ----------------------------------------------------------------------------------
@@ -239,7 +299,10 @@ class _Bound:
     def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _Bound:
         module = bind(program, mesh.get_coordinate(), transport())
         slots = [i if isinstance(i, Slot) and i.kind != "grad" else None for i in captured.inputs]
-        reuse_memory(module, owned=[slot is not None and slot in captured.outputs for slot in slots])
+        reuse_memory(module.graph, owned=[slot is not None and slot in captured.outputs for slot in slots])
+        at = {i: k for k, i in enumerate(captured.inputs)}
+        separate_outputs(module.graph, homes=[at.get(o) if isinstance(o, Slot) else None for o in captured.outputs])
+        module.recompile()
         unread = {n for n in module.graph.nodes if n.op == "placeholder" and not n.users}
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         dropped = tuple(
@@ -279,7 +342,7 @@ class _Bound:
             return None
         if isinstance(i, Slot):
             return tensors[i]._local_tensor
-        return numbers[i.path] if i.path in numbers else leaves[i.path]._local_tensor
+        return numbers[i.path] if i.path in numbers else leaves[i.path]
 
     def _put(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
         """A result as a DTensor; what had a home is written into it."""

@@ -88,11 +88,6 @@ class _Expander:
     def call(self, node: fx.Node) -> None:
         if not isinstance(node.target, _torch.OpOverload):
             self._plain(node)
-        elif torch.Tag.nondeterministic_seeded in node.target.tags and not _repeats(node):
-            raise NotImplementedError(
-                f"{node.target}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
-                f"model.eval()){_where(node)}"
-            )
         elif not any(self._spec(n) is not None for n in node.all_input_nodes):
             self._factory(node)
         elif node.target in READS_VALUE:
@@ -123,8 +118,13 @@ class _Expander:
 
     def _op(self, node: fx.Node) -> None:
         lowering = self._lowering(node)
-        plans = iter(lowering.plans)
-        args, kwargs = _in_schema_order(node, lambda n: self._operand(n, plans))
+        plans, now = iter(lowering.plans), {n: self._now(n) for n in node.all_input_nodes}
+
+        def operand(n: fx.Node) -> fx.Node:
+            # From where it was when the op was lowered: what the same tensor in another place of it needs, moves it on.
+            return now[n] if now[n].meta["spec"] is None else self.move(now[n], next(plans))
+
+        args, kwargs = _in_schema_order(node, operand)
         if lowering.gathered:
             self.gathered.append((str(node.target), sum(p.src.nbytes for p in lowering.plans if p.steps)))
         if lowering.sizes:
@@ -133,9 +133,6 @@ class _Expander:
         new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
         self._done(node, new, lowering.outs if many else lowering.outs[0])
-
-    def _operand(self, node: fx.Node, plans) -> fx.Node:
-        return self._now(node) if self._spec(node) is None else self.move(self._now(node), next(plans))
 
     def _lowering(self, node: fx.Node) -> Lowering:
         def spec(n: fx.Node) -> Any:
@@ -222,15 +219,3 @@ def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     value = node.meta["val"]
     leaves = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
-
-
-def _repeats(node: fx.Node) -> bool:
-    """An op that may draw random numbers but was told not to, such as attention without dropout."""
-    names = [a.name for a in _torch.arguments(node.target)]
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given.get("dropout_p", given.get("p")) == 0.0
-
-
-def _where(node: fx.Node) -> str:
-    trace = node.meta.get("stack_trace")
-    return f"\n{trace}" if trace else ""

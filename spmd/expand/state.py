@@ -6,6 +6,7 @@ a `Slot`, tied ones one slot for all their names:
     model.blocks.0.attn.q.weight                        a parameter, under its first name
     model.blocks.0.attn.q.weight.grad                   its gradient, where there is one
     optimizer.exp_avg[model.blocks.0.attn.q.weight]     what the optimiser keeps for it
+    optimizer.param_groups.0.lr                         a hyper-parameter, where it is a tensor
 
 `install` puts other tensors in the slots, `swap` does so for the length of a block.
 """
@@ -27,7 +28,7 @@ PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, to
 
 
 class Slot(NamedTuple):
-    """A place where a tensor lives. kind: parameter, buffer, grad or kept (by optimiser `owner`, under `key`)."""
+    """A place where a tensor lives. kind: parameter, buffer, grad, kept (by optimiser `owner`, under `key`) or hyper."""
 
     kind: str
     path: str
@@ -77,12 +78,11 @@ class State:
         found: Tensors = {Slot("parameter", path): p for path, p in params.items()}
         found |= {Slot("buffer", path): b for path, b in self.buffers().items()}
         found |= {Slot("grad", path): p.grad for path, p in params.items() if p.grad is not None}
-        path_of = {id(p): path for path, p in params.items()}
         for root, optimizer in self.optimizers.items():
-            for p, kept in optimizer.state.items():
-                tensors = {k: v for k, v in kept.items() if isinstance(v, torch.Tensor)}
-                found |= {Slot("kept", path_of[id(p)], root, k): v for k, v in tensors.items()}
-        return found
+            for path, p in params.items():
+                kept = optimizer.state[p] if p in optimizer.state else {}
+                found |= {Slot("kept", path, root, k): v for k, v in kept.items() if isinstance(v, torch.Tensor)}
+        return found | {Slot("hyper", path): v for path, v in self._hyper() if isinstance(v, torch.Tensor)}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under its first name."""
@@ -118,11 +118,11 @@ class State:
         return {path: v for path, v in self._hyper() if isinstance(v, float)}
 
     def constants(self) -> tuple:
-        """What else a trace takes for granted: other hyper-parameters, training flags, which gradients are wanted."""
-        hyper = tuple((path, v) for path, v in self._hyper() if not isinstance(v, (float, torch.SymFloat)))
-        flags = tuple(m.training for module in self.modules.values() for m in module.modules())
+        """What else a trace takes for granted: other hyper-parameters, flags and numbers in modules, wanted gradients."""
+        hyper = tuple((path, v) for path, v in self._hyper() if not isinstance(v, (float, torch.SymFloat, torch.Tensor)))
+        modules = tuple(_plain_attributes(m) for module in self.modules.values() for m in module.modules())
         wanted = tuple(p.requires_grad for p in self.parameters().values())
-        return hyper, flags, wanted, self._kept_constants()
+        return hyper, modules, wanted, self._kept_constants()
 
     def _hyper(self) -> Iterator[tuple[str, Any]]:
         for root, optimizer in self.optimizers.items():
@@ -157,6 +157,7 @@ class State:
             _install_kept(root, optimizer, by_id, path_of, new)
         for path in path_of.values():
             new[Slot("parameter", path)].grad = new.get(Slot("grad", path))
+        self._set_hyper({slot.path: t for slot, t in new.items() if slot.kind == "hyper"})
 
     @contextlib.contextmanager
     def swap(self, new: Tensors, numbers: dict[str, Any]) -> Iterator[None]:
@@ -164,18 +165,19 @@ class State:
         undo = self._snapshot()
         try:
             self.install(new)
-            self._set_numbers(numbers)
+            self._set_hyper(numbers)
             yield
         finally:
             for put_back in undo:
                 put_back()
 
-    def _set_numbers(self, numbers: dict[str, Any]) -> None:
-        for root, optimizer in self.optimizers.items():
+    def _set_hyper(self, new: dict[str, Any]) -> None:
+        """Other values for the hyper-parameters of these paths."""
+        for root, optimizer in self.optimizers.items() if new else ():
             for g, group in enumerate(optimizer.param_groups):
                 for key, value in list(group.items()):
                     if key != "params":
-                        group[key] = _with_numbers(value, f"{root}.param_groups.{g}.{key}", numbers)
+                        group[key] = _with_values(value, f"{root}.param_groups.{g}.{key}", new)
 
     def _snapshot(self) -> list[Callable[[], None]]:
         dicts: list[dict] = []
@@ -210,12 +212,17 @@ def _first_names(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _with_numbers(value: Any, path: str, numbers: dict[str, Any]) -> Any:
-    if path in numbers:
-        return numbers[path]
+def _with_values(value: Any, path: str, new: dict[str, Any]) -> Any:
+    if path in new:
+        return new[path]
     if isinstance(value, (tuple, list)):
-        return type(value)(_with_numbers(v, f"{path}.{i}", numbers) for i, v in enumerate(value))
+        return type(value)(_with_values(v, f"{path}.{i}", new) for i, v in enumerate(value))
     return value
+
+
+def _plain_attributes(module: nn.Module) -> tuple:
+    """Its training flag, and whatever else it keeps as a number or a string."""
+    return tuple((k, v) for k, v in vars(module).items() if type(v) in (bool, int, float, str))
 
 
 def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors):

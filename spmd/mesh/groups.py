@@ -105,7 +105,7 @@ def _make(registry: _Registry, root: DeviceMesh, axes: Axes) -> None:
         _compare_notes(step, f"axes {[root.axis_name(i) for i in axes]} of {root!r}", root.ranks)
     for ranks in missing:
         # Unsorted: the place in the group must be the place on the axis, also in a mesh such as [[1, 0], [3, 2]].
-        registry.group_of[ranks] = dist.new_group(list(ranks), sort_ranks=False)
+        registry.group_of[ranks] = _torch.new_group(ranks)
 
 
 def _all_ranks() -> Ranks:

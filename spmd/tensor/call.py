@@ -75,6 +75,14 @@ class Call:
         return tuple(out)
 
     @property
+    def draws(self) -> bool:
+        """Whether the call takes random numbers; one that is told to drop nothing does not."""
+        if torch.Tag.nondeterministic_seeded not in self.op.tags:
+            return False
+        chance = [self[a.name] for a in _torch.arguments(self.op) if a.name in ("p", "dropout_p")]
+        return not any(isinstance(p, float) and p == 0 for p in chance)
+
+    @property
     def mesh(self):
         return self.tensors[0].mesh
 

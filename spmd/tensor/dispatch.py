@@ -1,27 +1,44 @@
-"""The eager front end: an op on DTensors is lowered, its operands moved, the local op called, the results wrapped."""
+"""The eager front end: an op on DTensors is lowered, its operands moved, the local op called, the results wrapped.
+
+    y = x + w        lower(add, f32[8@dp, 4], f32[4])  ->  no moves, aten.add on this rank's blocks, f32[8@dp, 4]
+
+How calls of one kind are run - op, specs, static arguments - is decided once and kept in `lowerings`; a call that
+finds its way there costs one look-up, the moves, and the local op.
+
+Three things make writes come out as on one device:
+
+    an operand that the op writes into, and that had to be moved for it, is moved back
+    a view of what had to be gathered is a copy: writing into it is an error
+    reading such a copy after its base was written is an error too, for it no longer shows the base
+
+Ops that no rule knows run on whole tensors on every rank; so do ops whose result's shape is in the data.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.mesh import DeviceMesh
 from spmd.tensor.cache import Cache, frozen
-from spmd.tensor.call import Call
+from spmd.tensor.call import Call, TensorMeta, base_name
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
-from spmd.tensor.placement import REPLICATE
 from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
-from spmd.tensor.spec import Spec, replicated, spec_of
+from spmd.tensor.spec import Spec, replicated
 
 lowerings = Cache(maxsize=16384)
-"""Lowerings of eager calls, by op, specs and static arguments."""
+"""How eager calls are run, by op, specs and static arguments."""
 
 aten = torch.ops.aten
 READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -35,7 +52,7 @@ def implicit_replication() -> Iterator[None]:
     """Take plain tensors that meet DTensors as replicated: they must be equal on all ranks.
 
     Without it a plain tensor with dims among DTensors is an error, since only the user knows whether it is the
-    same everywhere.
+    same everywhere. A backward pass takes what its forward pass took, inside the block or out of it.
     """
     token = _implicit.set(True)
     try:
@@ -44,115 +61,299 @@ def implicit_replication() -> Iterator[None]:
         _implicit.reset(token)
 
 
+class Eager(NamedTuple):
+    """One call as it came. `given` are its tensors in order, `operands` the same as DTensors."""
+
+    op: _torch.OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+    given: list[torch.Tensor]
+    operands: list
+    dtensor: type
+
+
 def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     """Run an op of which some operand is a `dtensor` (the DTensor class, handed down to keep imports in a line)."""
     if op in decompositions:
         out = decompositions[op](*args, **kwargs)
         if out is not NotImplemented:
             return out
-    leaves, tree = pytree.tree_flatten((args, kwargs))
-    mesh, device = _where(op, leaves, dtensor)
-    leaves = [_wrapped(op, x, mesh, dtensor) for x in leaves]
-    locals_ = [x._local_tensor if isinstance(x, dtensor) else x for x in leaves]
-    specs = [x._spec if isinstance(x, dtensor) else x for x in leaves]
-    if op in READS_VALUE:
-        return _value(op, locals_, specs, tree)
-    spec_args, spec_kwargs = pytree.tree_unflatten(specs, tree)
-    key = (op, device.type, frozen(spec_args), frozen(spec_kwargs))
-    lowering = lowerings.get(key, lambda: _lowered(op, spec_args, spec_kwargs, device))
-    if lowering is DECOMPOSE:
-        return op.decompose(*args, **kwargs)
-    if _torch.writes_first(op):
-        return _in_place(op, lowering, leaves, tree, dtensor)
-    out = _local_call(op, lowering, locals_, specs, tree, mesh)
-    return _wrap_all(op, lowering, out, leaves, dtensor)
+    given = _tensors(args, kwargs)
+    first = next(x for x in given if isinstance(x, dtensor))
+    mesh, device = first._spec.mesh, first.device
+    operands = [x if isinstance(x, dtensor) else _as_replicated(op, x, mesh, dtensor) for x in given]
+    for x in operands:
+        if x._spec.mesh is not mesh:
+            _check_mesh(op, mesh, x._spec.mesh)
+    spec_args, spec_kwargs = _with_tensors(args, kwargs, [x._spec for x in operands])
+    which = _which(operands)
+    key = (op, device.type, frozen(spec_args), frozen(spec_kwargs), which)
+    way = lowerings.get(key, lambda: _way(Call(op, spec_args, spec_kwargs, (), which), device))
+    return way.run(Eager(op, args, kwargs, given, operands, dtensor))
 
 
 # ---- operands ---------------------------------------------------------------------------------
 
 
-def _where(op, leaves: list, dtensor: type):
-    found = [x for x in leaves if isinstance(x, dtensor)]
-    mesh = found[0]._spec.mesh
-    other = next((x for x in found if x._spec.mesh != mesh), None)
-    if other is not None:
+def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors of a call in the order of its schema, lists flattened."""
+    found: list[torch.Tensor] = []
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            found += [y for y in x if isinstance(y, torch.Tensor)]
+    return found
+
+
+def _with_tensors(args: tuple, kwargs: dict[str, Any], new: Sequence) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with these in the places of the tensors that `_tensors` finds."""
+    rest = iter(new)
+
+    def put(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return next(rest)
+        return [put(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+    return tuple([put(x) for x in args]), {name: put(x) for name, x in kwargs.items()}
+
+
+def _which(operands: list) -> tuple[int, ...]:
+    """For each operand the first place where the same tensor stands; empty when all are different."""
+    ids = [id(x) for x in operands]
+    return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
+
+
+def _check_mesh(op, mesh: DeviceMesh, other: DeviceMesh) -> None:
+    if other != mesh:
         raise ValueError(
-            f"{op}: operands lie on two meshes, {mesh!r} and {other._spec.mesh!r}; redistribute one of them first"
+            f"{op}: operands lie on two meshes, {mesh!r} and {other!r}. Build both on one mesh, or take one of them "
+            "off its mesh with full_tensor() and distribute_tensor it on the other."
         )
-    if mesh.get_coordinate() is None:
-        raise RuntimeError(f"{op}: rank {mesh.get_rank()} is not in {mesh!r}; run the op on the ranks of the mesh only")
-    return mesh, found[0]._local_tensor.device
 
 
-def _wrapped(op, x, mesh, dtensor: type):
+def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
     """A plain tensor as a replicated DTensor, where that is safe or was asked for."""
-    if not isinstance(x, torch.Tensor) or isinstance(x, dtensor):
-        return x
-    if x.ndim and not _implicit.get():
+    if x.ndim and not (_implicit.get() or _torch.in_backward()):
         raise TypeError(
             f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor. If it is the same on all ranks write "
             "distribute_tensor(t, mesh, [Replicate(), ...]) or run under spmd.implicit_replication(); if it is this "
             "rank's part write DTensor.from_local(t, mesh, placements)."
         )
-    return dtensor(x.detach(), spec_of(mesh, [REPLICATE] * mesh.ndim, x.shape, x.dtype, stride=x.stride()))
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            f"{op}: a plain tensor of shape {list(x.shape)} that requires a gradient met a DTensor, and its gradient "
+            "would not come back as a plain tensor. Make it a DTensor first, with distribute_tensor or from_local."
+        )
+    return dtensor(x, _whole_spec(mesh, tuple(x.shape), x.stride(), x.dtype))
 
 
-def _value(op, locals_: list, specs: list, tree) -> Any:
-    whole = [
-        plan(s, replicated(s)).run(x) if isinstance(s, Spec) else x for x, s in zip(locals_, specs, strict=True)
-    ]
-    args, kwargs = pytree.tree_unflatten(whole, tree)
-    return op(*args, **kwargs)
+@functools.lru_cache(maxsize=1024)
+def _whole_spec(mesh: DeviceMesh, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Spec:
+    return Spec.of(mesh, shape, dtype, stride=stride)
 
 
-# ---- lowering and calling ---------------------------------------------------------------------
-
-DECOMPOSE = "decompose"
+# ---- deciding how a call is run ---------------------------------------------------------------
 
 
-def _lowered(op, args: tuple, kwargs: dict, device: torch.device) -> Lowering | str:
-    if torch.Tag.nondeterministic_seeded in op.tags:
+def _way(call: Call, device: torch.device) -> Way | Whole | Decomposed:
+    """How calls like this one are run: read off the op and the specs alone."""
+    op = call.op
+    if call.draws:
         raise NotImplementedError(f"{op}: random ops on DTensors are not supported yet; draw before distributing")
     if _torch.is_composite(op):
-        return DECOMPOSE
-    call = Call(op, args, kwargs, out_metas(op, args, kwargs, device))
-    return lower(call, in_place=_torch.writes_first(op))
+        return Decomposed()
+    if op in READS_VALUE or not (_torch.returns_tensors(op) or _torch.written(op)):
+        return Whole()
+    try:
+        outs = out_metas(op, call.args, call.kwargs, device)
+    except _torch.UNKNOWN_SHAPE:
+        return Whole()
+    _refuse_memory_tricks(call, outs)
+    call = Call(op, call.args, call.kwargs, outs, call.which)
+    if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
+        return Whole()
+    return Way.of(call, lower(call, in_place=_torch.writes_first(op)))
 
 
-def _local_call(op, lowering: Lowering, locals_: list, specs: list, tree, mesh) -> Any:
-    plans = iter(lowering.plans)
-    moved = [next(plans).run(x) if isinstance(s, Spec) else x for x, s in zip(locals_, specs, strict=True)]
-    args, kwargs = pytree.tree_unflatten(moved, tree)
-    if lowering.sizes:
-        local = lowering.outs[0].local_shape(mesh.get_coordinate())
-        args, kwargs = _torch.with_argument(op, args, kwargs, lowering.sizes, list(local))
-    return op(*args, **kwargs)
+REFUSED = {"set", "resize", "resize_as", "as_strided", "as_strided_scatter"}
+"""Ops on memory, of which a DTensor has no single one."""
 
 
-def _wrap_all(op, lowering: Lowering, out: Any, leaves: list, dtensor: type) -> Any:
-    flat, tree = pytree.tree_flatten(out)
-    wrapped = [x if spec is None else dtensor(x, spec) for x, spec in zip(flat, lowering.outs, strict=True)]
-    if _torch.is_view(op) and (lowering.plans[0].steps or _first(leaves, dtensor)._orphan):
-        for w in wrapped:
-            w._orphan = True
-    return pytree.tree_unflatten(wrapped, tree)
-
-
-def _first(leaves: list, dtensor: type):
-    return next(x for x in leaves if isinstance(x, dtensor))
-
-
-def _in_place(op, lowering: Lowering, leaves: list, tree, dtensor: type):
-    """Write into the first operand's local tensor, through a copy where the op must see it lie otherwise."""
-    target = _first(leaves, dtensor)
-    if target._orphan:
-        raise RuntimeError(
-            f"{op}: writing through a view of a sharded dim of {target._spec}: the view had to be gathered into a "
-            "copy, so the write would be lost. Redistribute the base to Replicate() before taking the view."
+def _refuse_memory_tricks(call: Call, outs: tuple[TensorMeta | None, ...]) -> None:
+    """A write may not change the shape of what it writes into, nor an op reach below the tensor to its memory."""
+    if call.name in REFUSED:
+        raise NotImplementedError(
+            f"{call.op}: a DTensor's memory is spread over ranks and cannot be laid out anew. Use view, slicing, "
+            "permute or expand, or take full_tensor() first."
         )
-    locals_ = [x._local_tensor if isinstance(x, dtensor) else x for x in leaves]
-    specs = [x._spec if isinstance(x, dtensor) else x for x in leaves]
-    out = _local_call(op, lowering, locals_, specs, tree, target._spec.mesh)
-    if out is not target._local_tensor:
-        target._local_tensor.copy_(plan(lowering.outs[0], target._spec).run(out))
-    return target
+    for out, i in zip(outs, _results_written(call), strict=False):
+        if i is not None and (out.shape, out.stride) != (call.tensors[i].shape, call.tensors[i].stride):
+            raise NotImplementedError(
+                f"{call.op}: changes {call.tensors[i]} in place to the shape {list(out.shape)}, stride "
+                f"{list(out.stride)}; use {base_name(call.op)} and take its result"
+            )
+
+
+def _results_written(call: Call) -> tuple[int | None, ...]:
+    """For each result the operand that it is, None for a new tensor."""
+    names = [name for name, _ in call.named_tensors]
+    return tuple(None if name is None else names.index(name) for name in _torch.returned(call.op))
+
+
+class Decomposed:
+    """The op is made of others; each of them comes here by itself."""
+
+    def run(self, call: Eager) -> Any:
+        return call.op.decompose(*call.args, **call.kwargs)
+
+
+class Whole:
+    """The op runs on whole tensors: no rule knows it, it gives a Python value, or its result's shape is in the data."""
+
+    def run(self, call: Eager) -> Any:
+        if _torch.written(call.op):
+            raise NotImplementedError(f"{call.op}: writes, and its shapes are not known before it runs")
+        whole = [plan(x._spec, replicated(x._spec)).run(block(x)) for x in call.operands]
+        args, kwargs = _with_tensors(call.args, call.kwargs, whole)
+        mesh = call.operands[0]._spec.mesh
+
+        def wrapped(x: torch.Tensor):
+            return call.dtensor(x, _whole_spec(mesh, tuple(x.shape), x.stride(), x.dtype))
+
+        return pytree.tree_map_only(torch.Tensor, wrapped, call.op(*args, **kwargs))
+
+
+# ---- running a lowered call -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """A lowered call with what its op does to memory.
+
+    moves: whether any operand is moved. writes: the operands that the op writes into. returns: for each result the
+    operand that it is, None for a new tensor; empty when all are new. views: the results show the first operand.
+    """
+
+    lowering: Lowering
+    which: tuple[int, ...]
+    moves: bool
+    writes: tuple[int, ...]
+    returns: tuple[int | None, ...]
+    views: bool
+
+    @classmethod
+    def of(cls, call: Call, lowering: Lowering) -> Way:
+        written = _torch.written(call.op)
+        returns = _results_written(call)
+        return cls(
+            lowering, call.which, any(p.steps for p in lowering.plans),
+            tuple(i for i, (name, _) in enumerate(call.named_tensors) if name in written),
+            returns if any(i is not None for i in returns) else (), _torch.is_view(call.op),
+        )  # fmt: skip
+
+    def run(self, call: Eager) -> Any:
+        for i in self.writes:
+            _check_writable(call.op, call.operands[i])
+        moved = self._moved(call.operands)
+        out, copied = _local_call(call, moved, self.lowering)
+        for i in self.writes:
+            self._write_back(i, call.operands[i], moved[i])
+        return self._results(call, out, copied)
+
+    def _moved(self, operands: list) -> list[torch.Tensor]:
+        """The blocks of the operands, each moved to where the op wants it; one tensor in two places moves once."""
+        blocks = [block(x) for x in operands]
+        if not self.moves:
+            return blocks
+        done: dict[tuple[int, int], torch.Tensor] = {}
+        moved = []
+        for place, way, x in zip(self.which or range(len(blocks)), self.lowering.plans, blocks, strict=True):
+            key = (place, id(way))
+            if key not in done:
+                done[key] = way.run(x)
+            moved.append(done[key])
+        return moved
+
+    def _write_back(self, i: int, target, moved: torch.Tensor) -> None:
+        way = self.lowering.plans[i]
+        if way.steps:
+            target._local_tensor.copy_(plan(way.dst, way.src).run(moved))
+        if target._memory is not None:
+            target._memory.writes += 1
+
+    def _results(self, call: Eager, out: Any, copied: bool) -> Any:
+        outs = self.lowering.outs
+        if isinstance(out, torch.Tensor):
+            if self.returns:
+                return call.given[self.returns[0]]
+            wrapped = call.dtensor(out, outs[0])
+            flat, result = (wrapped,), wrapped
+        elif out is None:
+            return None
+        else:
+            given = [None if i is None else call.given[i] for i in self.returns] or [None] * len(outs)
+            leaves, tree = pytree.tree_flatten(out)
+            flat = [
+                x if spec is None else call.dtensor(x, spec) if same is None else same
+                for x, spec, same in zip(leaves, outs, given, strict=True)
+            ]
+            result = pytree.tree_unflatten(flat, tree)
+        if self.views:
+            _mark_views(flat, call.operands[0], copied or bool(self.lowering.plans[0].steps))
+        return result
+
+
+def _local_call(call: Eager, moved: list[torch.Tensor], lowering: Lowering) -> tuple[Any, bool]:
+    """What the op gives on this rank, and whether a view had to be copied."""
+    args, kwargs = _with_tensors(call.args, call.kwargs, moved)
+    if lowering.sizes:
+        local = lowering.outs[0].local_shape(call.operands[0]._spec.mesh.get_coordinate())
+        args, kwargs = _torch.with_argument(call.op, args, kwargs, lowering.sizes, list(local))
+    if call.op is not aten.view.default:
+        return call.op(*args, **kwargs), False
+    try:
+        return aten.view.default(*args), False
+    except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests
+        return aten.reshape.default(*args), True
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+class Memory:
+    """What a DTensor shares with its views: how often it was written."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self):
+        self.writes = 0
+
+
+def _mark_views(views: Sequence, base, copied: bool) -> None:
+    """Tie views to the memory of their base; a copy remembers how it stood when it was made."""
+    if base._memory is None:
+        base._memory = Memory()
+    for view in views:
+        view._memory = base._memory
+        if copied or base._copied_at is not None:
+            view._copied_at = base._memory.writes
+
+
+def block(x) -> torch.Tensor:
+    """The local tensor of a DTensor. RuntimeError for a view that was copied and whose base has been written since."""
+    if x._copied_at is not None and x._copied_at != x._memory.writes:
+        raise RuntimeError(
+            f"a view {x._spec} of a sharded tensor had to be gathered into a copy, and the tensor has been written since: "
+            "take the view again after the write, or clone it before."
+        )
+    return x._local_tensor
+
+
+def _check_writable(op, target) -> None:
+    if target._copied_at is not None:
+        raise RuntimeError(
+            f"{op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a copy, so "
+            "the write would be lost. Redistribute the base so that this dim is whole before taking the view, or write "
+            "with an op on the whole tensor, such as torch.where."
+        )

@@ -4,22 +4,33 @@
     y = x @ w                     # any op gives what it gives on the global tensors
     y.full_tensor()               # the whole of it, on every rank
 
-Ops go through `spmd.tensor.dispatch`; autograd runs above it, so the backward is made of the same ops.
+Ops go through `spmd.tensor.dispatch`; autograd runs above it, so the backward is made of the same ops. Only where
+plain tensors become DTensors, and back, has autograd to be told what the ranks' gradients have to do with each other:
+
+    from_local, Shard or Replicate      this rank's block of the cotangent
+    from_local, Partial                 all of it, on every rank; of an average a share
+    to_local                            a block of the cotangent; the caller may say how the blocks lie
+    redistribute                        globally the identity, and so is its gradient
+
+A gradient is never made Partial on the way back, and never multiplied by a number of ranks.
+
+Left out: moves from one mesh to another; gradients of `from_local` with Partial("max"), "min" and "product".
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from spmd import _torch
 from spmd.comm import transport
-from spmd.mesh import DeviceMesh
-from spmd.tensor.dispatch import dispatch
+from spmd.mesh import AxisLink, DeviceMesh, MeshTopoInfo, device_mesh
+from spmd.tensor.dispatch import Memory, block, dispatch
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
-from spmd.tensor.spec import Spec, check_placements, replicated, spec_of
+from spmd.tensor.spec import Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
 
 
 class DTensor(torch.Tensor):
@@ -27,35 +38,46 @@ class DTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: Spec
-    _orphan: bool  # a view that had to be copied: it no longer shows its base
+    _memory: Memory | None  # shared with its views, once there are any
+    _copied_at: int | None  # of a view that had to be copied: how often its base had been written
 
-    __slots__ = ("_local_tensor", "_orphan", "_spec")
+    __slots__ = ("_copied_at", "_local_tensor", "_memory", "_spec")
     __torch_function__ = _torch.disabled_torch_function
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
         out = _torch.wrapper_tensor(cls, local_tensor, spec.shape, spec.stride, requires_grad)
-        out._local_tensor, out._spec, out._orphan = local_tensor, spec, False
+        out._local_tensor, out._spec, out._memory, out._copied_at = local_tensor, spec, None, None
         return out
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
-        return dispatch(op, args, kwargs or {}, cls)
+        if any(not issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        return dispatch(op, args, kwargs or {}, DTensor)
 
-    def __repr__(self):
-        return f"DTensor({self._spec}, local={self._local_tensor!r})"
-
-    def __reduce_ex__(self, protocol):
-        return _rebuilt, (self._local_tensor, self._spec, self.requires_grad)
-
+    # ---- what it is ---------------------------------------------------------------------------
     @property
     def device_mesh(self) -> DeviceMesh:
         return self._spec.mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
+        """What each axis does to it, in mesh order; an axis of one rank replicates."""
         return self._spec.placements
 
+    @property
+    def data(self) -> DTensor:
+        """The same tensor without its history. Assigning another one of the same global shape replaces the block."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: DTensor) -> None:
+        if not isinstance(other, DTensor) or _looks(other) != _looks(self):
+            raise TypeError(f"cannot assign {_brief(other)} to the data of {self._spec}; use copy_, or make a new DTensor")
+        self._local_tensor, self._spec, self._memory, self._copied_at = block(other), other._spec, None, None
+
+    # ---- making one, and getting out ----------------------------------------------------------
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
@@ -69,39 +91,84 @@ class DTensor(torch.Tensor):
         """The DTensor of which this rank holds `local_tensor`, placed so (replicated where not given).
 
         Without `shape` the blocks are taken to be equal; give the global shape where they are not. `run_check`
-        compares what the ranks give: shapes and dtypes must fit one global tensor.
+        compares what the ranks give: shapes and dtypes must fit one global tensor. Differentiable.
 
-        Raises ValueError where the local shape is not the one that the global shape gives this rank.
+        Raises ValueError where the local shape is not the one that the global shape gives this rank; with
+        `run_check` on all ranks, whichever it is.
         """
-        placements = placements or [REPLICATE] * device_mesh.ndim
-        spec = _spec_from_local(local_tensor, device_mesh, placements, shape, stride)
-        if run_check:
-            _check_ranks_fit(local_tensor, spec)
+        if isinstance(local_tensor, DTensor):
+            raise TypeError("from_local: takes this rank's plain tensor, but was given a DTensor; use redistribute")
+        spec = _checked_together(run_check, device_mesh, lambda: _spec_from_local(
+            local_tensor, device_mesh, placements, shape, stride
+        ))  # fmt: skip
         return _FromLocal.apply(local_tensor, spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's block. `grad_placements`: how the gradients that come back lie; as this tensor, by default.
 
-        A Partial gives its unreduced part; its gradient is taken as replicated.
+        The gradient of a replicated tensor is taken to be the same on every rank. Where each rank computes a term of
+        the loss of its own, say `grad_placements=[Partial()]`. A Partial gives its unreduced part; its gradient is
+        taken as replicated.
         """
         if not torch.is_grad_enabled():
-            return self._local_tensor
-        spec = self._spec if grad_placements is None else _placed(self._spec, grad_placements)
-        return _ToLocal.apply(self, spec)
+            return block(self)
+        return _ToLocal.apply(self, _gradient_spec(self._spec, grad_placements))
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
     ) -> DTensor:
-        """The same global tensor, lying otherwise, by the cheapest moves. Differentiable."""
+        """The same global tensor, lying otherwise, by the cheapest moves. Differentiable.
+
+        Where it lies so already the result is a view; otherwise a new tensor.
+        """
         if device_mesh is not None and device_mesh != self._spec.mesh:
             raise NotImplementedError(
                 f"redistribute from {self._spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
             )
-        return _Redistribute.apply(self, _placed(self._spec, placements or [REPLICATE] * self._spec.mesh.ndim))
+        target = _placed(self._spec, placements or [REPLICATE] * self._spec.mesh.ndim)
+        return self.view_as(self) if target is self._spec else _Redistribute.apply(self, target)
 
-    def full_tensor(self) -> torch.Tensor:
-        """The whole global tensor, on every rank."""
-        return self.redistribute().to_local()
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
+        return self.redistribute().to_local(grad_placements=grad_placements)
+
+    # ---- reading values -----------------------------------------------------------------------
+    def __repr__(self, *, tensor_contents=None):
+        """What it is and this rank's block: nothing is sent, so one rank alone may print."""
+        return f"DTensor({self._spec}, local={self._local_tensor.detach()!r})"
+
+    def __format__(self, spec: str) -> str:
+        """With a format such as `.3f`, the number that a 0-dim tensor holds; every rank must ask for it."""
+        return format(self.item(), spec) if spec and not self.ndim else format(repr(self), spec)
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists; every rank must ask for it."""
+        return self.detach().full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False):
+        raise TypeError("numpy: no rank holds all of a DTensor; use full_tensor().numpy(), or to_local() for this rank's")
+
+    # ---- copies -------------------------------------------------------------------------------
+    def __reduce_ex__(self, protocol):
+        return _rebuilt, (block(self), self._spec, self.requires_grad, self.__dict__)
+
+    def __tensor_flatten__(self):
+        return ["_local_tensor"], (self._spec, self.requires_grad)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, made_of, outer_size, outer_stride):
+        spec, requires_grad = made_of
+        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+
+def _rebuilt(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:
+    out = DTensor(local.detach(), spec, requires_grad=requires_grad)
+    out.__dict__.update(attributes)
+    return out
+
+
+# What a saved DTensor is made of besides numbers: torch.load may take these from a file, as it does torch's own.
+torch.serialization.add_safe_globals([_rebuilt, remake, device_mesh._rebuild, MeshTopoInfo, AxisLink])
 
 
 def distribute_tensor(
@@ -111,30 +178,50 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Place a global tensor on a mesh: every rank keeps its block of what the mesh's first rank has.
+    """Place a global tensor on a mesh: every rank keeps its block of what the mesh's first rank has, as a leaf.
 
     `src_data_rank`: the rank within each axis whose data is the truth; None takes every rank's own `tensor`, which
     must then be equal everywhere, and sends nothing.
 
-    Raises ValueError for a Partial, or a placement on a dim that the tensor has not.
+    Raises ValueError for a Partial, a placement on a dim that the tensor has not, or a tensor with a history, whose
+    gradient would end here.
     """
-    placements = placements or [REPLICATE] * device_mesh.ndim
-    target = spec_of(device_mesh, placements, tensor.shape, tensor.dtype)
-    if target.partial:
-        raise ValueError(f"distribute_tensor: {list(placements)} has a Partial; give Shard or Replicate")
-    whole = tensor.detach().contiguous()
+    target = spec_of(device_mesh, _or_replicated(placements, device_mesh), tensor.shape, tensor.dtype)
+    _check_distributable(tensor, target, src_data_rank)
+    whole = tensor.detach().to(device_mesh.device_type).contiguous()
     if src_data_rank is not None:
-        whole = _from_first(whole, device_mesh, src_data_rank)
+        whole = _from_one(whole, device_mesh, src_data_rank)
     local = plan(replicated(target), target).run(whole)
-    if local is tensor.detach() or local.data_ptr() == tensor.data_ptr():
+    if local.data_ptr() == tensor.data_ptr():
         local = local.clone()
     return DTensor(local, target, requires_grad=tensor.requires_grad)
 
 
-def _from_first(tensor: torch.Tensor, mesh: DeviceMesh, src: int) -> torch.Tensor:
+def _check_distributable(tensor: torch.Tensor, target: Spec, src: int | None) -> None:
+    if isinstance(tensor, DTensor):
+        raise TypeError(f"distribute_tensor: {tensor._spec} is distributed already; use redistribute")
+    if target.partial:
+        raise ValueError(f"distribute_tensor: {target} would be Partial; give Shard or Replicate")
+    if not tensor.is_leaf:
+        raise ValueError(
+            "distribute_tensor: the tensor was computed from others, to which no gradient would come back; distribute "
+            "those, or pass tensor.detach(), or use DTensor.from_local with Replicate() and redistribute"
+        )
+    _check_member("distribute_tensor", target.mesh)
+    if src is not None and not 0 <= src < min(target.mesh.shape):
+        raise ValueError(f"src_data_rank is {src}; it is a place within each axis of the mesh {target.mesh.shape}")
+
+
+def _check_member(asked: str, mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise RuntimeError(f"{asked}: rank {mesh.get_rank()} is not in {mesh!r}; call it on the ranks of the mesh only")
+
+
+def _from_one(tensor: torch.Tensor, mesh: DeviceMesh, src: int) -> torch.Tensor:
+    """What the rank at coordinate (src, src, ...) has: handed on along one axis after the other."""
     collectives = transport()
     for axis, n in enumerate(mesh.shape):
-        if n > 1 and tensor.numel():
+        if n > 1 and tensor.numel() and not tensor.is_meta:
             sent = collectives.broadcast(tensor, src, collectives.group(mesh, axis))
             tensor = collectives.wait_tensor(sent)
     return tensor
@@ -143,16 +230,30 @@ def _from_first(tensor: torch.Tensor, mesh: DeviceMesh, src: int) -> torch.Tenso
 # ---- specs ------------------------------------------------------------------------------------
 
 
+def _or_replicated(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> Sequence[Placement]:
+    return [REPLICATE] * mesh.ndim if placements is None else placements
+
+
 def _placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
-    return spec_of(spec.mesh, placements, spec.shape, spec.dtype)
+    """The spec of the same tensor placed so: itself where it lies so already, contiguous where it has to move."""
+    target = spec_of(spec.mesh, placements, spec.shape, spec.dtype)
+    return spec if spec.lies_as(target) else target
+
+
+def _gradient_spec(spec: Spec, placements: Sequence[Placement] | None) -> Spec:
+    """How a cotangent lies that comes back to this tensor; the cotangent of a Partial is replicated."""
+    return spec.with_layout(spec.dims, spec.units) if placements is None else _placed(spec, placements)
 
 
 def _spec_from_local(local, mesh, placements, shape, stride) -> Spec:
+    _check_member("from_local", mesh)
+    placements = _or_replicated(placements, mesh)
     if shape is None:
         shape = list(local.shape)
         for axis, p in enumerate(check_placements(mesh, placements, local.ndim)):
             if p.is_shard():
                 shape[p.dim] *= mesh.shape[axis]
+    stride = _global_stride(local, shape) if stride is None else stride
     spec = spec_of(mesh, placements, shape, local.dtype, stride=stride)
     want = spec.local_shape(mesh.get_coordinate())
     if tuple(local.shape) != want:
@@ -163,18 +264,44 @@ def _spec_from_local(local, mesh, placements, shape, stride) -> Spec:
     return spec
 
 
-def _check_ranks_fit(local: torch.Tensor, spec: Spec) -> None:
-    mine = (tuple(spec.shape), str(local.dtype), tuple(local.shape))
-    every = transport().gather_objects(mine, spec.mesh)
-    for coordinate, (shape, dtype, block) in zip(spec.mesh.coordinates(), every, strict=True):
-        if (shape, dtype) != every[0][:2] or block != spec.local_shape(coordinate):
+def _global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a global tensor whose dims lie in memory as those of a dense block; else contiguous ones."""
+    dense = strides_like(local.shape, local.stride()) == local.stride()
+    return strides_like(shape, local.stride()) if dense and len(shape) == local.ndim else contiguous(shape)
+
+
+def _checked_together(run_check: bool, mesh: DeviceMesh, make) -> Spec:
+    """The spec that `make` gives; with `run_check` all ranks raise where one does, or where their specs differ."""
+    if not run_check:
+        return make()
+    try:
+        spec, mine = make(), None
+    except (ValueError, TypeError) as error:
+        spec, mine = None, error
+    every = transport().gather_objects((str(spec), mine and str(mine)), mesh)
+    if mine is not None:
+        raise mine
+    for rank, (text, error) in zip(mesh.ranks, every, strict=True):
+        if error is not None:
+            raise ValueError(f"on rank {rank}: {error}")
+        if text != every[0][0]:
             raise ValueError(
-                f"from_local: the rank at {coordinate} gives {dtype} {list(block)}, which is no block of {spec}; "
-                "check the local shapes, or pass the global one with shape="
+                f"from_local: rank {mesh.ranks[0]} has a block of {every[0][0]}, but rank {rank} one of {text}; check "
+                "the local tensors, or pass the global shape with shape="
             )
+    return spec
+
+
+def _looks(x: DTensor) -> tuple:
+    return x._spec.mesh, x.shape, x.stride(), x.dtype, x.device
+
+
+def _brief(x: Any) -> str:
+    return str(x._spec) if isinstance(x, DTensor) else f"a {type(x).__name__}"
 
 
 # ---- autograd ---------------------------------------------------------------------------------
+# The backward of each is written with the others, so that it can be differentiated in its turn.
 
 
 class _FromLocal(torch.autograd.Function):
@@ -194,19 +321,22 @@ class _FromLocal(torch.autograd.Function):
         share = 1.0
         for axis, kind in spec.partial:
             share /= spec.mesh.shape[axis] if kind == "avg" else 1
-        local = plan(grad._spec, grad._spec.with_layout(spec.dims, spec.units)).run(grad._local_tensor)
+        local = _Redistribute.apply(grad, grad._spec.moved_to(spec.dims, spec.units)).to_local()
         return (local if share == 1.0 else local * share), None
 
 
 class _ToLocal(torch.autograd.Function):
+    """The blocks that come back are blocks of the cotangent; `spec` says how they lie."""
+
     @staticmethod
     def forward(ctx, x, spec):
-        ctx.spec = spec.with_layout(spec.dims, spec.units) if spec is x._spec else spec
-        return x._local_tensor.view_as(x._local_tensor)
+        ctx.spec = spec
+        local = block(x)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx, grad):
-        return DTensor(grad, ctx.spec), None
+        return _FromLocal.apply(grad, ctx.spec), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -214,18 +344,11 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, target):
-        ctx.spec = x._spec.with_layout(x._spec.dims, x._spec.units)
-        local = plan(x._spec, target).run(x._local_tensor)
-        if local is x._local_tensor:
-            return DTensor(local.view_as(local), x._spec)
-        return DTensor(local, target)
+        ctx.spec = x._spec
+        local = plan(x._spec, target).run(block(x))
+        return DTensor(local.view_as(local) if local is x._local_tensor else local, target)
 
     @staticmethod
     def backward(ctx, grad):
-        have = grad._spec
-        target = have.with_layout(ctx.spec.dims, ctx.spec.units)
-        return DTensor(plan(have, target).run(grad._local_tensor), target), None
-
-
-def _rebuilt(local: torch.Tensor, spec: Spec, requires_grad: bool) -> DTensor:
-    return DTensor(local, spec, requires_grad=requires_grad)
+        target = grad._spec.moved_to(ctx.spec.dims, ctx.spec.units)
+        return (grad if target is grad._spec else _Redistribute.apply(grad, target)), None

@@ -11,11 +11,17 @@ from spmd.tensor.spec import Spec
 
 
 def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[TensorMeta | None, ...]:
-    """One `TensorMeta` per result of the op on tensors of these specs; None where it returns no tensor."""
+    """One `TensorMeta` per result of the op on tensors of these specs; None where it returns no tensor.
+
+    Raises what torch raises for arguments that do not fit, and NotImplementedError for a sparse result.
+    """
     with _torch.FakeTensorMode():
         fakes = pytree.tree_map_only(Spec, lambda spec: _fake(spec, device), (args, kwargs))
         out = op(*fakes[0], **fakes[1])
     leaves = pytree.tree_leaves(out)
+    other = [t.layout for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
+    if other:
+        raise NotImplementedError(f"{op}: gives a tensor of layout {other[0]}; a DTensor is strided")
     return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
 
 

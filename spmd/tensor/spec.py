@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 
@@ -65,13 +65,22 @@ class Spec:
         return found if found is not None else _intern(key)
 
     def __reduce__(self):
-        return _remake, (self.mesh, self.dims, self.units, self.partial, self.shape, self.stride, self.dtype)
+        return remake, (self.mesh, self.dims, self.units, self.partial, self.shape, self.stride, self.dtype)
 
     def with_layout(self, dims=None, units=None, partial=()) -> Spec:
         """The same tensor, lying so; all else equal."""
         return Spec.of(
             self.mesh, self.shape, self.dtype, stride=self.stride, dims=dims, units=units, partial=partial
         )
+
+    def lies_as(self, other: Spec) -> bool:
+        """Whether two specs of one tensor differ at most in strides: no move leads from one to the other."""
+        return (self.dims, self.units, self.partial) == (other.dims, other.units, other.partial)
+
+    def moved_to(self, dims=None, units=None, partial=()) -> Spec:
+        """The same tensor brought to lie so. Moves leave a contiguous block; where nothing moves the strides stay."""
+        target = self.with_layout(dims, units, partial)
+        return target if target is self else target.with_tensor(self.shape)
 
     def with_tensor(self, shape, dtype=None, stride=None) -> Spec:
         """The same layout over a tensor of another shape with as many dims."""
@@ -142,15 +151,17 @@ class Spec:
 
 
 def _intern(key: tuple) -> Spec:
-    mesh, dims, units, partial, shape, _, _ = key
+    mesh, dims, units, partial, shape, _, dtype = key
     _check_layout(mesh, dims, units, partial, shape)
+    _check_kinds([kind for _, kind in partial], dtype)
     spec = object.__new__(Spec)
     spec.mesh, spec.dims, spec.units, spec.partial, spec.shape, spec.stride, spec.dtype = key
     with _lock:
         return _interned.setdefault(key, spec)
 
 
-def _remake(mesh, dims, units, partial, shape, stride, dtype) -> Spec:
+def remake(mesh, dims, units, partial, shape, stride, dtype) -> Spec:
+    """The spec of this content; what a pickled spec calls."""
     return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=units, partial=partial)
 
 
@@ -164,6 +175,39 @@ def _check_layout(mesh, dims, units, partial, shape) -> None:
     for size, unit, axes in zip(shape, units, dims, strict=True):
         if axes and size % unit:
             raise ValueError(f"a dim of {size} does not divide into units of {unit}; the unit must divide the dim")
+
+
+def commute(kinds: Iterable[str]) -> bool:
+    """Whether reductions of these kinds may be done in any order: kinds that may not do not meet in one spec.
+
+    >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
+    (True, True, False)
+    """
+    found = set(kinds)
+    return len(found) < 2 or found == {"sum", "avg"}
+
+
+def _check_kinds(kinds: Sequence[str], dtype: torch.dtype) -> None:
+    if not commute(kinds):
+        raise ValueError(
+            f"{' and '.join(dict.fromkeys(kinds))} in one spec: they give another tensor in another order; "
+            "reduce one of them first"
+        )
+    for kind in kinds:
+        if not _has(dtype, kind):
+            raise ValueError(f"there is no {WORDS[kind]} of {DTYPES.get(dtype, dtype)}; Partial({kind!r}) needs another dtype")
+
+
+WORDS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "product": "product"}
+
+
+def _has(dtype: torch.dtype, kind: str) -> bool:
+    """Of integers there is no average; of bools only a maximum (any) and a minimum (all); complex have no order."""
+    if dtype.is_floating_point:
+        return True
+    if dtype.is_complex:
+        return kind not in ("max", "min")
+    return kind in ("max", "min") if dtype is torch.bool else kind != "avg"
 
 
 # ---- from and to placements -------------------------------------------------------------------

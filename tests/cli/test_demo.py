@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from spmd.cli import main
+from spmd.cli.args import UsageError
+from spmd.cli.launch import launched
+
 ROOT = Path(__file__).parents[2]
 RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 SMALL = "--steps 3 --layers 1 --heads 2 --width 16 --block 8 --batch 4".split()
@@ -34,8 +38,8 @@ def demo(*options, **env):
 
 @pytest.mark.parametrize(
     "options",
-    ["--mesh 2x1", "--mesh 1x2 --untied", "--mesh 2x1 --batch 3", "--mesh 1x1 --print-program"],
-    ids=["data", "tensor", "uneven batch", "one rank"],
+    ["--mesh 1x2 --untied", "--mesh 2x1 --batch 3", "--mesh 1x1 --print-program"],
+    ids=["tensor parallel", "uneven batch", "one rank"],
 )
 def test_the_ranks_lose_what_one_device_loses(options):
     """The last line says how far the losses part, for even and uneven batches."""
@@ -62,20 +66,39 @@ def test_a_rank_of_a_launcher_is_used():
         ("--mesh 2by2", "'2by2' is no mesh. A mesh is DPxTP"),
         ("--mesh 0x2", "'0x2' is no mesh"),
         ("--mesh 2x2x2", "'2x2x2' is no mesh"),
-        ("--text no/such/file", "cannot read the text no/such/file: No such file or directory"),
-        ("--text .ci/run --block 4096", "one batch of 16 windows of 4096 bytes needs 16 * 4096 + 1 = 65537"),
+        ("--text no/such/file --steps 1", "cannot read the text no/such/file: No such file or directory"),
+        ("--text SHORT --block 4096", "one batch of 16 windows of 4096 bytes needs 16 * 4096 + 1 = 65537"),
         ("--heads 3", "3 does not divide 128. A width of 129 fits."),
         ("--steps 0", "'0' is no whole number from 1 on"),
         ("--lr inf", "'inf' is no finite number above 0"),
         ("--seed -1", "'-1' is no whole number from 0"),
     ],
 )
-def test_bad_input_is_told_before_any_rank_starts(options, message):
-    """One clear message, exit code 2, no traceback."""
-    job = demo(*options.split())
+def test_bad_input_is_told_before_any_rank_starts(options, message, monkeypatch, capsys):
+    """One clear message and exit code 2; nothing is launched."""
+    monkeypatch.setattr("spmd.cli.demo.launch", None)
+    for name in RANK:
+        monkeypatch.delenv(name, raising=False)
+    argv = [__file__ if option == "SHORT" else option for option in options.split()]
+    assert code_of(main, ["demo", *argv]) == 2
+    said = capsys.readouterr()
+    assert said.err.endswith("\n") and message in said.err.splitlines()[-1]
+    assert said.out == ""
+
+
+def code_of(main, argv):
+    """The exit code of a command, whether returned or raised."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+def test_bad_input_gives_no_traceback():
+    """The same from outside: a message, exit code 2, and that is all."""
+    job = demo("--text", "no/such/file")
     assert job.returncode == 2
-    assert message in job.stderr
-    assert "Traceback" not in job.stderr
+    assert job.stderr.count("\n") == 1 and "cannot read the text no/such/file" in job.stderr
     assert job.stdout == ""
 
 
@@ -93,11 +116,14 @@ def test_a_mesh_must_fit_the_ranks_of_the_launcher():
     assert second.stderr == ""
 
 
-def test_half_a_launcher_is_none():
+def test_half_a_launcher_is_none(monkeypatch):
     """A rank without its job would wait for nobody."""
-    job = demo(RANK="0", WORLD_SIZE="4")
-    assert job.returncode == 2
-    assert "has RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in job.stderr
+    for name in RANK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match="has RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        launched()
 
 
 DYING = str(Path(__file__).with_name("dying_job.py"))
@@ -122,11 +148,10 @@ def test_a_rank_that_dies_ends_the_job(how, code, message):
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
-def test_a_launcher_that_is_stopped_takes_its_ranks_along(by):
+def test_a_launcher_that_is_stopped_takes_its_ranks_along(by, tmp_path):
     """Whatever ends the launcher, its ranks do not stay behind."""
-    with subprocess.Popen(
-        [sys.executable, DYING, "wait"], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-    ) as job:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, DYING, "wait"], env=env, stdout=subprocess.PIPE, text=True) as job:
         pids = "".join(job.stdout.readline() for _ in range(3))
         job.send_signal(by)
         assert job.wait(30) != 0

@@ -5,24 +5,31 @@
 
 The truth is one device: the same step, not compiled. What is compared is all that a user can see: what each step
 returns, and after the last one every parameter, buffer, gradient and tensor of the optimiser.
+
+Ranks that train here share their captures, for time; that each would make the same is asked elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import spmd
+import spmd.expand.compile as compile_module
 from examples.gpt import GPT, GPTConfig
 from spmd import DTensor, Shard
 from spmd.expand.state import State
 from spmd.sim import run_ranks
+from spmd.tensor.cache import frozen
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -88,6 +95,36 @@ def seeded(build: Callable[[], Any]) -> Any:
         return build()
 
 
+def copied(pair: Pair) -> Pair:
+    """A deep copy, gradients too."""
+    new = copy.deepcopy(pair)
+    for p, q in zip(pair[0].parameters(), new[0].parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    return new
+
+
+@contextmanager
+def shared_captures() -> Iterator[None]:
+    """Inside, what one rank has captured the others take over, as long as their calls look the same."""
+    real, made, lock = compile_module.capture, {}, threading.Lock()
+
+    def capture(fn, args, call, state):
+        tensors = tuple((slot, t.shape, t.dtype, t.requires_grad) for slot, t in state.tensors().items())
+        leaves = tuple(
+            (path, (x.shape, x.dtype) if isinstance(x, torch.Tensor) else frozen(x))
+            for path, x in spmd.expand.state.named_leaves(args)
+            if not isinstance(x, (nn.Module, torch.optim.Optimizer))
+        )
+        key = tensors, leaves, frozen(state.constants()), tuple(state.numbers().items())
+        with lock:
+            if key not in made:
+                made[key] = real(fn, args, call, state)
+            return made[key]
+
+    with mock.patch.object(compile_module, "capture", capture):
+        yield
+
+
 # ---- a case -----------------------------------------------------------------------------------
 
 
@@ -95,7 +132,8 @@ def seeded(build: Callable[[], Any]) -> Any:
 class Case:
     """A training: what it begins with, its step, and what is passed to each step.
 
-    model, optimizer: how to make them. between: called with (i, model, optimizer) before the i-th step.
+    model, optimizer: how to make them. between: called with (i, model, optimizer) before the i-th step. wanted: what of
+    the model the optimiser gets. share: whether ranks share captures.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -106,6 +144,7 @@ class Case:
     inputs: dict = field(default_factory=lambda: INPUTS)
     between: Callable[[int, nn.Module, torch.optim.Optimizer], None] | None = None
     wanted: Callable[[nn.Module], Any] = lambda model: model.parameters()
+    share: bool = True
 
     def begin(self) -> Pair:
         model = seeded(self.model)
@@ -133,12 +172,13 @@ class Case:
 
         def rank(r: int) -> tuple:
             mesh = spmd.init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "tp")[: len(shape)])
-            model, optimizer = copy.deepcopy(pair)
+            model, optimizer = copied(pair)
             step = self.compiled(mesh)
             returned = self.steps(step, model, optimizer)
             return returned, tensors(model, optimizer), look and look(step, model, optimizer)
 
-        return run_ranks(rank, torch.Size(shape).numel(), timeout)
+        with shared_captures() if self.share else nullcontext():
+            return run_ranks(rank, torch.Size(shape).numel(), timeout)
 
     def check(self, shape: Sequence[int], look: Callable[..., Any] | None = None, **close) -> Any:
         """Every rank has what one device has; what `look` says on rank 0."""
@@ -169,7 +209,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
 def same(theirs: Any, ours: Any, where: str, rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """Assert that two nests of tensors and numbers are close; the message names the first that is not."""
     if isinstance(ours, dict):
-        assert list(theirs) == list(ours), where
+        assert set(theirs) == set(ours), where
         for k in ours:
             same(theirs[k], ours[k], f"{where} {k}", rtol, atol)
     elif isinstance(ours, list):

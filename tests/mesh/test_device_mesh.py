@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from workers import Pool
+from workers import Pool, unsorted_ranks
 
 from spmd import _torch
 from spmd.mesh import AxisLink, DeviceMesh, MeshTopoInfo, as_rank, current_rank, init_device_mesh, world_size
@@ -194,6 +194,7 @@ def ranks_of_groups(rank: int) -> dict[str, list[int]]:
     return {name: dist.get_process_group_ranks(group) for name, group in {**slices, **axes}.items()}
 
 
+@unsorted_ranks
 def test_the_place_in_a_group_is_the_place_on_the_axis(gloo4: Pool) -> None:
     """Also where ranks do not grow along an axis, and where a slice asks first."""
     groups = {"dp": [[3, 0], [1, 2]], "tp": [[3, 1], [0, 2]]}
@@ -224,6 +225,7 @@ def groups_of_a_part_first(rank: int) -> list[int]:
     return dist.get_process_group_ranks(whole.get_group(1))
 
 
+@unsorted_ranks
 def test_a_mesh_of_some_ranks_does_not_part_the_others(gloo4: Pool) -> None:
     """Two ranks know one of the groups before, two do not; all of them still make the same new ones."""
     assert gloo4.run(groups_of_a_part_first) == [[3, 0], [1, 2], [1, 2], [3, 0]]

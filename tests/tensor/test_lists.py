@@ -78,6 +78,8 @@ OPTIMIZERS = [
     (torch.optim.SGD, {}),
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5, "maximize": True}),
+    (torch.optim.Adagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
+    (torch.optim.Adagrad, {"maximize": True}),
 ]
 
 

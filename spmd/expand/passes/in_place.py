@@ -17,23 +17,26 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.passes.memory import base, may_alias
 
 
-def reuse_memory(module: fx.GraphModule, owned: Sequence[bool]) -> int:
-    """Rewrite a bound graph; `owned`: per placeholder, whether it may be overwritten. Returns how many ops it changed."""
-    order = {n: i for i, n in enumerate(module.graph.nodes)}
-    last_read = _last_reads(module.graph, order)
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
+    """Rewrite a bound graph; `owned`: per placeholder, whether it may be overwritten.
+
+    Returns how many ops it changed.
+    """
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    last_read = _last_reads(graph, order)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     ours = {n for n, o in zip(placeholders, owned, strict=True) if o}
     changed = 0
-    for node in list(module.graph.nodes):
+    for node in list(graph.nodes):
         variant = _variant(node, ours)
         if variant is None or last_read[node.args[0]] > order[node]:
             continue
         node.target = variant
         ours.add(node)
         changed += 1
-    module.recompile()
     return changed
 
 
@@ -42,17 +45,10 @@ def _variant(node: fx.Node, ours: set[fx.Node]):
     if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in ours:
         return None
     target = node.args[0]
-    if any(_base(n) is _base(target) for n in node.all_input_nodes if n is not target):
+    if any(base(n) is base(target) for n in node.all_input_nodes if n is not target):
         return None  # x + x.t() may not be written into x
     same = target.meta.get("spec") is node.meta.get("spec")
     return _torch.in_place_variant(node.target) if same and torch.Tag.pointwise in node.target.tags else None
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory this one may show."""
-    while _may_alias(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
@@ -60,16 +56,6 @@ def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         reads = [order[user] for user in node.users]
-        reads += [last[user] for user in node.users if _may_alias(user)]
+        reads += [last[user] for user in node.users if may_alias(user)]
         last[node] = max(reads, default=order[node])
     return last
-
-
-def _may_alias(node: fx.Node) -> bool:
-    """Whether the result may show, or still read, the memory of an operand.
-
-    A collective reads its input until it is waited for, and what it gives is waited for in place.
-    """
-    if not isinstance(node.target, _torch.OpOverload):
-        return node.op not in ("output", "placeholder", "get_attr")
-    return node.target.namespace != "aten" or _torch.is_view(node.target) or _torch.writes_first(node.target)

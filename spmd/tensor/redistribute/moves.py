@@ -29,7 +29,7 @@ import torch
 from spmd.comm import transport
 from spmd.mesh import MeshTopoInfo, cost
 from spmd.tensor.chunk import chunk
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, commute
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class ToPartial(Move):
     sends = False
 
     def apply(self, spec):
-        if not spec.on(self.axis).is_replicate():
+        if not spec.on(self.axis).is_replicate() or not commute([self.reduce_op, *(kind for _, kind in spec.partial)]):
             return None
         return spec.with_layout(spec.dims, spec.units, (*spec.partial, (self.axis, self.reduce_op)))
 

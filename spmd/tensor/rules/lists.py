@@ -112,6 +112,23 @@ def _sgd(p, g, buffer, *, weight_decay, momentum, lr, dampening, nesterov, maxim
     return p - g * lr, sent, buffer
 
 
+def fused_adagrad(op, params, grads, sums, steps, **options):
+    """One step of Adagrad for every parameter; the steps, counted before, are given back as they are."""
+    _refuse_scaler(op, options)
+    lists = (params, grads, sums) if _torch.overload_name(op) == "tensor_lr" else (params, grads, sums, steps)
+    return _deliver(op, lists, [_adagrad(*row, **options) for row in _rows(params, grads, sums, steps)])
+
+
+def _adagrad(p, g, total, step, *, lr, lr_decay, weight_decay, eps, maximize, **_):
+    sent = g
+    g = -g if maximize else g
+    if weight_decay != 0:
+        g = g + p * weight_decay
+    total = total + g * g
+    slope = lr / (1 + (step - 1) * lr_decay)
+    return p - g / (total.sqrt() + eps) * slope.to(p.dtype), sent, total, step
+
+
 def _rows(params: Sequence, *lists: Sequence) -> list[tuple]:
     """The i-th of every list; lists that the options leave empty give None."""
     return [(p, *(values[i] if len(values) else None for values in lists)) for i, p in enumerate(params)]
@@ -135,7 +152,12 @@ def _refuse_scaler(op, options: dict[str, Any]) -> None:
 
 # ---- the table --------------------------------------------------------------------------------
 
-FUSED = {"_fused_adam": fused_adam, "_fused_adamw": fused_adam, "_fused_sgd": fused_sgd}
+FUSED = {
+    "_fused_adam": fused_adam,
+    "_fused_adamw": fused_adam,
+    "_fused_sgd": fused_sgd,
+    "_fused_adagrad": fused_adagrad,
+}
 
 
 def list_decompositions() -> dict[_torch.OpOverload, Callable]:

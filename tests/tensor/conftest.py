@@ -1,0 +1,20 @@
+"""In these tests a DTensor whose block is not what its spec says cannot be made."""
+
+import pytest
+
+from spmd.tensor.dtensor import DTensor
+
+
+@pytest.fixture(autouse=True)
+def honest_specs(monkeypatch):
+    """Every DTensor made in the test has a block of the shape and dtype that its spec gives this rank."""
+    make = DTensor.__new__
+
+    def checked(cls, local_tensor, spec, *, requires_grad=False):
+        shape = spec.local_shape(spec.mesh.get_coordinate())
+        assert tuple(local_tensor.shape) == shape, f"{spec}: block {list(local_tensor.shape)}, not {list(shape)}"
+        assert local_tensor.dtype == spec.dtype, f"{spec}: block of {local_tensor.dtype}"
+        assert type(local_tensor) is not DTensor
+        return make(cls, local_tensor, spec, requires_grad=requires_grad)
+
+    monkeypatch.setattr(DTensor, "__new__", staticmethod(checked))

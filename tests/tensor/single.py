@@ -1,0 +1,97 @@
+"""The truth is one device: a function of tensors, run on DTensors by simulated ranks, beside the same on plain tensors.
+
+    agree(lambda x, w: x @ w, [x, w], [[Shard(0), R], [R, Shard(1)]])
+
+runs it on a 2 x 2 mesh and compares on every rank: values, shapes, dtypes, and the gradients of a weighted sum.
+Tensors are cut up before the ranks start, for simulated ranks share torch's random generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from spmd.mesh import DeviceMesh, init_device_mesh
+from spmd.sim import run_ranks
+from spmd.tensor.dtensor import DTensor
+from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+from spmd.tensor.spec import spec_of
+from tests.tensor.oracle import close, split
+
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+SUM, AVG, MAX, MIN, PRODUCT = (Partial(kind) for kind in ("sum", "avg", "max", "min", "product"))
+NAMES = ("dp", "tp", "pp")
+
+Placing = Sequence[Placement]
+
+
+def mesh_of(shape: Sequence[int]) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=NAMES[: len(shape)])
+
+
+def cut(x: torch.Tensor, placements: Placing, mesh_shape: Sequence[int]) -> dict[tuple, torch.Tensor]:
+    """What every coordinate holds of x; the terms of a sum, and so on, are random."""
+    return split(x.detach(), list(placements), tuple(mesh_shape))
+
+
+def leaf(parts: dict[tuple, torch.Tensor], placements: Placing, like: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's DTensor of a tensor that was cut up; a leaf that wants a gradient if `like` does."""
+    spec = spec_of(mesh, placements, like.shape, like.dtype)
+    return DTensor(parts[mesh.get_coordinate()].clone(), spec, requires_grad=like.requires_grad)
+
+
+def whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def weights(x: torch.Tensor) -> torch.Tensor:
+    """Numbers for a weighted sum, of which no two are equal."""
+    return (torch.arange(1.0, x.numel() + 1, dtype=torch.float64).reshape(x.shape) / math.pi).sin().to(x.dtype)
+
+
+def outcome(fn: Callable, tensors: Sequence[torch.Tensor], place_weights: Callable = lambda w: w) -> list:
+    """Results of fn, then the gradients of a weighted sum of those that have one."""
+    out = fn(*tensors)
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    smooth = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    if smooth:
+        sum((r * place_weights(weights(r))).sum() for r in smooth).backward()
+    grads = [t.grad for t in tensors if t.requires_grad]
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in results + grads]
+
+
+def same(got: Any, want: Any, tolerance: float = 1e-9) -> bool:
+    if not isinstance(want, torch.Tensor):
+        return type(got) is type(want) and got == want
+    return got.dtype == want.dtype and got.shape == want.shape and close(got, want, tolerance)
+
+
+def on_ranks(fn: Callable[[DeviceMesh], Any], mesh_shape: Sequence[int] = (2, 2)) -> list:
+    """`fn(mesh)` on every rank of a mesh of this shape."""
+    return run_ranks(lambda rank: fn(mesh_of(mesh_shape)), math.prod(mesh_shape))
+
+
+def agree(fn: Callable, tensors: Sequence[torch.Tensor], *placings: Sequence[Placing], mesh_shape=(2, 2)) -> None:
+    """fn on DTensors gives what it gives on the tensors, for each choice of placements, on every rank."""
+    plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    want = outcome(fn, plain)
+    pieces = [[cut(t, p, mesh_shape) for t, p in zip(tensors, placing, strict=True)] for placing in placings]
+
+    def rank(mesh: DeviceMesh) -> list[list]:
+        def replicated(w):
+            return DTensor(w, spec_of(mesh, [R] * mesh.ndim, w.shape, w.dtype))
+
+        found = []
+        for placing, parts in zip(placings, pieces, strict=True):
+            given = [leaf(x, p, t, mesh) for x, p, t in zip(parts, placing, tensors, strict=True)]
+            found.append([whole(r) for r in outcome(fn, given, replicated)])
+        return found
+
+    for number, found in enumerate(on_ranks(rank, mesh_shape)):
+        for placing, got in zip(placings, found, strict=True):
+            assert len(got) == len(want), f"{placing} on rank {number}: {len(got)} results, not {len(want)}"
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                assert same(a, b), f"{placing} on rank {number}: result {i} is\n{a}, not\n{b}"
