@@ -9,14 +9,17 @@ A collective is launched where its move stands and waited for just before its fi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torch import fx, nn
 
 from spmd.comm import Transport
 from spmd.expand.program import LocalShape, Program
-from spmd.tensor.redistribute.moves import At
+from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import Spec
 
 
 def bind(program: Program, coordinate: tuple[int, ...], transport: Transport) -> fx.GraphModule:
@@ -24,16 +27,23 @@ def bind(program: Program, coordinate: tuple[int, ...], transport: Transport) ->
     return _Binder(program, coordinate, transport).bound()
 
 
+@dataclass(frozen=True)
 class _Launch:
     """A move under way: what it launched, and how to finish it."""
 
-    def __init__(self, handle: fx.Proxy, step: Step, at: At):
-        self.handle, self.step, self.at = handle, step, at
+    handle: fx.Proxy
+    step: Step | Bucket
 
-    def wait(self) -> fx.Node:
-        done = self.step.move.finish(self.handle, self.at)
-        done.node.meta["spec"] = self.step.after
-        return done.node
+    def wait(self, coordinate: tuple[int, ...], transport: Transport) -> fx.Node | list[fx.Node]:
+        done, after = self.step.finish(self.handle, coordinate, transport), self.step.after
+        if isinstance(done, list):
+            return [_noted(p.node, spec) for p, spec in zip(done, after, strict=True)]
+        return _noted(done.node, after)
+
+
+def _noted(node: fx.Node, spec: Spec) -> fx.Node:
+    node.meta["spec"] = spec
+    return node
 
 
 class _Binder:
@@ -42,12 +52,14 @@ class _Binder:
         self.graph = fx.Graph()
         self.tracer = fx.proxy.GraphAppendingTracer(self.graph)
         self.transport = _Written(transport, self.tracer)
-        self.at: dict[fx.Node, fx.Node | _Launch] = {}
+        self.at: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _Item] = {}
 
     def bound(self) -> fx.GraphModule:
         for node in self.program.graph.nodes:
-            if isinstance(node.target, Step):
+            if isinstance(node.target, (Step, Bucket)):
                 self.at[node] = self._launch(node)
+            elif node.target is operator.getitem and isinstance(node.args[0].target, Bucket):
+                self.at[node] = _Item(*node.args)
             else:
                 self._copy(node)
         root = nn.Module()
@@ -56,9 +68,8 @@ class _Binder:
         return fx.GraphModule(root, self.graph, class_name=self.program.name)
 
     def _launch(self, node: fx.Node) -> _Launch:
-        step: Step = node.target
-        at = At(step.before, step.after, self.coordinate, self.transport)
-        return _Launch(step.move.start(fx.Proxy(self._ready(node.args[0]), self.tracer), at), step, at)
+        blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
+        return _Launch(node.target.start(blocks, self.coordinate, self.transport), node.target)
 
     def _copy(self, node: fx.Node) -> None:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
@@ -71,8 +82,18 @@ class _Binder:
         """The node's value, waited for if it was in flight."""
         found = self.at[node]
         if isinstance(found, _Launch):
-            found = self.at[node] = found.wait()
+            found = self.at[node] = found.wait(self.coordinate, self.transport)
+        elif isinstance(found, _Item):
+            found = self.at[node] = self._ready(found.of)[found.index]
         return found
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One tensor of a bucket that may still be under way."""
+
+    of: fx.Node
+    index: int
 
 
 class _Written:

@@ -69,7 +69,7 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
 
     Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one, where it decides on a
     value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
-    numbers. The arguments and what is in them are left as they are.
+    numbers or makes tensors of sizes that only the run knows. The arguments and what is in them are left as they are.
     """
     name = getattr(fn, "__name__", str(fn))
     _check_hooks(state)
@@ -94,8 +94,8 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
         ) from error
     except _torch.UNKNOWN_VALUE as error:
         raise RuntimeError(
-            f"{name} takes a branch or a size from a value in a tensor, which only the run knows; write it with ops on "
-            f"tensors, such as torch.where, or move it out of the step{_in_user_code(error)}"
+            f"{name} decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
+            f"torch.where, or move it out of the step{_in_user_code(error)}"
         ) from error
     constants = _attributes(gm)
     _clean(gm.graph)
@@ -189,17 +189,32 @@ def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 
 class _Normal(TorchDispatchMode):
-    """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them; no random ops."""
+    """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them.
+
+    Random ops are refused, and sizes that only the run knows.
+    """
 
     table = list_decompositions()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if torch.Tag.nondeterministic_seeded in op.tags and not _repeats(op, args, kwargs or {}):
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in op.tags and not _repeats(op, args, kwargs):
             raise NotImplementedError(
                 f"{op}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
                 f"model.eval()){_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
             )
-        return self.table.get(op, op)(*args, **(kwargs or {}))
+        out = self.table.get(op, op)(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
+            raise NotImplementedError(
+                f"{op}: the size of its result is in the values, which only the run knows; write it with ops that keep "
+                f"sizes, such as torch.where{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+            )
+        return out
+
+
+def _has_symbolic_size(out: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    return any(_torch.is_symbol(n) for t in tensors for n in t.shape)
 
 
 def _repeats(op, args: tuple, kwargs: dict) -> bool:

@@ -25,6 +25,7 @@ from spmd.comm import agree, transport
 from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.expand import expand
+from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.separate import separate_outputs
 from spmd.expand.placing import Patterns, check_patterns, placed_spec, placements_for, require_matches
@@ -37,7 +38,14 @@ from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
 
 
-def compile(fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, inputs: Patterns | None = None):
+def compile(
+    fn: Callable,
+    mesh: DeviceMesh,
+    *,
+    params: Patterns | None = None,
+    inputs: Patterns | None = None,
+    bucket_mb: float | None = 25.0,
+) -> CompiledStep:
     """Make a single-device function run on a mesh, with the numbers of one device.
 
     fn: a function of modules, optimisers, tensors and plain values, such as a train step: forward, `loss.backward()`,
@@ -45,6 +53,8 @@ def compile(fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, i
     params: placements of parameters by name pattern; those that no pattern matches replicate.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
     or DTensors; sizes need not divide.
+    bucket_mb: all-reduces that can wait, such as those of gradients, are sent together up to so many megabytes; None
+    sends each alone.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
@@ -56,14 +66,16 @@ def compile(fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, i
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
-    return CompiledStep(fn, mesh, params or {}, inputs or {})
+    if bucket_mb is not None and bucket_mb < 0:
+        raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
+    return CompiledStep(fn, mesh, params or {}, inputs or {}, bucket_mb)
 
 
 class CompiledStep:
     """A function compiled for a mesh; `program` is what the last call ran."""
 
-    def __init__(self, fn: Callable, mesh: DeviceMesh, params: Patterns, inputs: Patterns):
-        self.fn, self.mesh = fn, mesh
+    def __init__(self, fn: Callable, mesh: DeviceMesh, params: Patterns, inputs: Patterns, bucket_mb: float | None):
+        self.fn, self.mesh, self.bucket_mb = fn, mesh, bucket_mb
         self._params = check_patterns(mesh, params, "params")
         self._inputs = check_patterns(mesh, inputs, "inputs")
         self._signature = inspect.signature(fn)
@@ -82,6 +94,13 @@ class CompiledStep:
         """All programs made so far; a call with other shapes, or with new optimiser state, makes another."""
         return [b.program for bounds in self._bound.values() for b in bounds]
 
+    def program_for(self, *args: Any, **kwargs: Any) -> Program:
+        """The program that a call with these arguments would run. Nothing is run, moved or sent, and no rank asked.
+
+        It needs no process group: a mesh of any size can be planned on one machine.
+        """
+        return self._expanded(_Call.of(self._named(args, kwargs), self.mesh, self._params, self._inputs, first=True))[1]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._prepared(args, kwargs)
         bound = self._find(call) or self._build(call)
@@ -91,8 +110,7 @@ class CompiledStep:
     def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
         """What the call is about and where it all lies or shall lie; nothing is moved yet."""
         try:
-            named = dict(self._signature.bind(*args, **kwargs).arguments)
-            return _Call.of(named, self.mesh, self._params, self._inputs, first=not self._bound)
+            return _Call.of(self._named(args, kwargs), self.mesh, self._params, self._inputs, first=not self._bound)
         except Exception as error:
             if not self._bound:  # the other ranks go on to compare programs
                 agree("", self.mesh, self._what, error)
@@ -109,8 +127,7 @@ class CompiledStep:
         """Capture, expand and bind; a rank that fails tells the others, and all compare what they made."""
         text, error = "", None
         try:
-            captured = capture(self.fn, call.named, self._run_plain, call.state)
-            program = _expanded(self.fn, self.mesh, captured, call)
+            captured, program = self._expanded(call)
             text = str(program)
         except Exception as e:
             error = e
@@ -118,6 +135,16 @@ class CompiledStep:
         bound = _Bound.of(program, captured, self.mesh)
         self._bound.setdefault(call.key, []).append(bound)
         return bound
+
+    def _expanded(self, call: _Call) -> tuple[Captured, Program]:
+        captured = capture(self.fn, call.named, self._run_plain, call.state)
+        program = _expanded(self.fn, self.mesh, captured, call)
+        if self.bucket_mb is not None:
+            program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
+        return captured, program
+
+    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(self._signature.bind(*args, **kwargs).arguments)
 
     def _run_plain(self, named: dict[str, Any]) -> Any:
         bound = self._signature.bind_partial()

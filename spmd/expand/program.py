@@ -23,6 +23,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.mesh import DeviceMesh, MeshTopoInfo
+from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
@@ -39,17 +40,24 @@ class LocalShape:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program. nbytes: what a rank hands to it; us: its modelled time."""
+    """One collective of a program. nbytes: what a rank hands to it; us: its modelled time; tensors: how many it moves.
+
+    spec: how they lie before it; a tuple where they are several.
+    """
 
     kind: str
     axis: str
     nbytes: int
     us: float
-    spec: Spec
+    tensors: int
+    spec: Spec | tuple[Spec, ...]
     name: str
 
     def __str__(self):
-        return f"{self.kind:<14} {self.axis:<6} {self.nbytes:>12,} bytes {self.us:>10.1f} us  {self.spec}"
+        return f"{self.kind:<14} {self.axis:<6} {self.nbytes:>12,} bytes {self.us:>10.1f} us  {self._what()}"
+
+    def _what(self) -> str:
+        return f"{self.tensors} tensors" if isinstance(self.spec, tuple) else str(self.spec)
 
 
 @dataclass(frozen=True)
@@ -68,10 +76,10 @@ class Program:
     outputs: tuple[tuple[str, Spec | None], ...]
     gathered: tuple[tuple[str, int], ...] = ()
 
-    def steps(self) -> Iterator[tuple[fx.Node, Step]]:
+    def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""
         for node in self.graph.nodes:
-            if isinstance(node.target, Step):
+            if isinstance(node.target, (Step, Bucket)):
                 yield node, node.target
 
     @cached_property
@@ -79,17 +87,17 @@ class Program:
         """What is sent, in order."""
         return tuple(
             Collective(
-                s.move.kind, self.mesh.axis_name(s.move.axis), s.nbytes, s.cost, s.before, node.name
+                s.kind, self.mesh.axis_name(s.axis), s.nbytes, s.cost, s.tensors, s.before, node.name
             )  # fmt: skip
             for node, s in self.steps()
-            if s.move.sends
+            if s.sends
         )
 
     def comm_time(self, topology: MeshTopoInfo | None = None) -> float:
         """Modelled microseconds of all collectives, one after the other, under the mesh's links or other ones."""
         if topology is None:
             return sum(c.us for c in self.collectives)
-        return sum(s.priced(topology) for _, s in self.steps() if s.move.sends)
+        return sum(s.priced(topology) for _, s in self.steps() if s.sends)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -131,22 +139,31 @@ def _margin(code: str, note: str) -> str:
 
 def _note(node: fx.Node) -> str:
     spec = node.meta.get("spec")
-    text = ", ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec) if spec else ""
-    if isinstance(node.target, Step) and node.target.move.sends:
+    if isinstance(node.target, Bucket):
+        text = f"{node.target.tensors} tensors"
+    else:
+        text = ", ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec) if spec else ""
+    if isinstance(node.target, (Step, Bucket)) and node.target.sends:
         text += f"   {node.target.nbytes:,} bytes, {node.target.cost:.1f} us"
     return text
 
 
 def _expression(program: Program, node: fx.Node) -> str:
     if node.op == "get_attr":
-        return f"constant({node.target!r})"
-    if isinstance(node.target, Step):
-        text = node.target.move.show(program.mesh)
-        return text.replace("(", f"({node.args[0]}, ", 1)
+        return f"constant({_constant(program.constants[node.target])})"
+    if isinstance(node.target, (Step, Bucket)):
+        return node.target.show(program.mesh, _value(node.args[0]))
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{node.args[0]}[{node.args[1]}]"
     args = [*map(_value, node.args), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())]
     return f"{_target(node.target)}({', '.join(args)})"
+
+
+def _constant(value: torch.Tensor) -> str:
+    """Its numbers where they are few, else a hash of them: part of what ranks compare."""
+    if value.numel() <= 8:
+        return str(value.tolist())
+    return f"<{hashlib.sha256(str(value.tolist()).encode()).hexdigest()[:16]}>"
 
 
 def _target(target: Any) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import Any
 
 
 class Cache:
-    """A dictionary that forgets its oldest entries and counts hits and misses.
+    """A dictionary that forgets its oldest entries and counts hits and misses. Threads may share it.
 
     >>> c = Cache(2)
     >>> [c.get(k, lambda k=k: k * 2) for k in (1, 2, 1, 3, 1)]
@@ -20,6 +21,7 @@ class Cache:
         self.maxsize = maxsize
         self.hits = self.misses = 0
         self._entries: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What is kept under the key; made, and kept, where there is nothing."""
@@ -27,32 +29,41 @@ class Cache:
         if found is not None:
             self.hits += 1
             return found
-        self.misses += 1
-        made = make()
-        while len(self._entries) >= self.maxsize:
-            self._entries.pop(next(iter(self._entries), None), None)
-        self._entries[key] = made
+        made = make()  # by two threads at once, perhaps: they make the same
+        with self._lock:
+            self.misses += 1
+            while len(self._entries) >= self.maxsize:
+                del self._entries[next(iter(self._entries))]
+            self._entries[key] = made
         return made
 
     def clear(self) -> None:
-        self._entries.clear()
-        self.hits = self.misses = 0
+        with self._lock:
+            self._entries.clear()
+            self.hits = self.misses = 0
+
+    def __len__(self):
+        return len(self._entries)
 
     def __repr__(self):
         return f"Cache({len(self._entries)} of {self.maxsize} entries, {self.hits} hits, {self.misses} misses)"
 
 
 def frozen(value: Any) -> Hashable:
-    """A hashable stand-in for an argument; numbers keep their type, for 1, 1.0 and True are not one argument.
+    """A hashable stand-in for an argument, equal where the arguments cannot be told apart.
 
-    >>> frozen([1, True, 1.0]) == frozen([1, 1, 1])
-    False
+    Numbers keep their type, for 1, 1.0 and True are not one argument, nor are 0.0 and -0.0; NaN equals itself.
+
+    >>> frozen([1, True, 1.0]) == frozen([1, 1, 1]), frozen(0.0) == frozen(-0.0)
+    (False, False)
     """
     kind = type(value)
     if isinstance(value, (list, tuple)):
         return (list, *map(frozen, value))
     if isinstance(value, dict):
         return (dict, *((k, frozen(v)) for k, v in value.items()))
-    if kind is int or kind is float or kind is bool:
+    if kind is int or kind is bool:
         return kind, value
+    if kind is float or kind is complex:
+        return kind, repr(value)
     return value

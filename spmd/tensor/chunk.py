@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from math import prod
+from math import gcd, isqrt, prod
 
 
 def chunk(length: int, n: int, i: int) -> tuple[int, int]:
@@ -45,15 +45,28 @@ def blocks(size: int, unit: int, ns: tuple[int, ...]) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=65536)
 def smallest_unit(size: int, unit: int, ns: tuple[int, ...]) -> int:
-    """The smallest unit that gives the same blocks: the canonical one.
+    """The smallest unit of all that give the same blocks: the canonical one, for it depends on the blocks alone.
 
-    >>> smallest_unit(32, 8, (2,)), smallest_unit(30, 5, (4,))
-    (1, 5)
+    >>> smallest_unit(32, 8, (2,)), smallest_unit(30, 5, (4,)), smallest_unit(36, 6, (4,))
+    (1, 5, 4)
     """
+    if size % unit:
+        return unit  # it does not fit, which the spec will say
     if unit == 1 or not ns or (size // unit) % prod(ns) == 0:
         return 1
     want = blocks(size, unit, ns)
-    return next(u for u in range(1, unit + 1) if unit % u == 0 and blocks(size, u, ns) == want)
+    shared = gcd(size, *(start for start, _ in want))  # any such unit divides it, the given one too
+    return next(u for u in divisors(shared) if blocks(size, u, ns) == want)
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, the smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 @functools.lru_cache(maxsize=65536)

@@ -344,8 +344,8 @@ def block(x) -> torch.Tensor:
     """The local tensor of a DTensor. RuntimeError for a view that was copied and whose base has been written since."""
     if x._copied_at is not None and x._copied_at != x._memory.writes:
         raise RuntimeError(
-            f"a view {x._spec} of a sharded tensor had to be gathered into a copy, and the tensor has been written since: "
-            "take the view again after the write, or clone it before."
+            f"a view {x._spec} of a sharded tensor had to be gathered into a copy, and the tensor has been written "
+            "since: take the view again after the write, or clone it before."
         )
     return x._local_tensor
 

@@ -32,6 +32,8 @@ from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
 
+aten = torch.ops.aten
+
 
 class DTensor(torch.Tensor):
     """A distributed tensor. Make one with `distribute_tensor` or `DTensor.from_local`."""
@@ -74,7 +76,7 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, other: DTensor) -> None:
         if not isinstance(other, DTensor) or _looks(other) != _looks(self):
-            raise TypeError(f"cannot assign {_brief(other)} to the data of {self._spec}; use copy_, or make a new DTensor")
+            raise TypeError(f"cannot assign {_brief(other)} to the data of {self._spec}; use copy_, or a new DTensor")
         self._local_tensor, self._spec, self._memory, self._copied_at = block(other), other._spec, None, None
 
     # ---- making one, and getting out ----------------------------------------------------------
@@ -126,7 +128,7 @@ class DTensor(torch.Tensor):
                 f"redistribute from {self._spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
             )
         target = _placed(self._spec, placements or [REPLICATE] * self._spec.mesh.ndim)
-        return self.view_as(self) if target is self._spec else _Redistribute.apply(self, target)
+        return aten.alias.default(self) if target is self._spec else _Redistribute.apply(self, target)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
@@ -146,7 +148,8 @@ class DTensor(torch.Tensor):
         return self.detach().full_tensor().tolist()
 
     def numpy(self, *, force: bool = False):
-        raise TypeError("numpy: no rank holds all of a DTensor; use full_tensor().numpy(), or to_local() for this rank's")
+        """An error: no rank holds all of it."""
+        raise TypeError("numpy: a DTensor is spread over ranks; use full_tensor().numpy(), or to_local().numpy()")
 
     # ---- copies -------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol):
@@ -266,8 +269,10 @@ def _spec_from_local(local, mesh, placements, shape, stride) -> Spec:
 
 def _global_stride(local: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a global tensor whose dims lie in memory as those of a dense block; else contiguous ones."""
-    dense = strides_like(local.shape, local.stride()) == local.stride()
-    return strides_like(shape, local.stride()) if dense and len(shape) == local.ndim else contiguous(shape)
+    dense = zip(strides_like(local.shape, local.stride()), local.stride(), local.shape, strict=True)
+    if len(shape) == local.ndim and all(want == have for want, have, size in dense if size > 1):
+        return strides_like(shape, local.stride())
+    return contiguous(shape)
 
 
 def _checked_together(run_check: bool, mesh: DeviceMesh, make) -> Spec:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf, lcm, prod
 from typing import NamedTuple
 
 from spmd.mesh import cost
@@ -240,14 +240,15 @@ def _sharding(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> tuple
     """
     axes = {a for a, row in enumerate(choice) if row.factor == factor}
     leaders = [
-        (spec.nbytes, -i, spec.dims[d], spec.units[d], f.unit)
+        (spec.nbytes, -i, spec, d, f.unit)
         for i, (spec, dims) in enumerate(zip(call.tensors, rule.ins, strict=True))
         for d, f in enumerate(dims)
         if f and f.name == factor and axes & set(spec.dims[d])
     ]
     if not leaders:
         return tuple(sorted(axes)), 1
-    _, _, order, unit, tied = max(leaders)
-    kept = tuple(a for a in order if a in axes)
-    base = unit // tied if unit % tied == 0 else 1
+    _, _, spec, d, tied = max(leaders, key=lambda leader: leader[:2])
+    kept = tuple(a for a in spec.dims[d] if a in axes)
+    # Both units divide the blocks, so their common multiple cuts them as they are.
+    base = lcm(spec.units[d], tied) // tied if spec.aligned(d, tied) else 1
     return kept + tuple(sorted(axes - set(kept))), base

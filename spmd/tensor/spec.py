@@ -171,7 +171,7 @@ def _check_layout(mesh, dims, units, partial, shape) -> None:
     used = [a for axes in dims for a in axes] + [a for a, _ in partial]
     twice = [mesh.axis_name(a) for a in sorted(set(used)) if used.count(a) > 1]
     if twice:
-        raise ValueError(f"axis {twice[0]} is used twice in one spec; an axis shards one dim, or is partial, or neither")
+        raise ValueError(f"axis {twice[0]} is used twice in one spec; it shards one dim, or is partial, or neither")
     for size, unit, axes in zip(shape, units, dims, strict=True):
         if axes and size % unit:
             raise ValueError(f"a dim of {size} does not divide into units of {unit}; the unit must divide the dim")
@@ -195,7 +195,7 @@ def _check_kinds(kinds: Sequence[str], dtype: torch.dtype) -> None:
         )
     for kind in kinds:
         if not _has(dtype, kind):
-            raise ValueError(f"there is no {WORDS[kind]} of {DTYPES.get(dtype, dtype)}; Partial({kind!r}) needs another dtype")
+            raise ValueError(f"there is no {WORDS[kind]} of {DTYPES.get(dtype, dtype)}; Partial({kind!r}) does not fit")
 
 
 WORDS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "product": "product"}

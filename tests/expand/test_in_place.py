@@ -5,13 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import spmd
 import spmd.expand.compile as compile_module
 from spmd import Replicate, Shard
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.memory import written_into
 from spmd.expand.passes.separate import separate_outputs
 from spmd.sim import run_ranks
 from spmd.tensor.spec import spec_of
@@ -24,13 +24,14 @@ aten = torch.ops.aten
 
 
 class Kept(nn.Module):
-    """Two matrices, a vector and a count, to be written into."""
+    """Matrices that are sharded and one that is not, a vector and a count, to be written into."""
 
     def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.arange(16.0).view(4, 4) / 8, requires_grad=False)
         self.b = nn.Parameter(1 - torch.arange(16.0).view(4, 4) / 4, requires_grad=False)
         self.register_buffer("c", torch.arange(4.0) - 1)
+        self.register_buffer("whole", torch.arange(16.0).view(4, 4))
         self.register_buffer("n", torch.tensor(3))
         self.p = nn.Parameter(torch.ones(4, 4))
         self.q = nn.Parameter(torch.full((4, 4), 2.0))
@@ -41,10 +42,12 @@ PLAN = {"a": {"tp": Shard(0), "dp": Shard(1)}, "b": {"tp": Shard(0)}, "p": {"dp"
 
 def with_its_transpose(m, x):
     m.a.copy_(m.a + m.a.t())
+    m.whole = m.whole + m.whole.t()
 
 
-def added_to_its_transpose(m, x):
-    m.b.add_(m.b.t())
+def scaled_by_its_rows(m, x):
+    m.whole = m.whole * m.whole[1]
+    m.c = m.c - m.c[2]
 
 
 def twice_itself(m, x):
@@ -68,7 +71,7 @@ def view_read_after_the_write(m, x):
 
 
 def view_of_the_old_value(m, x):
-    old = (m.a + 0).t()
+    old = (m.a + 0).t().clone()
     m.a.add_(old)
     return old
 
@@ -117,6 +120,7 @@ def shifted_pair(m, x):
 
 def turned(m, x):
     m.b = nn.Parameter(m.b.t(), requires_grad=False)
+    m.whole = (m.whole + 1).t()
 
 
 def new_value_returned(m, x):
@@ -172,17 +176,11 @@ def read_by_a_product(m, x):
 
 
 STEPS = [
-    with_its_transpose, added_to_its_transpose, twice_itself, read_after_the_write, view_read_after_the_write,
+    with_its_transpose, scaled_by_its_rows, twice_itself, read_after_the_write, view_read_after_the_write,
     view_of_the_old_value, written_through_views, summed_then_written, chained, swapped, swapped_by_copies, shifted,
     shifted_pair, turned, new_value_returned, state_returned, replaced_by_constants, constants_written, input_kept,
     stretched, one_gradient_for_two, one_value_twice, read_by_a_product,
 ]  # fmt: skip
-
-
-def run(step, model, inputs) -> list:
-    """What each call returned, looked at once then and once after the last call; and the state at the end."""
-    returned = [step(model, x) for x in inputs]
-    return returned
 
 
 @pytest.mark.parametrize("reuse", [True, False], ids=["reused", "not reused"])
@@ -216,3 +214,165 @@ def test_writes_are_those_of_one_device(step, reuse):
     keep = mock.patch.object(compile_module, "reuse_memory", lambda graph, owned: 0)
     with keep if not reuse else mock.patch.object(compile_module, "reuse_memory", reuse_memory):
         run_ranks(rank, 4)
+
+
+# ---- graphs -----------------------------------------------------------------------------------
+
+MESH = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+all_reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+
+
+class WithSpecs(fx.Interpreter):
+    """Gives each node of a graph the spec of a replicated tensor of its shape."""
+
+    def run_node(self, node):
+        out = node.args[0] if node.target in (all_reduce, wait) else super().run_node(node)
+        out = self.env[out] if isinstance(out, fx.Node) else out
+        if isinstance(out, torch.Tensor):
+            node.meta["spec"] = spec_of(MESH, [Replicate()], out.shape, out.dtype)
+        return out
+
+
+def graph_of(fn) -> fx.Graph:
+    """The graph of a function of one 4 x 4 matrix."""
+    module = fx.symbolic_trace(fn)
+    WithSpecs(module).run(torch.ones(4, 4))
+    return module.graph
+
+
+def targets(graph: fx.Graph) -> str:
+    return " ".join(str(n.target).removeprefix("aten.") for n in graph.nodes if n.op == "call_function")
+
+
+def in_flight(x):
+    h = all_reduce(x, "sum", "0")
+    y = aten.add.Tensor(x, 1)
+    return wait(h), y
+
+
+def arrived(x):
+    y = aten.clone.default(wait(all_reduce(x, "sum", "0")))
+    return y, aten.add.Tensor(x, 1)
+
+
+def chain(x):
+    return aten.sqrt.default(aten.mul.Tensor(aten.add.Tensor(x, x), 2.0))
+
+
+def view_later(x):
+    row = aten.select.int(x, 0, 1)
+    y = aten.add.Tensor(x, 1)
+    return aten.neg.default(row), y
+
+
+def with_a_view(x):
+    return aten.add.Tensor(x, aten.t.default(x))
+
+
+def read_later(x):
+    y = aten.add.Tensor(x, 1)
+    return aten.mul.Tensor(x, y)
+
+
+def other_dtype(x):
+    return aten.gt.Scalar(x, 0)
+
+
+def other_shape(x):
+    return aten.add.Tensor(aten.sum.dim_IntList(x, [0]), x)
+
+
+def not_first(x):
+    return aten.sub.Tensor(aten.ones_like.default(x), x)
+
+
+def no_pointwise_op(x):
+    return aten.cumsum.default(x, 0)
+
+
+def of_a_reshaped(x):
+    return aten.add.Tensor(aten._unsafe_view.default(x, [4, 4]), x)
+
+
+@pytest.mark.parametrize(
+    "fn, want",
+    [
+        (chain, "add_.Tensor mul_.Tensor sqrt_.default"),
+        (in_flight, "_c10d_functional.all_reduce.default add.Tensor _c10d_functional.wait_tensor.default"),
+        (arrived, "_c10d_functional.all_reduce.default _c10d_functional.wait_tensor.default clone.default add_.Tensor"),
+        (view_later, "select.int add.Tensor neg.default"),
+        (with_a_view, "t.default add.Tensor"),
+        (read_later, "add.Tensor mul_.Tensor"),
+        (other_dtype, "gt.Scalar"),
+        (other_shape, "sum.dim_IntList add.Tensor"),
+        (not_first, "ones_like.default sub.Tensor"),
+        (no_pointwise_op, "cumsum.default"),
+        (of_a_reshaped, "_unsafe_view.default add.Tensor"),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_an_op_writes_into_its_first_operand_where_nobody_reads_it_again(fn, want):
+    """Not while a collective reads it, not beside a view of it, and only where the result fits."""
+    graph = graph_of(fn)
+    changed = reuse_memory(graph, [True])
+    assert targets(graph) == want
+    assert changed == sum("_." in name for name in want.split() if "wait" not in name and "_c10d" not in name)
+    if all_reduce not in {n.target for n in graph.nodes}:
+        x = torch.linspace(0.1, 2, 16).view(4, 4)
+        same(list(values([fx.GraphModule({}, graph)(x.clone())])), values([fn(x.clone())]), "results")
+
+
+def test_what_is_not_ours_is_not_written_into():
+    graph = graph_of(chain)
+    assert reuse_memory(graph, [False]) == 0
+    assert targets(graph) == "add.Tensor mul.Tensor sqrt.default"
+
+
+@pytest.mark.parametrize(
+    "fn, homes, copies",
+    [
+        (lambda x: (x,), [0], 0),  # unchanged
+        (lambda x: (x,), [None], 1),  # an input, as a result
+        (lambda x: (aten.add_.Tensor(x, 1),), [0], 0),  # written in place
+        (lambda x: (aten.add_.Tensor(x, 1),), [None], 1),
+        (lambda x: (aten.t.default(x),), [0], 1),  # a view of its own home, in another order
+        (lambda x: (y := aten.add.Tensor(x, 1), y), [None, None], 1),  # one value twice
+        (lambda x: (y := aten.add.Tensor(x, 1), aten.t.default(y)), [0, None], 1),
+        (lambda x: (aten.add.Tensor(x, 1), aten.add.Tensor(x, 2)), [0, None], 0),
+        (lambda x: (wait(all_reduce(x, "sum", "0")),), [None], 0),
+        (lambda x: (h := aten.clone.default(x).split([1, 3]), [h[0], h[1]])[1], [None, None], 0),  # cut apart
+        (lambda x: (h := aten.clone.default(x).split([1, 3]), [h[0], h[0].t()])[1], [None, None], 1),
+        (lambda x: (h := aten.clone.default(x), h.split([1, 3])[1]), [None, None], 1),
+    ],
+    ids=range(12),
+)
+def test_outputs_that_share_memory_are_parted(fn, homes, copies):
+    graph = graph_of(fn)
+    assert separate_outputs(graph, homes) == copies
+
+
+def test_a_parameter_keeps_its_memory():
+    """The update goes into the block that the rank holds; nothing is copied home."""
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    base = nn.Linear(4, 4)
+
+    def rank(r):
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.AdamW(model.parameters())
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        compiled = spmd.compile(step, mesh, inputs={"x": [Shard(0)]})
+        for _ in range(2):
+            compiled(model, optimizer, torch.ones(4, 4))
+        kept = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
+        before = [t.to_local().data_ptr() for t in kept]
+        compiled(model, optimizer, torch.ones(4, 4))
+        assert [t.to_local().data_ptr() for t in kept] == before
+        outputs = next(n for n in compiled._last.module.graph.nodes if n.op == "output").args[0]
+        return len(kept), sum(written_into(v).op == "placeholder" for v in outputs)
+
+    assert run_ranks(rank, 2) == [(8, 8)] * 2

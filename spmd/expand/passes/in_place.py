@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.passes.memory import base, may_alias
+from spmd.expand.passes.memory import base, holds_operand
 
 
 def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
@@ -56,6 +56,6 @@ def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int
     last: dict[fx.Node, int] = {}
     for node in reversed(graph.nodes):
         reads = [order[user] for user in node.users]
-        reads += [last[user] for user in node.users if may_alias(user)]
+        reads += [last[user] for user in node.users if holds_operand(user)]
         last[node] = max(reads, default=order[node])
     return last

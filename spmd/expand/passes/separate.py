@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from spmd.expand.passes.memory import base, written_into
+from spmd.expand.passes.memory import Part, part, written_into
 
 
 def separate_outputs(graph: fx.Graph, homes: Sequence[int | None]) -> int:
@@ -21,7 +21,7 @@ def separate_outputs(graph: fx.Graph, homes: Sequence[int | None]) -> int:
     Returns how many copies it made.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    taken = {n for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    taken = {n: [Part(n)] for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     output = next(n for n in graph.nodes if n.op == "output")
     values = list(output.args[0])
     copies = 0
@@ -30,10 +30,13 @@ def separate_outputs(graph: fx.Graph, homes: Sequence[int | None]) -> int:
             continue
         if home is not None and written_into(value) is placeholders[home]:
             continue
-        if base(value) in taken:
+        mine = part(value)
+        others = taken.setdefault(mine.base, [])
+        if any(mine.meets(other) for other in others):
             with graph.inserting_before(output):
                 values[i] = graph.call_function(torch.ops.aten.clone.default, (value,))
             copies += 1
-        taken.add(base(value))
+        else:
+            others.append(mine)
     output.args = (tuple(values),)
     return copies

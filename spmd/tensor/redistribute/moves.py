@@ -26,9 +26,9 @@ from typing import ClassVar
 
 import torch
 
-from spmd.comm import transport
+from spmd.comm import Transport
 from spmd.mesh import MeshTopoInfo, cost
-from spmd.tensor.chunk import chunk
+from spmd.tensor.chunk import chunk, smallest_unit
 from spmd.tensor.spec import Spec, commute
 
 
@@ -39,11 +39,7 @@ class At:
     before: Spec
     after: Spec
     coordinate: tuple[int, ...]
-    transport: object
-
-    @classmethod
-    def here(cls, before: Spec, after: Spec) -> At:
-        return cls(before, after, before.mesh.get_coordinate(), transport())
+    transport: Transport
 
     def size(self, axis: int) -> int:
         return self.before.mesh.shape[axis]
@@ -134,9 +130,8 @@ class ReduceScatter(Move):
         if _empty(at.shape_before()):
             return _narrow(x, self.dim, 0, sizes[at.coordinate[self.axis]])
         if len(set(sizes)) > 1 or self.dim:
-            pieces = _split(x, sizes, self.dim)
-            padded = [_padded(p, self.dim, s, sizes[0], len(at.before.shape)) for p, s in zip(pieces, sizes, strict=True)]
-            x = torch.cat(padded, 0)
+            pieces = zip(_split(x, sizes, self.dim), sizes, strict=True)
+            x = torch.cat([_padded(p, self.dim, size, sizes[0], len(at.before.shape)) for p, size in pieces], 0)
         n, op = at.size(self.axis), _wire_op(at, self.axis)
         return at.transport.reduce_scatter_tensor(x.contiguous(), op, n, at.group(self.axis))
 
@@ -293,9 +288,9 @@ def _without_shard(spec: Spec, axis: int, dim: int) -> Spec | None:
 
 
 def _with_shard(spec: Spec, axis: int, dim: int, unit: int) -> Spec | None:
-    """The axis inside those that shard the dim already. An even spec has unit 1 and takes any unit inside it."""
-    ns = [spec.mesh.shape[a] for a in spec.dims[dim]]
-    if spec.dims[dim] and spec.units[dim] != unit and (spec.shape[dim] // unit) % prod(ns):
+    """The axis inside those that shard the dim already, if these cut it as the unit would."""
+    ns = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
+    if ns and smallest_unit(spec.shape[dim], unit, ns) != spec.units[dim]:
         return None
     dims = (*spec.dims[:dim], (*spec.dims[dim], axis), *spec.dims[dim + 1 :])
     units = (*spec.units[:dim], unit, *spec.units[dim + 1 :])

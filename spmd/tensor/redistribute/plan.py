@@ -14,8 +14,10 @@ import heapq
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from spmd.mesh import MeshTopoInfo
+from spmd.comm import Transport, transport
+from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, At, Move, ReduceScatter, Slice, ToPartial
 from spmd.tensor.spec import Spec
 
@@ -27,6 +29,21 @@ class Step:
     move: Move
     before: Spec
     after: Spec
+
+    tensors: ClassVar[int] = 1
+    __name__: ClassVar[str] = "step"
+
+    @property
+    def kind(self) -> str:
+        return self.move.kind
+
+    @property
+    def axis(self) -> int:
+        return self.move.axis
+
+    @property
+    def sends(self) -> bool:
+        return self.move.sends
 
     @property
     def cost(self) -> float:
@@ -40,10 +57,22 @@ class Step:
         """Modelled microseconds of the move over other links than its mesh's."""
         return self.move.cost(self.before, self.after, topology)
 
+    def show(self, mesh: DeviceMesh, operand: object) -> str:
+        """The move of this operand as code, axes by name."""
+        return self.move.show(mesh).replace("(", f"({operand}, ", 1)
+
+    def start(self, x, coordinate: tuple[int, ...], transport: Transport):
+        """Launch the move on the block of the rank at the coordinate."""
+        return self.move.start(x, At(self.before, self.after, coordinate, transport))
+
+    def finish(self, y, coordinate: tuple[int, ...], transport: Transport):
+        """The block after the move, from what `start` gave."""
+        return self.move.finish(y, At(self.before, self.after, coordinate, transport))
+
     def __call__(self, local):
         """Make the move on this rank's block, now."""
-        at = At.here(self.before, self.after)
-        return self.move.finish(self.move.start(local, at), at)
+        coordinate, collectives = self.before.mesh.get_coordinate(), transport()
+        return self.finish(self.start(local, coordinate, collectives), coordinate, collectives)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from spmd.tensor.rules.laws import (
     BILINEAR,
     CLAMPED,
     FALLING,
+    FILLS_ZERO,
     LERP,
     LINEAR_IN_FIRST,
     MAX_OVER,
@@ -47,6 +48,7 @@ from spmd.tensor.rules.laws import (
     RISING,
     SCALING,
     SHIFTING,
+    UNREAD,
     lawful,
 )  # fmt: skip
 from spmd.tensor.rules.rule import Law, Rule
@@ -156,7 +158,8 @@ elementwise((), "hardswish log_sigmoid_forward")
 elementwise(PICKS + PICKS_OR_CONST, "where")
 enter("div true_divide", networks.division)
 enter("masked_fill", networks.masked_fill)
-enter("zeros_like ones_like full_like empty_like fill zero", families.like)
+enter("zeros_like ones_like full_like empty_like fill", families.like)
+elementwise(UNREAD + FILLS_ZERO, "zero")  # in place a sum stays one
 enter("new_zeros new_ones new_full new_empty", families.new)
 
 # ---- reduction --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from spmd import _torch
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
+from spmd.tensor.spec import strides_like
 
 aten = torch.ops.aten
 
@@ -210,6 +211,26 @@ def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None,
         log = aten.mul.Tensor(log, aten.add.Scalar(weighted, 1))
     each = aten.sub.Tensor(aten.mul.Tensor(aten.rsub.Scalar(target, 1), self), log)
     return _reduced(each if weight is None else aten.mul.Tensor(each, weight), reduction)
+
+
+# ---- factories --------------------------------------------------------------------------------
+
+
+@instead_of(aten.new_empty_strided.default)
+def new_empty_strided(self, size, stride, *, dtype=None, layout=None, device=None, pin_memory=None):
+    """`new_empty` with the dims in the order of their strides, and turned back: a block has other strides.
+
+    Of the shape of `self` it is turned as well, so that the result lies on the ranks as it does.
+    """
+    if strides_like(size, stride) != tuple(stride):
+        return NotImplemented  # with holes, or elements that share memory
+    order = sorted(range(len(size)), key=lambda d: (-stride[d], d))
+    options = {"dtype": dtype, "layout": layout, "device": device, "pin_memory": pin_memory}
+    if order == sorted(order):
+        return aten.new_empty.default(self, size, **options)
+    like = aten.permute.default(self, order) if tuple(size) == tuple(self.shape) else self
+    turned = aten.new_empty.default(like, [size[d] for d in order], **options)
+    return aten.permute.default(turned, [order.index(d) for d in range(len(size))])
 
 
 # ---- squeeze ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from spmd.tensor.rules.rule import Law, Rule, fill, laws
 MOVES = laws("sum avg max min product: p -> p...")  # reduce, then move = move, then reduce
 MOVES_FIRST = laws("sum avg max min product: p r... -> p")  # the same; the others say only where to
 MOVES_ALL = laws("sum avg max min product: p... -> p")  # each element of the result comes from one of them
-MOVES_SECOND = laws("sum avg max min product: r p -> p")  # copy: only the second operand is read
+MOVES_SECOND = laws("sum avg max min product: r p -> p", "sum avg max min product: p p -> p")  # copy reads the second
 PICKS = laws(
     "sum avg max min product: r p p -> p",  # where(c, x, y) takes x or y, the same on every rank
     "avg max min: r p r -> p",  # and y = avg(y, y) = max(y, y) = min(y, y)

@@ -158,14 +158,13 @@ def _kernel(call: Call, o, c) -> Dims:
 def attention(call: Call) -> Rule | None:
     """Batch and head are free, `b h t d`; time and the head's own dim are whole.
 
-    No rank may be left without a head: the kernels divide by the number of heads (on CPU the process dies).
     With dropout there is no rule: each shard would draw the same numbers.
     """
     if not _is_plain(call):
         return None
     dims, tied = _heads(call)
     outs = [tied(o.shape) if i < 2 and o is not None else None for i, o in enumerate(call.outs)]
-    return by_name(call, dims, outs, laws=LINEAR_IN_THIRD, nonempty=frozenset("bh"))
+    return by_name(call, dims, outs, laws=LINEAR_IN_THIRD, nonempty=_filled(call))
 
 
 def attention_backward(call: Call) -> Rule | None:
@@ -174,12 +173,20 @@ def attention_backward(call: Call) -> Rule | None:
         return None
     dims, tied = _heads(call)
     outs = [tied(o.shape) if o is not None else None for o in call.outs]
-    return by_name(call, dims, outs, kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset("bh"))
+    return by_name(call, dims, outs, kind="sum", laws=LINEAR_IN_FIRST, nonempty=_filled(call))
 
 
 def _is_plain(call: Call) -> bool:
     """No random numbers, and no debug output."""
     return is_zero(call["dropout_p"]) and not call["return_debug_mask"]
+
+
+def _filled(call: Call) -> frozenset:
+    """No rank may be left without a head: the kernels divide by their number (on CPU the process dies).
+
+    Without a batch the CPU's kernel has nothing to do; others are not asked.
+    """
+    return frozenset("h") if "for_cpu" in call.name else frozenset("bh")
 
 
 MASKS = ("attn_mask", "attn_bias")

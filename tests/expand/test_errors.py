@@ -1,0 +1,391 @@
+"""What is wrong is said before anything is changed, by all ranks, and with what would work."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn, optim
+
+import spmd
+from spmd import Partial, Replicate, Shard
+from spmd.sim import run_ranks
+from tests.expand.side_by_side import INPUTS, NET, Case, Net, copied, rows, same, tensors, train_step, values
+
+X, Y = rows(6)[0]
+
+
+def mesh_of(*shape):
+    return spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+# ---- when it is compiled ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"params": {"up.*": {"pp": Shard(0)}}}, ValueError, r"'up.\*': .*pp.*axes.*dp.*tp"),
+        ({"inputs": {"x": {"tq": Shard(0)}}}, ValueError, r"'x': .*tq.*dp.*tp"),
+        ({"params": {"up.*": [Shard(0)]}}, ValueError, r"'up.\*': \[Shard\(0\)\] is no placing.*list of 2 placements"),
+        ({"params": {"up.*": Shard(0)}}, ValueError, r"no placing on a mesh with axes dp, tp"),
+        ({"params": {"up.*": {"tp": Partial()}}}, ValueError, r"params 'up.\*': Partial\(\) is no placement for an input"),
+        ({"inputs": {"x": {"tp": 0}}}, ValueError, r"inputs 'x': 0 is no placement for an input; use Shard"),
+        ({"params": [("up.*", {"tp": Shard(0)})]}, TypeError, "params is a list; give a dict from name pattern"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_placings_are_checked_when_compiling(given, error, message):
+    """What needs no tensor to be found wrong is found at once; no process group is needed."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    with pytest.raises(error, match=message):
+        spmd.compile(train_step, mesh, **given)
+
+
+def test_only_functions_are_compiled():
+    with pytest.raises(TypeError, match=r"not callable; give the function to run"):
+        spmd.compile(None, spmd.DeviceMesh("cpu", [0]))
+
+
+def test_there_is_no_program_before_the_first_call():
+    step = spmd.compile(train_step, spmd.DeviceMesh("cpu", [0]))
+    assert step.programs == []
+    with pytest.raises(RuntimeError, match="made at the first call"):
+        _ = step.program
+
+
+# ---- at the first call ------------------------------------------------------------------------
+
+
+def unchanged(pair, before, objects) -> None:
+    """The same tensors, of the same values, and nothing kept by the optimiser."""
+    assert [id(t) for t in pair[0].parameters()] == objects
+    assert [id(t) for group in pair[1].param_groups for t in group["params"]] == objects
+    same(tensors(*pair), before, "state")
+
+
+def first_call_fails(step, error, message, given=None, pair=None, args=None, **patterns) -> None:
+    """On both ranks, and leaves the model and the optimiser as they were."""
+    pair = pair or Case().begin()
+
+    def rank(r):
+        mine = copied(pair)
+        before, objects = tensors(*mine), [id(p) for p in mine[0].parameters()]
+        numbers = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in mine[1].param_groups])
+        compiled = spmd.compile(step, mesh_of(2, 1), **{"params": NET, "inputs": INPUTS, **patterns})
+        with pytest.raises(error, match=message):
+            compiled(*mine, *(args(mine) if args else (X, Y)))
+        unchanged(mine, before, objects)
+        assert [{k: v for k, v in g.items() if k != "params"} for g in mine[1].param_groups] == numbers
+        assert compiled.programs == []
+
+    run_ranks(rank, 2)
+
+
+@pytest.mark.parametrize(
+    "patterns, message",
+    [
+        ({"params": {"*.ups.weight": [Shard(0), Replicate()]}}, r"params '\*.ups.weight' matches nothing. Near: .*up.weight"),
+        ({"params": {"zzz": [Shard(0), Replicate()]}}, r"matches nothing. There are: model.up.weight"),
+        ({"inputs": {"tokens": {"dp": Shard(0)}}}, r"inputs 'tokens' matches nothing. There are: x, y"),
+        ({"inputs": {"optimizer": {"dp": Shard(0)}}}, r"inputs 'optimizer' matches nothing"),
+        ({"params": {"up.bias": {"tp": Shard(1)}}}, r"model.up.bias: Shard\(1\) on tp: the tensor has 1 dims.*-1 to 0"),
+        ({"inputs": {"x": {"dp": Shard(2)}}}, r"x: Shard\(2\) on dp: the tensor has 2 dims; allowed dims are -2 to 1"),
+        ({"params": {"*": {"dp": Shard(0, unit=3)}}}, r"model.up.weight: .*8 does not divide into units of 3"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_patterns_are_checked_before_anything_is_placed(patterns, message):
+    first_call_fails(train_step, ValueError, message, **patterns)
+
+
+outside = torch.ones(3)
+
+
+def uses_a_tensor_from_outside(model, optimizer, x, y):
+    return train_step(model, optimizer, x, y) * outside.sum()
+
+
+def writes_into_its_input(model, optimizer, x, y):
+    x.mul_(2)
+    return train_step(model, optimizer, x, y)
+
+
+def changes_the_learning_rate(model, optimizer, x, y):
+    loss = train_step(model, optimizer, x, y)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    return loss
+
+
+def counts_in_python(model, optimizer, x, y):
+    model.calls = getattr(model, "calls", 0) + 1
+    return train_step(model, optimizer, x, y)
+
+
+def leaves_training(model, optimizer, x, y):
+    model.eval()
+    return train_step(model, optimizer, x, y)
+
+
+def drops_out(model, optimizer, x, y):
+    return train_step(model, optimizer, F.dropout(x, 0.5), y)
+
+
+def draws(model, optimizer, x, y):
+    return train_step(model, optimizer, x + torch.randn_like(x), y)
+
+
+def branches_on_the_loss(model, optimizer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    if loss > 1:
+        loss.backward()
+    return loss
+
+
+def sizes_from_values(model, optimizer, x, y):
+    return x[y > 0].sum()
+
+
+def fails_by_itself(model, optimizer, x, y):
+    train_step(model, optimizer, x, y)
+    raise LookupError("no such thing")
+
+
+def of_wrong_shapes(model, optimizer, x, y):
+    return model(x @ x)
+
+
+@pytest.mark.parametrize(
+    "step, error, message",
+    [
+        (uses_a_tensor_from_outside, RuntimeError, r"uses_a_tensor_from_outside uses a tensor that is not among its arg"),
+        (writes_into_its_input, RuntimeError, r"writes into its argument x; let it return the new value instead"),
+        (changes_the_learning_rate, RuntimeError, r"changes optimizer.param_groups.0.lr itself.*between steps"),
+        (counts_in_python, RuntimeError, r"changes a Python value in a module or optimiser.*Keep counts in tensors"),
+        (leaves_training, RuntimeError, r"changes a Python value.*set flags outside the step"),
+        (drops_out, NotImplementedError, r"(?s)bernoulli.*: random ops.*dropout.*model.eval\(\).*test_errors.py:\d+, in drops_out"),
+        (draws, NotImplementedError, r"(?s)aten.randn_like.*: random ops.*test_errors.py:\d+, in draws"),
+        (branches_on_the_loss, RuntimeError, r"(?s)decides by a value.*torch.where.*test_errors.py:\d+, in branches_on_the"),
+        (sizes_from_values, NotImplementedError, r"(?s)aten.index.Tensor: the size of its result.*test_errors.py:\d+, in sizes_"),
+        (fails_by_itself, LookupError, "no such thing"),
+        (of_wrong_shapes, RuntimeError, r"."),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_steps_that_cannot_be_compiled(step, error, message):
+    """Said with the user's line where there is one."""
+    first_call_fails(step, error, message)
+
+
+def with_scheduler(model, optimizer, x, y, scheduler):
+    loss = train_step(model, optimizer, x, y)
+    scheduler.step()
+    return loss
+
+
+def test_arguments_of_other_types():
+    """A scheduler is told to stay outside; too few arguments are Python's own error."""
+    first_call_fails(
+        with_scheduler, TypeError, r"argument scheduler is a StepLR.*learning-rate scheduler, outside the step",
+        args=lambda pair: (X, Y, optim.lr_scheduler.StepLR(copy.deepcopy(pair[1]), 1)),
+    )  # fmt: skip
+    first_call_fails(train_step, TypeError, "missing a required argument: 'y'", args=lambda pair: (X,))
+    first_call_fails(
+        train_step, ValueError, r"argument x requires a gradient.*pass x.detach\(\)",
+        args=lambda pair: (X.clone().requires_grad_(), Y),
+    )  # fmt: skip
+
+
+def test_optimisers_that_decide_by_their_step_count():
+    """They read the count from a tensor and branch on it: an error that names the line, and the state as it was."""
+    case = Case(optimizer=lambda p: optim.RAdam(p, lr=1e-2))
+    pair = case.begin()
+
+    def rank(r):
+        mine = copied(pair)
+        compiled = spmd.compile(train_step, mesh_of(2))
+        compiled(*mine, X, Y)  # the count is a constant here
+        before = tensors(*mine)
+        with pytest.raises(RuntimeError, match=r"(?s)decides by a value in a tensor.*, in train_step"):
+            compiled(*mine, X, Y)
+        same(tensors(*mine), before, "state")
+
+    run_ranks(rank, 2)
+
+
+def test_hooks_on_parameters():
+    """They would not run."""
+    pair = Case().begin()
+
+    def rank(r):
+        mine = copied(pair)
+        mine[0].up.weight.register_hook(lambda g: g * 2)
+        compiled = spmd.compile(train_step, mesh_of(2))
+        with pytest.raises(NotImplementedError, match=r"model.up.weight has a gradient hook"):
+            compiled(*mine, X, Y)
+
+    run_ranks(rank, 2)
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4, 4))
+        self.register_buffer("b", self.a.detach()[2])
+
+
+def test_tensors_that_share_memory():
+    """On one device a write into one shows in the other; parted, it would not."""
+
+    def step(model, x):
+        return (model.a @ x).sum()
+
+    def rank(r):
+        with pytest.raises(ValueError, match=r"model.a and model.b share memory; tie them by registering one tensor"):
+            spmd.compile(step, mesh_of(2))(Shared(), torch.ones(4))
+
+    run_ranks(rank, 2)
+
+
+def test_a_model_on_another_mesh():
+    """One mesh for a model and its step."""
+    pair = Case().begin()
+
+    def rank(r):
+        mine = copied(pair)
+        spmd.compile(train_step, mesh_of(2))(*mine, X, Y)
+        before = tensors(*mine)
+        with pytest.raises(ValueError, match=r"model.up.weight lies on .*'dp',.* but the step is compiled for .*'tp'"):
+            spmd.compile(train_step, mesh_of(1, 2))(*mine, X, Y)
+        same(tensors(*mine), before, "state")
+
+    run_ranks(rank, 2)
+
+
+def test_after_an_error_the_right_step_works():
+    """Nothing was half done: the same model trains as on one device, by the same compiled step or another."""
+    case = Case(batches=rows(6))
+    want, _ = case.on_one_device()
+    pair = case.begin()
+
+    def rank(r):
+        mine = copied(pair)
+        compiled = spmd.compile(train_step, mesh_of(2, 1), params=NET, inputs=INPUTS)
+        with pytest.raises(IndexError):
+            compiled(*mine, X[0], Y)
+        with pytest.raises(NotImplementedError):
+            spmd.compile(drops_out, mesh_of(2, 1))(*mine, X, Y)
+        same([values(compiled(*mine, *batch)) for batch in case.batches], want, "returned")
+
+    run_ranks(rank, 2)
+
+
+def test_a_later_error_leaves_the_state_too():
+    """A batch that the model cannot take, between two that it can."""
+    case = Case(batches=rows(6, n=2))
+    want, _ = case.on_one_device()
+    pair = case.begin()
+
+    def rank(r):
+        mine = copied(pair)
+        compiled = spmd.compile(train_step, mesh_of(2, 1), params=NET, inputs=INPUTS)
+        first = values(compiled(*mine, *case.batches[0]))
+        with pytest.raises(RuntimeError):
+            compiled(*mine, torch.ones(6, 5), Y)
+        same([first, values(compiled(*mine, *case.batches[1]))], want, "returned")
+
+    run_ranks(rank, 2)
+
+
+# ---- ranks that part --------------------------------------------------------------------------
+
+
+def on_each_rank(step_of, args_of=lambda r: (), params_of=lambda r: None) -> list[str]:
+    """What each of two ranks raises when it compiles its own step, model unchanged."""
+    pair = Case(Net, lambda p: optim.SGD(p, lr=0.1)).begin()
+
+    def rank(r):
+        mine = copied(pair)
+        before, objects = tensors(*mine), [id(p) for p in mine[0].parameters()]
+        compiled = spmd.compile(step_of(r), mesh_of(2), params=params_of(r))
+        try:
+            compiled(*mine, *(args_of(r) or (X, Y)))
+        except Exception as error:
+            unchanged(mine, before, objects)
+            return f"{type(error).__name__}: {error}"
+
+    return run_ranks(rank, 2)
+
+
+def test_ranks_with_different_programs_all_raise():
+    """With the difference, and the advice where to look."""
+
+    def step_of(r):
+        def step(model, optimizer, x, y):
+            out = model(x)
+            return out.exp().sum() if r else out.sum()
+
+        return step
+
+    first, second = on_each_rank(step_of)
+    assert first == second
+    assert_expected_inline(first, """\
+RuntimeError: the program of step differs between rank 0 and rank 1. All ranks must run the same code on the same sizes; look for rank-dependent branches, random order, or different versions.
+--- rank 0
++++ rank 1
+@@ -20,3 +20,4 @@
+     add_1 = aten.add.Tensor(mm_1, arg0_6)                                 # f32[6, 3]
+-    sum_1 = aten.sum(add_1)                                               # f32[]
++    exp = aten.exp(add_1)                                                 # f32[6, 3]
++    sum_1 = aten.sum(exp)                                                 # f32[]
+     return (""")
+
+
+def test_ranks_that_bake_other_constants_all_raise():
+    """A tensor made from the rank is part of the program."""
+
+    def step_of(r):
+        def step(model, optimizer, x, y):
+            return (model(x) * torch.tensor([1.0, 2.0, float(r)])).sum()
+
+        return step
+
+    first, second = on_each_rank(step_of)
+    assert first == second and "differs between rank 0 and rank 1" in first
+
+
+def test_one_rank_that_fails_fails_all():
+    """In the step, before it, or in its patterns; the others hear of it and none waits for ever."""
+
+    def step_of(r):
+        def step(model, optimizer, x, y):
+            if r == 1:
+                raise LookupError("only here")
+            return model(x).sum()
+
+        return step
+
+    def plain(model, optimizer, x, y):
+        return model(x).sum()
+
+    want = "RuntimeError: the program of step: rank 1 failed: LookupError: only here"
+    assert on_each_rank(step_of) == [want, "LookupError: only here"]
+    for difference in (
+        {"args_of": lambda r: (X, Y) if r == 0 else (X, object())},
+        {"args_of": lambda r: (X, Y) if r == 0 else (X,)},
+        {"params_of": lambda r: {"up.weight" if r == 0 else "up.wait": [Shard(0)]}},
+    ):
+        first, second = on_each_rank(lambda r: plain, **difference)
+        assert first.startswith("RuntimeError: the program of plain: rank 1 failed") and not second.startswith("Runtime")
+        assert second.split(": ", 1)[1][:40] in first
+
+
+def test_ranks_with_other_shapes_all_raise():
+    """Global sizes must be equal; a batch is given whole to every rank."""
+
+    def plain(model, optimizer, x, y):
+        return model(x).sum()
+
+    first, second = on_each_rank(lambda r: plain, args_of=lambda r: (X[: 6 - r], Y))
+    assert first == second and "differs between rank 0 and rank 1" in first and "f32[5, 4]" in first
