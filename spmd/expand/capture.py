@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.lists import list_decompositions
@@ -86,6 +87,11 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
         with _one_at_a_time:
             gm = make_fx(trace, decomposition_table=decompositions, tracing_mode="fake")(list(inputs.values()))
     except AssertionError as error:
+        if "token for effect" in str(error):
+            raise NotImplementedError(
+                f"{name} calls an op that only checks or prints, which has no place in a program; use a variant without, "
+                f"such as torch.linalg.inv_ex{_in_user_code(error)}"
+            ) from error
         if "FakeTensor" not in str(error):
             raise
         raise RuntimeError(
@@ -198,7 +204,7 @@ class _Normal(TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in op.tags and not _repeats(op, args, kwargs):
+        if Call(op, args, kwargs, ()).draws:
             raise NotImplementedError(
                 f"{op}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
                 f"model.eval()){_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
@@ -215,12 +221,6 @@ class _Normal(TorchDispatchMode):
 def _has_symbolic_size(out: Any) -> bool:
     tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     return any(_torch.is_symbol(n) for t in tensors for n in t.shape)
-
-
-def _repeats(op, args: tuple, kwargs: dict) -> bool:
-    """An op that may draw random numbers but was told not to, such as attention without dropout."""
-    given = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
-    return given.get("dropout_p", given.get("p")) == 0.0
 
 
 # ---- where in the user's code -----------------------------------------------------------------

@@ -29,6 +29,12 @@ from spmd.tensor.redistribute.moves import AllReduce, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.spec import Spec, replicated
 
+SAFE_LOCALLY = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""Ops that look at strides, by those that do not: a move leaves a block contiguous, whatever the trace saw."""
+
 OutputSpec = Callable[[int, Spec], Spec]
 """Given the index of an output and the spec it comes with, the spec it shall have."""
 
@@ -130,7 +136,8 @@ class _Expander:
         if lowering.sizes:
             shape = LocalShape(lowering.outs[0])
             args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)
-        new = self.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        local = SAFE_LOCALLY.get(node.target, node.target)
+        new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
         self._done(node, new, lowering.outs if many else lowering.outs[0])
 

@@ -17,8 +17,9 @@ import torch
 Tensors = list[torch.Tensor]
 
 REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "product": torch.mul, "min": torch.minimum, "max": torch.maximum,
+    "sum": torch.add, "product": torch.mul, "min": torch.fmin, "max": torch.fmax,
 }  # fmt: skip
+"""A maximum may lose a NaN, as it may on gloo: who needs it must send it some other way."""
 
 
 @dataclass(frozen=True)

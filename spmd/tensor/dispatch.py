@@ -133,15 +133,18 @@ def _check_mesh(op, mesh: DeviceMesh, other: DeviceMesh) -> None:
 
 
 def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
-    """A plain tensor as a replicated DTensor, where that is safe or was asked for."""
+    """A plain tensor as a replicated DTensor, where that is safe or was asked for.
+
+    RuntimeError elsewhere: torch's operators turn a TypeError into "unsupported operand type(s)".
+    """
     if x.ndim and not (_implicit.get() or _torch.in_backward()):
-        raise TypeError(
+        raise RuntimeError(
             f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor. If it is the same on all ranks write "
             "distribute_tensor(t, mesh, [Replicate(), ...]) or run under spmd.implicit_replication(); if it is this "
             "rank's part write DTensor.from_local(t, mesh, placements)."
         )
     if x.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
+        raise RuntimeError(
             f"{op}: a plain tensor of shape {list(x.shape)} that requires a gradient met a DTensor, and its gradient "
             "would not come back as a plain tensor. Make it a DTensor first, with distribute_tensor or from_local."
         )

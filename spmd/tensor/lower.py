@@ -33,6 +33,10 @@ from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec, contiguous
 
 
+READS_STORAGE = {"as_strided", "as_strided_scatter", "set", "resize", "resize_as"}
+"""Ops on the memory behind a tensor."""
+
+
 @dataclass(frozen=True)
 class Lowering:
     """What one op becomes on every rank.
@@ -57,7 +61,15 @@ class Lowering:
 
 
 def lower(call: Call, in_place: bool = False) -> Lowering:
-    """The cheapest right way to run a call. With `in_place` the first operand stays as it lies, where a row allows."""
+    """The cheapest right way to run a call. With `in_place` the first operand stays as it lies, where a row allows.
+
+    Raises NotImplementedError for an op that looks at memory and not at a tensor.
+    """
+    if call.name in READS_STORAGE:
+        raise NotImplementedError(
+            f"{call.op}: strides of a distributed tensor say nothing about the memory of its blocks; use view, reshape, "
+            "transpose, unfold or slicing"
+        )
     rule = rule_of(call) or _whole(call)
     choice = _cheapest_rows(call, rule, in_place)
     ins = tuple(_operand(call, rule, choice, i) for i in range(len(call.tensors)))

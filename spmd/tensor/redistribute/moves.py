@@ -103,15 +103,16 @@ class AllReduce(Move):
     def start(self, x, at):
         if _empty(at.shape_before()):
             return x
-        return at.transport.all_reduce(x.contiguous(), _wire_op(at, self.axis), at.group(self.axis))
+        op = _wire_op(at, self.axis)
+        return at.transport.all_reduce(_sent(x, at, op), op, at.group(self.axis))
 
     def finish(self, y, at):
-        return y if _empty(at.shape_before()) else _averaged(at.transport.wait_tensor(y), at, self.axis)
+        return y if _empty(at.shape_before()) else _received(at.transport.wait_tensor(y), at, self.axis)
 
 
 @dataclass(frozen=True)
 class ReduceScatter(Move):
-    """Partial to a shard of `dim`, inside the axes that shard it already."""
+    """Partial to a shard of `dim`, inside the axes that shard it already. Sums and averages only, of wide dtypes."""
 
     axis: int
     dim: int
@@ -119,8 +120,11 @@ class ReduceScatter(Move):
     kind = "reduce_scatter"
 
     def apply(self, spec):
-        bare = _without_partial(spec, self.axis)
-        return bare and _with_shard(bare, self.axis, self.dim, self.unit)
+        if not spec.on(self.axis).is_partial() or spec.on(self.axis).reduce_op not in ("sum", "avg"):
+            return None
+        if spec.dtype in WIDENED:
+            return None
+        return _with_shard(_without_partial(spec, self.axis), self.axis, self.dim, self.unit)
 
     def cost(self, before, after, topology):
         return cost.reduce_scatter_cost(before.local_nbytes, self.axis, topology)
@@ -340,3 +344,37 @@ def _wire_op(at: At, axis: int) -> str:
 
 def _averaged(y, at: At, axis: int):
     return y / at.size(axis) if at.before.on(axis).reduce_op == "avg" else y
+
+
+WIDENED = {torch.int16: torch.int32}
+"""Dtypes that gloo cannot reduce, and those it reduces them as."""
+
+
+def _sent(x, at: At, op: str):
+    """What goes on the wire for an all-reduce.
+
+    A maximum on the wire may lose a NaN, so that one goes along as a mark: behind the tensor, in the same buffer, stands
+    for each element whether it is one.
+    """
+    dtype = at.before.dtype
+    if dtype in WIDENED:
+        x = x.to(WIDENED[dtype])
+    if not _marks_nan(at, op):
+        return x.contiguous()
+    sign = 1 if op == "max" else -1
+    return torch.cat([x.reshape(-1), torch.isnan(x).reshape(-1).to(dtype) * sign], 0)
+
+
+def _received(y, at: At, axis: int):
+    """The reduced block, from what came back of what `_sent` sent."""
+    if at.before.dtype in WIDENED:
+        y = y.to(at.before.dtype)
+    if _marks_nan(at, _wire_op(at, axis)):
+        shape = at.shape_before()
+        value, mark = _split(y, [prod(shape)] * 2, 0)
+        y = value.masked_fill(mark != 0, torch.nan).view(shape)
+    return _averaged(y, at, axis)
+
+
+def _marks_nan(at: At, op: str) -> bool:
+    return op in ("max", "min") and at.before.dtype.is_floating_point
