@@ -5,9 +5,10 @@ Every other module imports them from here, so that one page shows what a new ver
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed.nn  # noqa: F401  before any process group: it keeps th
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import symbolic_shapes
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
 
 # Functional collectives as dispatcher ops: plain data in, a new tensor out, legal as targets of an fx graph.
 c10d_functional = torch.ops._c10d_functional
@@ -38,6 +39,9 @@ def new_group(ranks: Sequence[int]) -> distributed_c10d.ProcessGroup:
         )
     return distributed_c10d.new_group(list(ranks))
 
+
+# A mode that sees every op below autograd.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # Nested arguments as flat lists, and back.
 pytree = _pytree
@@ -80,6 +84,26 @@ PROFILER_OPS = (
 def functional(x: torch.Tensor) -> torch.Tensor:
     """x under functionalisation; a FunctionalTensorMode must be active."""
     return FunctionalTensor.to_functional(x)
+
+
+@contextlib.contextmanager
+def data_is_written() -> Iterator[None]:
+    """Inside, `x.data = y` on a functional tensor is a write into x, which it otherwise would not notice."""
+
+    def write(x: torch.Tensor, y: torch.Tensor) -> None:
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise RuntimeError(
+                f"x.data = y changes a {x.dtype} tensor of {list(x.shape)} to {y.dtype} {list(y.shape)}, which a compiled "
+                "step cannot; do it outside the step"
+            )
+        with torch.no_grad():
+            x.copy_(y)
+
+    FunctionalTensor.data = property(torch.Tensor.data.__get__, write)
+    try:
+        yield
+    finally:
+        del FunctionalTensor.data
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:

@@ -27,19 +27,16 @@ def agree(value: str, mesh: DeviceMesh, what: str, error: BaseException | None =
     `what` names the thing in the message. A rank that failed passes its `error`: it gets that error back, and all
     the others a RuntimeError that tells who failed and how. On a mesh of one rank only the error counts.
     """
-    texts = _gathered("" if error is None else f"{type(error).__name__}: {error}", value, mesh)
+    mark = bytes(32) if error is not None else hashlib.sha256(value.encode()).digest()
+    if len(set(transport().gather_marks(mark, mesh))) == 1 and error is None:
+        return
+    # Only now the texts travel: they may be long, and this road is taken once.
+    failure = "" if error is None else f"{type(error).__name__}: {error}"
+    every = transport().gather_objects((failure, value), mesh)
     if error is not None:
         raise error
-    _raise_if_one_failed([text for text, _ in texts], mesh, what)
-    marks = [mark for _, mark in texts]
-    if len(set(marks)) > 1:
-        # Only now the whole texts travel: they may be long, and this road is taken once.
-        raise RuntimeError(_difference(transport().gather_objects(value, mesh), mesh, what))
-
-
-def _gathered(failure: str, value: str, mesh: DeviceMesh) -> list[tuple[str, str]]:
-    """(error text, hash of the value) of every rank."""
-    return transport().gather_objects((failure, hashlib.sha256(value.encode()).hexdigest()), mesh)
+    _raise_if_one_failed([text for text, _ in every], mesh, what)
+    raise RuntimeError(_difference([value for _, value in every], mesh, what))
 
 
 def _raise_if_one_failed(failures: list[str], mesh: DeviceMesh, what: str) -> None:

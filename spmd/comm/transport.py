@@ -57,6 +57,9 @@ class Transport(Protocol):
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """One object of every rank of the mesh, in row-major order, on all of them."""
 
+    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
+        """The same for a few bytes, equally many on all ranks: one small collective."""
+
 
 class C10dTransport:
     """The collectives of torch.distributed: NCCL on CUDA, gloo on CPU."""
@@ -78,6 +81,17 @@ class C10dTransport:
         if mesh.size() > 1:
             dist.all_gather_object(found, obj, group=groups.whole_group(mesh))
         return found
+
+
+    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
+        """A few bytes of every rank of the mesh; through the CPU where the group can, so as not to wait for a GPU."""
+        if mesh.size() == 1:
+            return [mark]
+        group = groups.whole_group(mesh)
+        device = "cpu" if "cpu:" in dist.get_backend_config(group) else mesh.device_type
+        mine = torch.frombuffer(bytearray(mark), dtype=torch.uint8).to(device)
+        every = self.wait_tensor(self.all_gather_into_tensor(mine, mesh.size(), group.group_name))
+        return [bytes(row) for row in every.reshape(mesh.size(), -1).tolist()]
 
 
 _c10d = C10dTransport()

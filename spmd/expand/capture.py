@@ -10,10 +10,11 @@ tensor. Nothing of this knows of a mesh.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
 from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
 from spmd.tensor.rules.decompositions import decompositions
@@ -53,7 +53,8 @@ class Captured:
     """A single-device function as a graph.
 
     inputs: one `Slot` or `Argument` per placeholder. results: where each output goes: a `Slot`, or the index of
-    a leaf of what the function returns. leaves and tree: that return value, None where a tensor goes.
+    a leaf of what the function returns. leaves and tree: that return value, None where a tensor goes. fixed: float
+    arguments that could not stay symbols, with the values that the graph is for.
     """
 
     graph: fx.Graph
@@ -63,6 +64,12 @@ class Captured:
     leaves: tuple[Any, ...]
     tree: Any
     symbols: _torch.Symbols
+    fixed: dict[str, float]
+
+    def holds(self, numbers: dict[str, float]) -> bool:
+        """Whether the graph is right for these numbers too: the trace would have taken the same branches."""
+        fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
+        return fixed and self.symbols.still_hold(numbers)
 
 
 def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]], Any], state: State) -> Captured:
@@ -72,15 +79,28 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
     value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
     numbers or makes tensors of sizes that only the run knows. The arguments and what is in them are left as they are.
     """
-    name = getattr(fn, "__name__", str(fn))
     _check_hooks(state)
+    floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
+    try:
+        captured = _captured(fn, args, call, state, {})
+    except Exception:
+        if not floats:
+            raise
+    else:
+        if not floats or _only_arithmetic(captured.graph):
+            return captured
+    return _captured(fn, args, call, state, floats)
+
+
+def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float]) -> Captured:
+    name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     mode = symbols.fake_mode()
     slots = state.tensors()
     leaves = dict(named_leaves(args))
     inputs: dict[Slot | Argument, Any] = {slot: _fake(mode, t) for slot, t in slots.items()}
     inputs |= {Argument(path): _fake(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
-    numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float)}
+    numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     trace = _Trace(call, args, state, slots, tuple(inputs))
     try:
@@ -105,7 +125,16 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
         ) from error
     constants = _attributes(gm)
     _clean(gm.graph)
-    return Captured(gm.graph, constants, tuple(inputs), trace.outputs, trace.leaves, trace.tree, symbols)
+    return Captured(gm.graph, constants, tuple(inputs), trace.outputs, trace.leaves, trace.tree, symbols, fixed)
+
+
+ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos}
+
+
+def _only_arithmetic(graph: fx.Graph) -> bool:
+    """Whether nothing is done to numbers that a symbol does otherwise than a float, such as rounding."""
+    numbers = (n for n in graph.nodes if n.op == "call_function" and _torch.is_symbol(n.meta.get("val")))
+    return all(n.target in ARITHMETIC or isinstance(n.target, _torch.OpOverload) for n in numbers)
 
 
 @dataclass
@@ -129,7 +158,7 @@ class _Trace:
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
                 constants = self.state.constants()
-                with _Normal():
+                with _Normal(), _torch.data_is_written():
                     result = self.call(_with_leaves(self.args, numbers))
                 after = self.state.tensors()
                 self._check_unchanged(constants, numbers)
@@ -141,16 +170,19 @@ class _Trace:
             return nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
         return x
 
-    def _check_unchanged(self, constants: tuple, numbers: dict[str, Any]) -> None:
+    def _check_unchanged(self, constants: dict[str, Hashable], numbers: dict[str, Any]) -> None:
         """A Python value that the step changes would be frozen at what it is now: say so instead."""
         present = dict(self.state._hyper())
         for path, symbol in numbers.items():
             if path in present and present[path] is not symbol:
                 raise RuntimeError(f"the step changes {path} itself; change it between steps, outside the step")
-        if self.state.constants() != constants:
+        now = self.state.constants()
+        changed = [path for path in {**constants, **now} if constants.get(path) != now.get(path)]
+        if changed:
             raise RuntimeError(
-                "the step changes a Python value in a module or optimiser (a training flag, or a count kept as a "
-                "number); it would be frozen in the program. Keep counts in tensors and set flags outside the step."
+                f"the step changes a Python value in {changed[0]} (a flag, a count kept as a number, a tensor kept as an "
+                "attribute); it would be frozen in the program. Keep tensors with register_buffer, counts in tensors, "
+                "and set flags outside the step."
             )
 
     def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
@@ -161,6 +193,12 @@ class _Trace:
     def _flat_outputs(self, result: Any, after: Tensors) -> list:
         leaves, self.tree = pytree.tree_flatten(result)
         traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.is_symbol(x)]
+        strange = next((x for x in leaves if not isinstance(x, PLAIN) and not _torch.is_symbol(x)), None)
+        if strange is not None:
+            raise TypeError(
+                f"the step returns a {type(strange).__name__}; it may return tensors, numbers, strings, None, and lists, "
+                "tuples or dicts of them"
+            )
         self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
         self.outputs = (*traced, *after)
         values = [leaves[i] for i in traced] + list(after.values())
@@ -194,7 +232,7 @@ def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 # ---- ops as the expander wants them -----------------------------------------------------------
 
 
-class _Normal(TorchDispatchMode):
+class _Normal(_torch.TorchDispatchMode):
     """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them.
 
     Random ops are refused, and sizes that only the run knows.

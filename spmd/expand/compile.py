@@ -25,6 +25,7 @@ from spmd.comm import agree, transport
 from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.expand import expand
+from spmd.expand.likeness import ambient, likeness
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.separate import separate_outputs
@@ -32,7 +33,6 @@ from spmd.expand.placing import Patterns, check_patterns, placed_spec, placement
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
-from spmd.tensor.cache import frozen
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
@@ -102,19 +102,32 @@ class CompiledStep:
         return self._expanded(_Call.of(self._named(args, kwargs), self.mesh, self._params, self._inputs, first=True))[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._prepared(args, kwargs)
-        bound = self._find(call) or self._build(call)
+        call, error = self._prepared(args, kwargs)
+        bound = self._find(call) if call else None
+        self._agree_to_run(bound, call, error)
+        bound = bound or self._build(call)
         self._last = bound
         return bound.run(call.state, call.placed_state(self.mesh), call.placed_leaves(), call.numbers)
 
-    def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> _Call:
-        """What the call is about and where it all lies or shall lie; nothing is moved yet."""
+    def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
+        """What the call is about and where it all lies or shall lie, or why it cannot be; nothing is moved yet."""
         try:
-            return _Call.of(self._named(args, kwargs), self.mesh, self._params, self._inputs, first=not self._bound)
+            named = self._named(args, kwargs)
+            return _Call.of(named, self.mesh, self._params, self._inputs, first=not self._bound), None
         except Exception as error:
-            if not self._bound:  # the other ranks go on to compare programs
-                agree("", self.mesh, self._what, error)
-            raise
+            return None, error
+
+    def _agree_to_run(self, bound: _Bound | None, call: _Call | None, error: Exception | None) -> None:
+        """Every rank says which program it is about to run, and with which numbers; where they part, all raise.
+
+        One small exchange a call: without it ranks that were called differently would wait for each other, or train
+        apart.
+        """
+        what = f"the call of {getattr(self.fn, '__name__', 'the step')}"
+        if error is not None:
+            agree("", self.mesh, what, error)
+        text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
+        agree("\n".join([text, *(f"{path}: {value!r}" for path, value in call.numbers.items())]), self.mesh, what)
 
     @property
     def _what(self) -> str:
@@ -181,7 +194,9 @@ class _Call:
         specs = _state_specs(state, tensors, mesh, params, first)
         leaf_specs = {k: _input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
-        return cls(named, state, tensors, specs, leaves, leaf_specs, numbers, _key(state, tensors, specs, leaves, leaf_specs))
+        tree = str(pytree.tree_structure(named))
+        key = (tree, ambient(), *_key(state, tensors, specs, leaves, leaf_specs))
+        return cls(named, state, tensors, specs, leaves, leaf_specs, numbers, key)
 
     def placed_state(self, mesh: DeviceMesh) -> Tensors:
         """The tensors of the state, on the mesh; the state is given those it needs to be."""
@@ -199,10 +214,10 @@ def _key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves: dict[s
     """What a program depends on, but for the branches that numbers decide."""
     layout = tuple((slot, specs[slot], t.requires_grad) for slot, t in tensors.items())
     arguments = tuple(
-        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else frozen(v))
+        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else likeness(v))
         for k, v in leaves.items()
     )
-    return layout, arguments, frozen(state.constants())
+    return layout, arguments, tuple(state.constants().items())
 
 
 # ---- where things lie -------------------------------------------------------------------------
@@ -344,7 +359,7 @@ class _Bound:
         key = tuple(numbers.values())
         if key not in self._held:
             self._held.clear()
-            self._held[key] = self.captured.symbols.still_hold(numbers)
+            self._held[key] = self.captured.holds(numbers)
         return self._held[key]
 
     def run(self, state: State, tensors: Tensors, leaves: dict[str, Any], numbers: dict[str, float]) -> Any:

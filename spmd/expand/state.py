@@ -14,7 +14,7 @@ a `Slot`, tied ones one slot for all their names:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
+from spmd.expand.likeness import attributes, likeness
 
 PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
 
@@ -117,12 +118,14 @@ class State:
         """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
         return {path: v for path, v in self._hyper() if isinstance(v, float)}
 
-    def constants(self) -> tuple:
-        """What else a trace takes for granted: other hyper-parameters, flags and numbers in modules, wanted gradients."""
-        hyper = tuple((path, v) for path, v in self._hyper() if not isinstance(v, (float, torch.SymFloat, torch.Tensor)))
-        modules = tuple(_plain_attributes(m) for module in self.modules.values() for m in module.modules())
-        wanted = tuple(p.requires_grad for p in self.parameters().values())
-        return hyper, modules, wanted, self._kept_constants()
+    def constants(self) -> dict[str, Hashable]:
+        """What else a trace takes for granted, by path: other hyper-parameters, attributes of modules, wanted gradients."""
+        hyper = self._hyper()
+        found = {path: likeness(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
+        for root, module in self.modules.items():
+            found |= {f"{root}.{name}".rstrip("."): attributes(m) for name, m in module.named_modules()}
+        found |= {f"{path}.requires_grad": p.requires_grad for path, p in self.parameters().items()}
+        return found | {path: likeness(v) for path, v in self._kept_constants()}
 
     def _hyper(self) -> Iterator[tuple[str, Any]]:
         for root, optimizer in self.optimizers.items():
@@ -183,7 +186,7 @@ class State:
         dicts: list[dict] = []
         for module in self.modules.values():
             for m in module.modules():
-                dicts += [m._parameters, m._buffers]
+                dicts += [vars(m), m._parameters, m._buffers]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
         return [_restorer(d) for d in dicts]
@@ -200,7 +203,8 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _key_text(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
+    text = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+    return repr(text) if isinstance(text, str) and not text.isidentifier() else str(text)
 
 
 def _first_names(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
@@ -218,11 +222,6 @@ def _with_values(value: Any, path: str, new: dict[str, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_with_values(v, f"{path}.{i}", new) for i, v in enumerate(value))
     return value
-
-
-def _plain_attributes(module: nn.Module) -> tuple:
-    """Its training flag, and whatever else it keeps as a number or a string."""
-    return tuple((k, v) for k, v in vars(module).items() if type(v) in (bool, int, float, str))
 
 
 def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors):

@@ -148,6 +148,9 @@ class ThreadTransport:
         """The ranks of the group, such as "0,2": a name that needs no registry."""
         return _group_name(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 
+    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
+        return self.gather_objects(mark, mesh)
+
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """The objects themselves, not copies: do not write into what other ranks gave."""
         return self._board.meet(self._rank, mesh.ranks, "gather_objects", obj, _all_objects)

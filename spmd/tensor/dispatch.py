@@ -62,7 +62,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 class Eager(NamedTuple):
-    """One call as it came. `given` are its tensors in order, `operands` the same as DTensors."""
+    """One call, its tensors DTensors: the `operands`, in order. `given` are the tensors as they came."""
 
     op: _torch.OpOverload
     args: tuple
@@ -78,21 +78,28 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
         out = decompositions[op](*args, **kwargs)
         if out is not NotImplemented:
             return out
-    given = _tensors(args, kwargs)
-    first = next(x for x in given if isinstance(x, dtensor))
-    mesh, device = first._spec.mesh, first.device
-    operands = [x if isinstance(x, dtensor) else _as_replicated(op, x, mesh, dtensor) for x in given]
+    given = operands = _tensors(args, kwargs)
+    if not all([isinstance(x, dtensor) for x in given]):
+        operands = _all_distributed(op, given, dtensor)
+        args, kwargs = _with_tensors(args, kwargs, operands)
+    mesh = operands[0]._spec.mesh
     for x in operands:
         if x._spec.mesh is not mesh:
             _check_mesh(op, mesh, x._spec.mesh)
-    spec_args, spec_kwargs = _with_tensors(args, kwargs, [x._spec for x in operands])
+    call = Eager(op, args, kwargs, given, operands, dtensor)
     which = _which(operands)
-    key = (op, device.type, frozen(spec_args), frozen(spec_kwargs), which)
-    way = lowerings.get(key, lambda: _way(Call(op, spec_args, spec_kwargs, (), which), device))
-    return way.run(Eager(op, args, kwargs, given, operands, dtensor))
+    key = (op, which, *[_key(x) for x in args], *[(name, _key(x)) for name, x in kwargs.items()])
+    return lowerings.get(key, lambda: _way(call, which)).run(call)
 
 
 # ---- operands ---------------------------------------------------------------------------------
+
+
+def _key(x: Any) -> Any:
+    """What tells an argument from others: of a tensor, its spec."""
+    if isinstance(x, torch.Tensor):
+        return x._spec
+    return (list, *map(_key, x)) if isinstance(x, (list, tuple)) else frozen(x)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -120,6 +127,8 @@ def _with_tensors(args: tuple, kwargs: dict[str, Any], new: Sequence) -> tuple[t
 
 def _which(operands: list) -> tuple[int, ...]:
     """For each operand the first place where the same tensor stands; empty when all are different."""
+    if len(operands) == 1:
+        return ()
     ids = [id(x) for x in operands]
     return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
@@ -130,6 +139,12 @@ def _check_mesh(op, mesh: DeviceMesh, other: DeviceMesh) -> None:
             f"{op}: operands lie on two meshes, {mesh!r} and {other!r}. Build both on one mesh, or take one of them "
             "off its mesh with full_tensor() and distribute_tensor it on the other."
         )
+
+
+def _all_distributed(op, given: list[torch.Tensor], dtensor: type) -> list:
+    """The tensors with plain ones as replicated DTensors, on the mesh of the others."""
+    mesh = next(x for x in given if isinstance(x, dtensor))._spec.mesh
+    return [x if isinstance(x, dtensor) else _as_replicated(op, x, mesh, dtensor) for x in given]
 
 
 def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
@@ -159,9 +174,11 @@ def _whole_spec(mesh: DeviceMesh, shape: tuple[int, ...], stride: tuple[int, ...
 # ---- deciding how a call is run ---------------------------------------------------------------
 
 
-def _way(call: Call, device: torch.device) -> Way | Whole | Decomposed:
+def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     """How calls like this one are run: read off the op and the specs alone."""
-    op = call.op
+    op = eager.op
+    args, kwargs = _with_tensors(eager.args, eager.kwargs, [x._spec for x in eager.operands])
+    call = Call(op, args, kwargs, (), which)
     if call.draws:
         raise NotImplementedError(f"{op}: random ops on DTensors are not supported yet; draw before distributing")
     if _torch.is_composite(op):
@@ -169,11 +186,11 @@ def _way(call: Call, device: torch.device) -> Way | Whole | Decomposed:
     if op in READS_VALUE or not (_torch.returns_tensors(op) or _torch.written(op)):
         return Whole()
     try:
-        outs = out_metas(op, call.args, call.kwargs, device)
+        outs = out_metas(op, args, kwargs, torch.device(call.mesh.device_type))
     except _torch.UNKNOWN_SHAPE:
         return Whole()
     _refuse_memory_tricks(call, outs)
-    call = Call(op, call.args, call.kwargs, outs, call.which)
+    call = Call(op, args, kwargs, outs, which)
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return Whole()
     return Way.of(call, lower(call, in_place=_torch.writes_first(op)))
@@ -236,6 +253,7 @@ class Way:
 
     moves: whether any operand is moved. writes: the operands that the op writes into. returns: for each result the
     operand that it is, None for a new tensor; empty when all are new. views: the results show the first operand.
+    flat: the places of the operands among the arguments; None where some are in lists or given by keyword.
     """
 
     lowering: Lowering
@@ -244,6 +262,7 @@ class Way:
     writes: tuple[int, ...]
     returns: tuple[int | None, ...]
     views: bool
+    flat: tuple[int, ...] | None
 
     @classmethod
     def of(cls, call: Call, lowering: Lowering) -> Way:
@@ -252,14 +271,14 @@ class Way:
         return cls(
             lowering, call.which, any(p.steps for p in lowering.plans),
             tuple(i for i, (name, _) in enumerate(call.named_tensors) if name in written),
-            returns if any(i is not None for i in returns) else (), _torch.is_view(call.op),
+            returns if any(i is not None for i in returns) else (), _torch.is_view(call.op), _places(call),
         )  # fmt: skip
 
     def run(self, call: Eager) -> Any:
         for i in self.writes:
             _check_writable(call.op, call.operands[i])
         moved = self._moved(call.operands)
-        out, copied = _local_call(call, moved, self.lowering)
+        out, copied = self._local_call(call, moved)
         for i in self.writes:
             self._write_back(i, call.operands[i], moved[i])
         return self._results(call, out, copied)
@@ -277,6 +296,27 @@ class Way:
                 done[key] = way.run(x)
             moved.append(done[key])
         return moved
+
+    def _local_call(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Any, bool]:
+        """What the op gives on this rank, and whether a view had to be copied."""
+        args, kwargs = self._arguments(call, moved)
+        if self.lowering.sizes:
+            local = self.lowering.outs[0].local_shape(call.operands[0]._spec.mesh.get_coordinate())
+            args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
+        if call.op is not aten.view.default:
+            return call.op(*args, **kwargs), False
+        try:
+            return aten.view.default(*args), False
+        except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests
+            return aten.reshape.default(*args), True
+
+    def _arguments(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Sequence, dict[str, Any]]:
+        if self.flat is None:
+            return _with_tensors(call.args, call.kwargs, moved)
+        args = list(call.args)
+        for i, x in zip(self.flat, moved, strict=True):
+            args[i] = x
+        return tuple(args), call.kwargs
 
     def _write_back(self, i: int, target, moved: torch.Tensor) -> None:
         way = self.lowering.plans[i]
@@ -307,18 +347,11 @@ class Way:
         return result
 
 
-def _local_call(call: Eager, moved: list[torch.Tensor], lowering: Lowering) -> tuple[Any, bool]:
-    """What the op gives on this rank, and whether a view had to be copied."""
-    args, kwargs = _with_tensors(call.args, call.kwargs, moved)
-    if lowering.sizes:
-        local = lowering.outs[0].local_shape(call.operands[0]._spec.mesh.get_coordinate())
-        args, kwargs = _torch.with_argument(call.op, args, kwargs, lowering.sizes, list(local))
-    if call.op is not aten.view.default:
-        return call.op(*args, **kwargs), False
-    try:
-        return aten.view.default(*args), False
-    except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests
-        return aten.reshape.default(*args), True
+
+
+def _places(call: Call) -> tuple[int, ...] | None:
+    at = tuple(i for i, x in enumerate(call.args) if isinstance(x, Spec))
+    return at if len(at) == len(call.tensors) else None
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -54,8 +54,9 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
-        if any(not issubclass(t, DTensor) for t in types):
-            return NotImplemented
+        for t in types:
+            if not issubclass(t, DTensor):
+                return NotImplemented
         return dispatch(op, args, kwargs or {}, DTensor)
 
     # ---- what it is ---------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class DTensor(torch.Tensor):
         spec = _checked_together(run_check, device_mesh, lambda: _spec_from_local(
             local_tensor, device_mesh, placements, shape, stride
         ))  # fmt: skip
-        return _FromLocal.apply(local_tensor, spec)
+        return _FromLocal.apply(_on_device(local_tensor, device_mesh), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's block. `grad_placements`: how the gradients that come back lie; as this tensor, by default.
@@ -191,7 +192,7 @@ def distribute_tensor(
     """
     target = spec_of(device_mesh, _or_replicated(placements, device_mesh), tensor.shape, tensor.dtype)
     _check_distributable(tensor, target, src_data_rank)
-    whole = tensor.detach().to(device_mesh.device_type).contiguous()
+    whole = _on_device(tensor.detach(), device_mesh).contiguous()
     if src_data_rank is not None:
         whole = _from_one(whole, device_mesh, src_data_rank)
     local = plan(replicated(target), target).run(whole)
@@ -213,6 +214,12 @@ def _check_distributable(tensor: torch.Tensor, target: Spec, src: int | None) ->
     _check_member("distribute_tensor", target.mesh)
     if src is not None and not 0 <= src < min(target.mesh.shape):
         raise ValueError(f"src_data_rank is {src}; it is a place within each axis of the mesh {target.mesh.shape}")
+
+
+def _on_device(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The tensor on the mesh's kind of device; a tensor without data stays one."""
+    there = tensor.is_meta or tensor.device.type == mesh.device_type
+    return tensor if there else tensor.to(mesh.device_type)
 
 
 def _check_member(asked: str, mesh: DeviceMesh) -> None:

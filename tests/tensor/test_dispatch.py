@@ -87,7 +87,7 @@ MIXED = {
         lambda x, mesh: x + torch.ones(4)
     ),
     "that requires a gradient met a DTensor": lambda x, mesh: x * torch.ones((), requires_grad=True),
-    r"operands lie on two meshes, .*\[0, 1, 2, 3\]": lambda x, mesh: x + distribute_tensor(torch.ones(4), mesh_of((4,))),
+    r"operands lie on two meshes, .*\[0, 1, 2, 3\]": lambda x, mesh: x + placed(mesh_of((4,)), torch.ones(4), [R]),
     "a plain tensor of shape": lambda x, mesh: torch.cat([x, torch.ones(4)]),
 }
 
@@ -551,7 +551,7 @@ def test_a_mistake_of_the_user_is_torchs_error():
     """On every rank, before anything is sent."""
 
     def rank(mesh):
-        with pytest.raises(RuntimeError, match="size|shape"):
+        with pytest.raises(RuntimeError, match=r"size|shape"):
             placed(mesh, torch.ones(4, 6), [S0, R]) + placed(mesh, torch.ones(5), [R, R])
         return True
 
@@ -570,7 +570,8 @@ def test_ops_that_need_nothing_send_nothing():
         made = [
             torch.zeros_like(x), torch.ones_like(x), torch.full_like(x, 2), torch.empty_like(x), x.new_zeros(6, 4),
             torch.empty_like(x.t()), x.new_empty(6, 4), x.new_empty_strided((6, 4), (4, 1)), x.new_full((6, 4), 2.0),
-            x.new_empty_strided((6, 4), (1, 6)), x.clone(), x.detach(), x * 2, x + x, x.t(), x.double(), x.view(6, 4, 1),
+            x.new_empty_strided((6, 4), (1, 6)), x.clone(), x.detach(), x * 2, x + x, x.t(), x.double(),
+            x.view(6, 4, 1),
         ]  # fmt: skip
         lies = [m._spec.dims for m in made]
         assert all(sorted(axes for d in dims for axes in d) == [0, 1] for dims in lies), lies

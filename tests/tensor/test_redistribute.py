@@ -79,6 +79,29 @@ def test_redistribute_keeps_the_tensor(mesh_shape, shape):
         assert not wrong, f"{len(wrong)} of {n}: {wrong[0]}"
 
 
+UNITS = [1, 2, 3, 4, 5, 6, 12]
+
+
+def cut_in_units(mesh, shape):
+    """Sources and targets whose blocks begin at multiples of all sorts of units."""
+    made = [
+        Spec.of(mesh, shape, torch.float64, dims=dims, units=(unit, 1), partial=kept)
+        for unit in UNITS if shape[0] % unit == 0
+        for dims, kept in layouts(mesh, False)
+    ]  # fmt: skip
+    pairs = list(itertools.product(dict.fromkeys(made), repeat=2))
+    return pairs[:: max(1, len(pairs) // 200)]
+
+
+@pytest.mark.parametrize("shape", [(36, 3), (30, 4), (12, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(4,), (5, 2), (2, 3)], ids=str)
+def test_rows_that_stay_together_move_together(mesh_shape, shape):
+    """The same for shards in units, as views of uneven shards leave them."""
+    ranks = torch.Size(mesh_shape).numel()
+    for _, wrong in run_ranks(lambda rank: move_all(rank, mesh_shape, shape, cut_in_units), ranks):
+        assert not wrong, f"{len(wrong)}: {wrong[0]}"
+
+
 # ---- DTensor.redistribute, and its gradient ---------------------------------------------------
 
 SOURCES = list(itertools.product([R, S0, S1, SUM, AVG], repeat=2)) + [(MAX, S0), (R, MIN), (PRODUCT, PRODUCT)]

@@ -1,0 +1,99 @@
+"""Any legal choice of rows gives the numbers of one device.
+
+The lowering picks the cheapest row of a rule for each axis; which one that is depends on sizes and links, so a wrong
+row may lie hidden for years. Here the choice is random among the legal ones - the same on all ranks - and a whole train
+step must still be right: rows, moves between any two of them, and what the expander makes of it.
+"""
+
+import random
+import threading
+import zlib
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+import spmd.expand.expand as expand_module
+import spmd.tensor.lower as lower_module
+from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
+from tests.expand.test_train import Normed, clipping_step, penalty_step
+
+
+@contextmanager
+def random_rows(seed: int):
+    """Inside, programs are expanded by rows drawn from the legal ones; the draw depends on the call and the seed."""
+    real_rows, real_lower = lower_module._cheapest_rows, expand_module.lower
+    here = threading.local()
+
+    def choose(call, rule, in_place):
+        if not getattr(here, "wild", False):
+            return real_rows(call, rule, in_place)
+        text = f"{seed} {call.op} {call.args} {call.kwargs} {rule}"
+        rng = random.Random(zlib.crc32(text.encode()))
+        options = lower_module.rows(rule)
+        choice = [options[0]] * call.mesh.ndim
+        for axis in rng.sample(range(call.mesh.ndim), call.mesh.ndim):
+            legal = [row for row in options if lower_module._legal(call, rule, choice, axis, row)]
+            choice[axis] = rng.choice(legal)
+        return choice
+
+    def lower(call):
+        here.wild = True
+        try:
+            return real_lower(call)
+        finally:
+            here.wild = False
+
+    with mock.patch.object(lower_module, "_cheapest_rows", choose), mock.patch.object(expand_module, "lower", lower):
+        yield
+
+
+def adamw(params):
+    return optim.AdamW(params, lr=1e-2, eps=1e-3)
+
+
+class Zoo(nn.Module):
+    """Ops of many families in one small network; images in, a few numbers out."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1)
+        self.mixed = nn.Conv1d(4, 6, 1, bias=False)
+        self.q, self.k = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.table = nn.Embedding(5, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x, y):
+        x = torch.relu(self.conv(x)).flatten(2)  # [batch, 4, 12]
+        x = self.mixed(x).transpose(1, 2)  # [batch, 12, 6]
+        x = torch.cat([x[:, :5], self.table(y)[:, None], x[:, 6:].roll(1, 1)], 1)
+        x = nn.functional.rms_norm(x, (6,), self.scale) + x.flip(1).cumsum(1) / 12
+        scores = torch.einsum("bic,bjc->bij", self.q(x), self.k(x))
+        scores = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -1e9).softmax(-1)
+        x = scores @ x
+        a, b = x.chunk(2, -1)
+        x = torch.stack([a.tanh(), b.sigmoid(), torch.where(a > b, a, b * 0.5)], 2)  # [batch, 12, 3, 3]
+        picked = x.gather(3, (y % 3).view(-1, 1, 1, 1).expand(-1, 12, 3, 1)).squeeze(3)
+        return picked.amax(1) + x.mean((1, 3)) + x.logsumexp(1).var(-1) + x.unbind(1)[2].clamp(-1, 1).prod(-1)
+
+
+def zoo_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    out = model(x, y)
+    target = torch.zeros_like(out).scatter(1, (y % 3)[:, None], 1.0)
+    loss = nn.functional.mse_loss(out, target) + nn.functional.binary_cross_entropy_with_logits(out, target)
+    loss = loss + nn.functional.smooth_l1_loss(out, target, beta=0.3) + nn.functional.nll_loss(out.log_softmax(1), y % 3)
+    loss.backward()
+    optimizer.step()
+    order = out.argsort(1).float().mean(0)
+    return loss, out.std(), order, out.new_ones(3).repeat(2), torch.linalg.vector_norm(out, 3, dim=0)
+
+
+def images(batch, n=2):
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(batch, 2, 3, 4, generator=g), torch.randint(0, 5, (batch,), generator=g)) for _ in range(n)]
+
+
+ZOO = {"conv.weight": {"tp": lower_module.Shard(0)}, "q.weight": {"tp": lower_module.Shard(0)}}
