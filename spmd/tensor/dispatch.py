@@ -276,7 +276,7 @@ class Way:
 
     def run(self, call: Eager) -> Any:
         for i in self.writes:
-            _check_writable(call.op, call.operands[i])
+            _check_writable(call, i)
         moved = self._moved(call.operands)
         out, copied = self._local_call(call, moved)
         for i in self.writes:
@@ -386,10 +386,16 @@ def block(x) -> torch.Tensor:
     return x._local_tensor
 
 
-def _check_writable(op, target) -> None:
+def _check_writable(call: Eager, i: int) -> None:
+    target = call.operands[i]
+    if target is not call.given[i] and torch.is_grad_enabled() and any(x.requires_grad for x in call.operands):
+        raise RuntimeError(
+            f"{call.op}: a plain tensor of shape {list(target.shape)} would take a gradient to DTensors; instead of "
+            "writing into it use the op that returns a new tensor, such as total = total + loss"
+        )
     if target._copied_at is not None:
         raise RuntimeError(
-            f"{op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a copy, so "
+            f"{call.op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a copy, so "
             "the write would be lost. Redistribute the base so that this dim is whole before taking the view, or write "
             "with an op on the whole tensor, such as torch.where."
         )

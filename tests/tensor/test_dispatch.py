@@ -82,6 +82,19 @@ def test_a_plain_tensor_takes_in_a_number():
     assert on_ranks(rank) == [(True, torch.tensor(4.0, dtype=F64))] * 4
 
 
+def test_a_plain_tensor_with_dims_is_written_where_it_is_said_to_be_replicated():
+    """Every rank gets the whole of what it copies."""
+    x = smooth(5, 4)
+
+    def rank(mesh):
+        plain = torch.zeros(5, 4, dtype=F64)
+        with implicit_replication():
+            plain.copy_(placed(mesh, x, [S0, S1]))
+        return plain
+
+    assert all(torch.equal(plain, x) for plain in on_ranks(rank))
+
+
 MIXED = {
     r"a plain tensor of shape \[4\] met a DTensor.*distribute_tensor.*implicit_replication.*from_local": (
         lambda x, mesh: x + torch.ones(4)
@@ -89,6 +102,7 @@ MIXED = {
     "that requires a gradient met a DTensor": lambda x, mesh: x * torch.ones((), requires_grad=True),
     r"operands lie on two meshes, .*\[0, 1, 2, 3\]": lambda x, mesh: x + placed(mesh_of((4,)), torch.ones(4), [R]),
     "a plain tensor of shape": lambda x, mesh: torch.cat([x, torch.ones(4)]),
+    "use the op that returns a new tensor": lambda x, mesh: torch.zeros(()).add_(x.requires_grad_().sum()),
 }
 
 
@@ -449,12 +463,11 @@ def exact_parts(x, placements):
 PARTIALS = [[SUM, R], [R, AVG], [SUM, SUM], [MAX, S0], [MIN, MIN], [PRODUCT, R]]
 
 
-@pytest.mark.parametrize("dtype", [F64, torch.int64], ids=["f64", "i64"])
-@pytest.mark.parametrize("fns", [OF_PARTIALS, OF_FLOATS], ids=["any", "floats"])
+@pytest.mark.parametrize(
+    "fns, dtype", [(OF_PARTIALS, F64), (OF_PARTIALS, torch.int64), (OF_FLOATS, F64)], ids=["f64", "i64", "only floats"]
+)
 def test_ops_on_partials_see_the_reduced_value(fns, dtype):
     """Affine, nonlinear, rounding and comparing ops, casts, and mixtures of two kinds."""
-    if fns is OF_FLOATS and dtype is not F64:
-        pytest.skip("ops of floats")
     x, y = eighths(4, 3, dtype=dtype), eighths(4, 3, dtype=dtype).flip(0)
     placings = [(p, q) for p in PARTIALS for q in [PARTIALS[0], PARTIALS[3], [S0, R]]]
     placings = [pq for pq in placings if dtype is F64 or AVG not in pq[0]]
@@ -593,6 +606,21 @@ def test_one_tensor_in_two_places_is_moved_once():
 
     assert sent(rank) == ["all_reduce"] * 2
     assert on_ranks(rank) == [[16.0, 20.0]] * 4
+
+
+def test_a_mesh_that_is_part_of_the_job_talks_among_its_own_ranks():
+    """Each row of the mesh has a tensor of its own; whoever reads its value asks only that row."""
+    rows = [smooth(5, 3), smooth(5, 3) + 1]
+
+    def rank(mesh):
+        here = mesh["tp"]
+        x = distribute_tensor(rows[mesh.get_coordinate()[0]], here, [S0])
+        out = [x.sum().item(), torch.equal(x, x * 1), (x @ x.t()).full_tensor()]
+        return mesh.get_coordinate()[0], out if mesh.get_coordinate()[0] else [*out, x.amax().item()]
+
+    for row, (total, equal, product, *rest) in on_ranks(rank):
+        assert abs(total - rows[row].sum().item()) < 1e-9 and equal and close(product, rows[row] @ rows[row].t(), 1e-9)
+        assert not rest or rest == [rows[0].max().item()]
 
 
 # ---- the cache --------------------------------------------------------------------------------

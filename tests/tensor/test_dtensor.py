@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig, train_step
@@ -110,6 +111,16 @@ def test_distribute_tensor_makes_a_leaf():
     for leaf_, wants, kind, grad in on_ranks(rank):
         assert leaf_ and wants and kind is DTensor and torch.equal(grad, torch.full((4, 4), 2.0, dtype=F64))
     assert x.grad is None
+
+
+def test_a_tensor_without_data_is_distributed_without_sending():
+    """Shapes can be laid out before there is memory for them."""
+
+    def rank(mesh):
+        d = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [S0, S1])
+        return tuple(d.shape), tuple(d.to_local().shape), d.to_local().is_meta, DTensor.from_local(d.to_local(), mesh).shape
+
+    assert on_ranks(rank) == [((6, 4), (3, 2), True, (3, 2))] * 4
 
 
 BAD_DISTRIBUTE = {
@@ -599,6 +610,57 @@ OPTIMIZERS = {
 def test_optimisers_step_on_dtensors(name):
     """One tensor at a time, in lists, or fused."""
     check_training((2, 2), 3, OPTIMIZERS[name])
+
+
+def test_optimiser_state_lies_as_its_parameter_does():
+    """And goes through state_dict and back."""
+    x = numbers(5, 3)
+
+    def rank(mesh):
+        p = nn.Parameter(distribute_tensor(x, mesh, [S0, S1]))
+        found = []
+        state = None
+        for _ in range(2):  # the second time from what the first one saved
+            with torch.no_grad():
+                p.copy_(distribute_tensor(x, mesh, [R, S0]))
+            optimizer = torch.optim.AdamW([p], lr=0.1)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            (p * p).sum().backward()
+            optimizer.step()
+            state = copy.deepcopy(optimizer.state_dict())
+            kept = optimizer.state[p]["exp_avg"]
+            found.append((kept.placements, kept.full_tensor()))
+            p.grad = None
+        return found
+
+    def plain():
+        p = nn.Parameter(x.clone())
+        optimizer = torch.optim.AdamW([p], lr=0.1)
+        for _ in range(2):
+            with torch.no_grad():
+                p.copy_(x)
+            p.grad = 2 * x
+            optimizer.step()
+            yield optimizer.state[p]["exp_avg"].clone()
+
+    want = list(plain())
+    for found in on_ranks(rank):
+        assert all(lies == (S0, S1) and close(got, w, 1e-9) for (lies, got), w in zip(found, want, strict=True))
+
+
+def test_checkpointing_and_autocast_work():
+    """A forward pass that runs again in the backward pass; casts to half precision and back."""
+    x, w = smooth(6, 4), smooth(4, 4)
+
+    def computed(x, w):
+        y = torch.utils.checkpoint.checkpoint(lambda x: F.gelu(x @ w), x, use_reentrant=False, preserve_rng_state=False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = (x.float() @ w.float()).sum()
+        assert z.dtype == torch.bfloat16 or z.dtype == torch.float32
+        return y
+
+    agree(computed, [x, w], [[S0, R], [R, S1]], [[SUM, R], [S0, R]])
 
 
 def test_a_plain_tensor_in_the_model_is_an_error_that_says_what_to_do():

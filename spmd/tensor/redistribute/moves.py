@@ -145,7 +145,8 @@ class ReduceScatter(Move):
         y = _averaged(at.transport.wait_tensor(y), at, self.axis)
         sizes = _sizes(at, self.axis, self.dim, at.shape_before())
         own = sizes[at.coordinate[self.axis]]
-        return y if own == sizes[0] else _narrow(y, self.dim, 0, own)
+        # Contiguous like the blocks of other ranks, so that views of it are views on all of them.
+        return y if own == sizes[0] else _narrow(y, self.dim, 0, own).contiguous()
 
 
 @dataclass(frozen=True)
@@ -168,13 +169,13 @@ class AllGather(Move):
         sizes = _sizes(at, self.axis, self.dim, at.shape_after())
         x = _padded(x, self.dim, sizes[at.coordinate[self.axis]], sizes[0], len(at.before.shape))
         n = at.size(self.axis)
-        return at.transport.all_gather_into_tensor(x.contiguous(), n, at.group(self.axis))
+        return at.transport.all_gather_into_tensor(_widened(x, at).contiguous(), n, at.group(self.axis))
 
     def finish(self, y, at):
         if _empty(at.shape_after()):
             return y
         sizes = _sizes(at, self.axis, self.dim, at.shape_after())
-        y = at.transport.wait_tensor(y)
+        y = _narrowed(at.transport.wait_tensor(y), at)
         if self.dim == 0 and len(set(sizes)) == 1:
             return y
         rows = sizes[0] if self.dim == 0 else at.shape_before()[0]
@@ -217,13 +218,13 @@ class AllToAll(Move):
         flat = torch.cat([p.reshape(-1) for p in _split(x, sizes, self.shard_dim)], 0)
         sent = [prod(_resized(at.shape_before(), self.shard_dim, s)) for s in sizes]
         received = [prod(shape) for shape in shapes]
-        return at.transport.all_to_all_single(flat, received, sent, at.group(self.axis))
+        return at.transport.all_to_all_single(_widened(flat, at), received, sent, at.group(self.axis))
 
     def finish(self, y, at):
         if self._idle(at):
             return y
         _, shapes = self._pieces(at)
-        pieces = _split(at.transport.wait_tensor(y), [prod(shape) for shape in shapes], 0)
+        pieces = _split(_narrowed(at.transport.wait_tensor(y), at), [prod(shape) for shape in shapes], 0)
         return torch.cat([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], self.gather_dim)
 
 
@@ -347,7 +348,15 @@ def _averaged(y, at: At, axis: int):
 
 
 WIDENED = {torch.int16: torch.int32}
-"""Dtypes that gloo cannot reduce, and those it reduces them as."""
+"""Dtypes that gloo cannot send, and those they are sent as."""
+
+
+def _widened(x, at: At):
+    return x.to(WIDENED[at.before.dtype]) if at.before.dtype in WIDENED else x
+
+
+def _narrowed(y, at: At):
+    return y.to(at.before.dtype) if at.before.dtype in WIDENED else y
 
 
 def _sent(x, at: At, op: str):
@@ -357,18 +366,15 @@ def _sent(x, at: At, op: str):
     for each element whether it is one.
     """
     dtype = at.before.dtype
-    if dtype in WIDENED:
-        x = x.to(WIDENED[dtype])
     if not _marks_nan(at, op):
-        return x.contiguous()
+        return _widened(x, at).contiguous()
     sign = 1 if op == "max" else -1
     return torch.cat([x.reshape(-1), torch.isnan(x).reshape(-1).to(dtype) * sign], 0)
 
 
 def _received(y, at: At, axis: int):
     """The reduced block, from what came back of what `_sent` sent."""
-    if at.before.dtype in WIDENED:
-        y = y.to(at.before.dtype)
+    y = _narrowed(y, at)
     if _marks_nan(at, _wire_op(at, axis)):
         shape = at.shape_before()
         value, mark = _split(y, [prod(shape)] * 2, 0)

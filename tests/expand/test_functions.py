@@ -1,0 +1,64 @@
+"""Functions other than train steps: each gives on a mesh what it gives on one device."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd
+from spmd import Shard
+from spmd.sim import run_ranks
+
+g = torch.Generator().manual_seed(0)
+Q, K, V = (torch.randn(3, heads, 5, 4, generator=g) for heads in (6, 2, 2))
+MASK2, MASK4 = torch.randn(5, 5, generator=g), torch.randn(3, 1, 5, 5, generator=g)
+X = torch.randn(6, 4, generator=g)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3)], ids=str)
+@pytest.mark.parametrize("masked", [None, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_attention_with_and_without_masks(grouped, causal, masked, shape):
+    """Heads over one axis, the batch over the other; fewer heads of keys than of queries."""
+    if causal and masked:
+        pytest.skip("torch takes a mask or is_causal, not both")
+
+    def attend(q, k, v, mask):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+    k, v = (K, V) if grouped else (Q.roll(1, 0), Q.flip(2))
+    mask = {None: None, 2: MASK2, 4: MASK4}[masked]
+    placed = {"q": {"a": Shard(0), "b": Shard(1)}, "k": {"a": Shard(0)}, "v": {"b": Shard(1)}}
+    check(attend, shape, placed, Q, k, v, mask)
+
+
+STRIDES = {
+    "transposed, summed up, flattened": lambda x: (x.t() * 1.0).cumsum(0).t().reshape(-1),
+    "transposed, sorted": lambda x: x.t().sort(1)[0].t().reshape(-1),
+    "transposed, flipped, viewed": lambda x: x.t().flip(0).t().contiguous().view(2, -1),
+    "transposed, normed": lambda x: F.batch_norm(x.t(), None, None, training=True).t().reshape(-1),
+    "softmax over either dim": lambda x: (x.softmax(0) @ x.t().softmax(0)).reshape(4, -1),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", STRIDES)
+def test_views_after_moves(name, placement):
+    """A move leaves blocks contiguous, where one device has other strides."""
+    check(STRIDES[name], (3, 1), {"x": {"a": placement}}, X)
+
+
+def test_reading_memory_is_refused():
+    with pytest.raises(NotImplementedError, match="strides of a distributed tensor"):
+        check(lambda x: x.as_strided((2, 2), (1, 2)), (2, 1), {"x": {"a": Shard(0)}}, X)
+
+
+def check(fn, shape, placed, *args):
+    want = fn(*args)
+
+    def rank(r):
+        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))
+        return spmd.compile(fn, mesh, inputs=placed)(*args).full_tensor()
+
+    for got in run_ranks(rank, torch.Size(shape).numel()):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
