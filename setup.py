@@ -18,7 +18,7 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "expecttest", "hypothesis", "ruff", "import-linter"],
+        "test": ["pytest", "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "ruff", "import-linter"],
     },
     packages=[*find_packages(include=["spmd", "spmd.*"]), "spmd.examples"],
     package_dir={"spmd.examples": "examples"},

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.nn  # noqa: F401  before any process group: it keeps the world's group it finds when imported
+import torch.distributed.nn
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import symbolic_shapes
@@ -63,6 +65,24 @@ UNKNOWN_SHAPE = (
 # The same where Python code asks a value for a branch or a size.
 UNKNOWN_VALUE = (*UNKNOWN_SHAPE, symbolic_shapes.GuardOnDataDependentSymNode)
 
+
+
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """What an op on fake tensors raises in this thread is not logged as well: a user's mistake is one error."""
+    here = threading.get_ident()
+    log = logging.getLogger(fake_tensor.__name__)
+
+    def of_other_threads(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(of_other_threads)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_other_threads)
+
+
 # For subclasses that take part in dispatch only, not in __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -93,8 +113,8 @@ def data_is_written() -> Iterator[None]:
     def write(x: torch.Tensor, y: torch.Tensor) -> None:
         if x.shape != y.shape or x.dtype != y.dtype:
             raise RuntimeError(
-                f"x.data = y changes a {x.dtype} tensor of {list(x.shape)} to {y.dtype} {list(y.shape)}, which a compiled "
-                "step cannot; do it outside the step"
+                f"x.data = y changes a {x.dtype} tensor of {list(x.shape)} to {y.dtype} {list(y.shape)}, which a "
+                "compiled step cannot; do it outside the step"
             )
         with torch.no_grad():
             x.copy_(y)
@@ -170,9 +190,8 @@ UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten:
 @functools.cache
 def returned(op) -> tuple[str | None, ...]:
     """For each result the name of the written argument that it is, None for a new tensor or a view."""
-    names = {
-        alias: a.name for a in arguments(op) if a.alias_info and a.alias_info.is_write for alias in a.alias_info.before_set
-    }
+    writing = [a for a in arguments(op) if a.alias_info and a.alias_info.is_write]
+    names = {alias: a.name for a in writing for alias in a.alias_info.before_set}
     aliases = [r.alias_info.before_set if r.alias_info else () for r in op._schema.returns]
     return tuple(next((names[alias] for alias in of if alias in names), None) for of in aliases)
 

@@ -10,7 +10,7 @@ A collective is launched where its move stands and waited for just before its fi
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -22,9 +22,17 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 
-def bind(program: Program, coordinate: tuple[int, ...], transport: Transport) -> fx.GraphModule:
-    """The program of the rank at `coordinate`, its collectives carried by `transport`."""
-    return _Binder(program, coordinate, transport).bound()
+def bind(
+    program: Program,
+    coordinate: tuple[int, ...],
+    transport: Transport,
+    passes: Sequence[Callable[[fx.Graph], object]] = (),
+) -> fx.GraphModule:
+    """The program of the rank at `coordinate`, its collectives carried by `transport`.
+
+    passes: rewrite the rank's graph in place, one after the other, before it is made into code.
+    """
+    return _Binder(program, coordinate, transport).bound(passes)
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class _Binder:
         self.transport = _Written(transport, self.tracer)
         self.at: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _Item] = {}
 
-    def bound(self) -> fx.GraphModule:
+    def bound(self, passes: Sequence[Callable[[fx.Graph], object]]) -> fx.GraphModule:
         for node in self.program.graph.nodes:
             if isinstance(node.target, (Step, Bucket)):
                 self.at[node] = self._launch(node)
@@ -62,6 +70,8 @@ class _Binder:
                 self.at[node] = _Item(*node.args)
             else:
                 self._copy(node)
+        for rewrite in passes:
+            rewrite(self.graph)
         root = nn.Module()
         for name, constant in self.program.constants.items():
             root.register_buffer(name, constant, persistent=False)

@@ -109,8 +109,8 @@ def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, 
     except AssertionError as error:
         if "token for effect" in str(error):
             raise NotImplementedError(
-                f"{name} calls an op that only checks or prints, which has no place in a program; use a variant without, "
-                f"such as torch.linalg.inv_ex{_in_user_code(error)}"
+                f"{name} calls an op that only checks or prints, which has no place in a program; use a variant "
+                f"without, such as torch.linalg.inv_ex{_in_user_code(error)}"
             ) from error
         if "FakeTensor" not in str(error):
             raise
@@ -180,9 +180,9 @@ class _Trace:
         changed = [path for path in {**constants, **now} if constants.get(path) != now.get(path)]
         if changed:
             raise RuntimeError(
-                f"the step changes a Python value in {changed[0]} (a flag, a count kept as a number, a tensor kept as an "
-                "attribute); it would be frozen in the program. Keep tensors with register_buffer, counts in tensors, "
-                "and set flags outside the step."
+                f"the step changes a Python value in {changed[0]} (a flag, a count kept as a number, a tensor kept as "
+                "an attribute); it would be frozen in the program. Keep tensors with register_buffer, counts in "
+                "tensors, and set flags outside the step."
             )
 
     def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
@@ -196,8 +196,8 @@ class _Trace:
         strange = next((x for x in leaves if not isinstance(x, PLAIN) and not _torch.is_symbol(x)), None)
         if strange is not None:
             raise TypeError(
-                f"the step returns a {type(strange).__name__}; it may return tensors, numbers, strings, None, and lists, "
-                "tuples or dicts of them"
+                f"the step returns a {type(strange).__name__}; it may return tensors, numbers, strings, None, and "
+                "lists, tuples or dicts of them"
             )
         self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
         self.outputs = (*traced, *after)

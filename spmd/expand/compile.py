@@ -261,7 +261,9 @@ def _input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spe
 
 def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
     if isinstance(t, DTensor) and t._spec.mesh != mesh:
-        raise ValueError(f"{name} lies on {t._spec.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both")
+        raise ValueError(
+            f"{name} lies on {t._spec.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
+        )
 
 
 def _check_memory(tensors: Tensors) -> None:
@@ -339,12 +341,12 @@ class _Bound:
 
     @classmethod
     def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _Bound:
-        module = bind(program, mesh.get_coordinate(), transport())
         slots = [i if isinstance(i, Slot) and i.kind != "grad" else None for i in captured.inputs]
-        reuse_memory(module.graph, owned=[slot is not None and slot in captured.outputs for slot in slots])
+        owned = [slot is not None and slot in captured.outputs for slot in slots]
         at = {i: k for k, i in enumerate(captured.inputs)}
-        separate_outputs(module.graph, homes=[at.get(o) if isinstance(o, Slot) else None for o in captured.outputs])
-        module.recompile()
+        homes = [at.get(o) if isinstance(o, Slot) else None for o in captured.outputs]
+        passes = (lambda graph: reuse_memory(graph, owned)), (lambda graph: separate_outputs(graph, homes))
+        module = bind(program, mesh.get_coordinate(), transport(), passes)
         unread = {n for n in module.graph.nodes if n.op == "placeholder" and not n.users}
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         dropped = tuple(

@@ -50,7 +50,9 @@ def check_patterns(mesh: DeviceMesh, patterns: Patterns, what: str) -> dict[str,
     for name, placements in placed.items():
         wrong = [p for p in placements if not isinstance(p, Placement) or p.is_partial()]
         if wrong:
-            raise ValueError(f"{what} {name!r}: {wrong[0]!r} is no placement for an input; use Shard(dim) or Replicate()")
+            raise ValueError(
+                f"{what} {name!r}: {wrong[0]!r} is no placement for an input; use Shard(dim) or Replicate()"
+            )
     return placed
 
 

@@ -88,7 +88,7 @@ class Program:
         return tuple(
             Collective(
                 s.kind, self.mesh.axis_name(s.axis), s.nbytes, s.cost, s.tensors, s.before, node.name
-            )  # fmt: skip
+            )
             for node, s in self.steps()
             if s.sends
         )

@@ -29,7 +29,7 @@ PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, to
 
 
 class Slot(NamedTuple):
-    """A place where a tensor lives. kind: parameter, buffer, grad, kept (by optimiser `owner`, under `key`) or hyper."""
+    """A place where a tensor lives. kind: parameter, buffer, grad, hyper, or kept (by `owner`, under `key`)."""
 
     kind: str
     path: str
@@ -81,7 +81,7 @@ class State:
         found |= {Slot("grad", path): p.grad for path, p in params.items() if p.grad is not None}
         for root, optimizer in self.optimizers.items():
             for path, p in params.items():
-                kept = optimizer.state[p] if p in optimizer.state else {}
+                kept = optimizer.state.get(p, {})  # a defaultdict: asking by [] would make an entry
                 found |= {Slot("kept", path, root, k): v for k, v in kept.items() if isinstance(v, torch.Tensor)}
         return found | {Slot("hyper", path): v for path, v in self._hyper() if isinstance(v, torch.Tensor)}
 
@@ -119,7 +119,7 @@ class State:
         return {path: v for path, v in self._hyper() if isinstance(v, float)}
 
     def constants(self) -> dict[str, Hashable]:
-        """What else a trace takes for granted, by path: other hyper-parameters, attributes of modules, wanted gradients."""
+        """What else a trace takes for granted, by path: other hyper-parameters, attributes, wanted gradients."""
         hyper = self._hyper()
         found = {path: likeness(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
         for root, module in self.modules.items():

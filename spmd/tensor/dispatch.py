@@ -395,7 +395,7 @@ def _check_writable(call: Eager, i: int) -> None:
         )
     if target._copied_at is not None:
         raise RuntimeError(
-            f"{call.op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a copy, so "
-            "the write would be lost. Redistribute the base so that this dim is whole before taking the view, or write "
-            "with an op on the whole tensor, such as torch.where."
+            f"{call.op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a "
+            "copy, so the write would be lost. Redistribute the base so that this dim is whole before taking the view, "
+            "or write with an op on the whole tensor, such as torch.where."
         )

@@ -32,7 +32,6 @@ from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec, contiguous
 
-
 READS_STORAGE = {"as_strided", "as_strided_scatter", "set", "resize", "resize_as"}
 """Ops on the memory behind a tensor."""
 
@@ -67,8 +66,8 @@ def lower(call: Call, in_place: bool = False) -> Lowering:
     """
     if call.name in READS_STORAGE:
         raise NotImplementedError(
-            f"{call.op}: strides of a distributed tensor say nothing about the memory of its blocks; use view, reshape, "
-            "transpose, unfold or slicing"
+            f"{call.op}: strides of a distributed tensor say nothing about the memory of its blocks; use view, "
+            "reshape, transpose, unfold or slicing"
         )
     rule = rule_of(call) or _whole(call)
     choice = _cheapest_rows(call, rule, in_place)

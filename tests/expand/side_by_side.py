@@ -6,7 +6,7 @@
 The truth is one device: the same step, not compiled. What is compared is all that a user can see: what each step
 returns, and after the last one every parameter, buffer, gradient and tensor of the optimiser.
 
-Ranks that train here share their captures, for time; that each would make the same is asked elsewhere.
+Ranks that train here share their programs, for time; that each would make the same is asked elsewhere.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd
-import spmd.expand.compile as compile_module
 from examples.gpt import GPT, GPTConfig
-from spmd import DTensor, Shard
+from spmd import CompiledStep, DTensor, Shard
 from spmd.expand.state import State
 from spmd.sim import run_ranks
-from spmd.tensor.cache import frozen
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -104,24 +102,18 @@ def copied(pair: Pair) -> Pair:
 
 
 @contextmanager
-def shared_captures() -> Iterator[None]:
-    """Inside, what one rank has captured the others take over, as long as their calls look the same."""
-    real, made, lock = compile_module.capture, {}, threading.Lock()
+def shared_programs() -> Iterator[None]:
+    """Inside, the program that one rank has made the others take over, where their calls look the same."""
+    real, made, lock = CompiledStep._expanded, {}, threading.Lock()
 
-    def capture(fn, args, call, state):
-        tensors = tuple((slot, t.shape, t.dtype, t.requires_grad) for slot, t in state.tensors().items())
-        leaves = tuple(
-            (path, (x.shape, x.dtype) if isinstance(x, torch.Tensor) else frozen(x))
-            for path, x in spmd.expand.state.named_leaves(args)
-            if not isinstance(x, (nn.Module, torch.optim.Optimizer))
-        )
-        key = tensors, leaves, frozen(state.constants()), tuple(state.numbers().items())
+    def expanded(self, call):
+        key = self.fn, self.mesh, self.bucket_mb, call.key, tuple(call.numbers.items())
         with lock:
             if key not in made:
-                made[key] = real(fn, args, call, state)
+                made[key] = real(self, call)
             return made[key]
 
-    with mock.patch.object(compile_module, "capture", capture):
+    with mock.patch.object(CompiledStep, "_expanded", expanded):
         yield
 
 
@@ -133,7 +125,7 @@ class Case:
     """A training: what it begins with, its step, and what is passed to each step.
 
     model, optimizer: how to make them. between: called with (i, model, optimizer) before the i-th step. wanted: what of
-    the model the optimiser gets. share: whether ranks share captures.
+    the model the optimiser gets. share: whether ranks share programs.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -163,7 +155,7 @@ class Case:
             returned.append(values(step(model, optimizer, *copy.deepcopy(batch))))
         return returned
 
-    def compiled(self, mesh) -> spmd.expand.compile.CompiledStep:
+    def compiled(self, mesh) -> CompiledStep:
         return spmd.compile(self.step, mesh, params=self.params, inputs=self.inputs)
 
     def on_ranks(self, shape: Sequence[int], look: Callable[..., Any] | None = None, timeout: float = 120.0) -> list:
@@ -177,7 +169,7 @@ class Case:
             returned = self.steps(step, model, optimizer)
             return returned, tensors(model, optimizer), look and look(step, model, optimizer)
 
-        with shared_captures() if self.share else nullcontext():
+        with shared_programs() if self.share else nullcontext():
             return run_ranks(rank, torch.Size(shape).numel(), timeout)
 
     def check(self, shape: Sequence[int], look: Callable[..., Any] | None = None, **close) -> Any:

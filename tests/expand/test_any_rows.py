@@ -50,10 +50,6 @@ def random_rows(seed: int):
         yield
 
 
-def adamw(params):
-    return optim.AdamW(params, lr=1e-2, eps=1e-3)
-
-
 class Zoo(nn.Module):
     """Ops of many families in one small network; images in, a few numbers out."""
 
@@ -84,7 +80,9 @@ def zoo_step(model, optimizer, x, y):
     out = model(x, y)
     target = torch.zeros_like(out).scatter(1, (y % 3)[:, None], 1.0)
     loss = nn.functional.mse_loss(out, target) + nn.functional.binary_cross_entropy_with_logits(out, target)
-    loss = loss + nn.functional.smooth_l1_loss(out, target, beta=0.3) + nn.functional.nll_loss(out.log_softmax(1), y % 3)
+    loss = (
+        loss + nn.functional.smooth_l1_loss(out, target, beta=0.3) + nn.functional.nll_loss(out.log_softmax(1), y % 3)
+    )
     loss.backward()
     optimizer.step()
     order = out.argsort(1).float().mean(0)
@@ -97,3 +95,42 @@ def images(batch, n=2):
 
 
 ZOO = {"conv.weight": {"tp": lower_module.Shard(0)}, "q.weight": {"tp": lower_module.Shard(0)}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Simulated ranks are threads already."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sgd(params):
+    return optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("shape, batch, seed", [((2, 2), 4, 0), ((2, 2), 3, 1), ((3, 1), 4, 2), ((3, 1), 2, 3)])
+def test_a_gpt_trains_by_any_rows(shape, batch, seed):
+    """Hundreds of moves between all kinds of placements, even, uneven and empty shards, and the same gradients."""
+    case = Case(lambda: gpt(tied=seed % 2 == 0, n_head=2), sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
+    with random_rows(seed):
+        moves = case.check(shape, look=lambda step, *_: len(step.program.collectives), rtol=1e-3, atol=1e-4)
+    assert moves > 100
+
+
+@pytest.mark.parametrize("shape, seed", [((2, 2), 0), ((3, 1), 1)])
+def test_a_zoo_of_ops_trains_by_any_rows(shape, seed):
+    """Convolution, norms, losses, indexing, reductions, movement."""
+    with random_rows(seed):
+        Case(Zoo, sgd, zoo_step, images(5, n=1), ZOO).check(shape, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "step, model, seed", [(clipping_step, Net, 0), (penalty_step, Net, 1), (clipping_step, Normed, 2)]
+)
+def test_steps_of_many_kinds_train_by_any_rows(step, model, seed):
+    """Gradient clipping, second derivatives, batch norm; the second call's program too."""
+    plan = {"up.*": {"tp": lower_module.Shard(0)}}
+    with random_rows(seed):
+        Case(model, sgd, step, rows(5, n=2), plan).check((2, 2), rtol=1e-3, atol=1e-4)

@@ -30,7 +30,11 @@ def mesh_of(*shape):
         ({"inputs": {"x": {"tq": Shard(0)}}}, ValueError, r"'x': .*tq.*dp.*tp"),
         ({"params": {"up.*": [Shard(0)]}}, ValueError, r"'up.\*': \[Shard\(0\)\] is no placing.*list of 2 placements"),
         ({"params": {"up.*": Shard(0)}}, ValueError, r"no placing on a mesh with axes dp, tp"),
-        ({"params": {"up.*": {"tp": Partial()}}}, ValueError, r"params 'up.\*': Partial\(\) is no placement for an input"),
+        (
+            {"params": {"up.*": {"tp": Partial()}}},
+            ValueError,
+            r"params 'up.\*': Partial\(\) is no placement for an input",
+        ),
         ({"inputs": {"x": {"tp": 0}}}, ValueError, r"inputs 'x': 0 is no placement for an input; use Shard"),
         ({"params": [("up.*", {"tp": Shard(0)})]}, TypeError, "params is a list; give a dict from name pattern"),
     ],
@@ -86,7 +90,10 @@ def first_call_fails(step, error, message, given=None, pair=None, args=None, **p
 @pytest.mark.parametrize(
     "patterns, message",
     [
-        ({"params": {"*.ups.weight": [Shard(0), Replicate()]}}, r"params '\*.ups.weight' matches nothing. Near: .*up.weight"),
+        (
+            {"params": {"*.ups.weight": [Shard(0), Replicate()]}},
+            r"params '\*.ups.weight' matches nothing. Near: .*up.weight",
+        ),
         ({"params": {"zzz": [Shard(0), Replicate()]}}, r"matches nothing. There are: model.up.weight"),
         ({"inputs": {"tokens": {"dp": Shard(0)}}}, r"inputs 'tokens' matches nothing. There are: x, y"),
         ({"inputs": {"optimizer": {"dp": Shard(0)}}}, r"inputs 'optimizer' matches nothing"),
@@ -163,16 +170,36 @@ def of_wrong_shapes(model, optimizer, x, y):
 @pytest.mark.parametrize(
     "step, error, message",
     [
-        (uses_a_tensor_from_outside, RuntimeError, r"uses_a_tensor_from_outside uses a tensor that is not among its arg"),
+        (
+            uses_a_tensor_from_outside,
+            RuntimeError,
+            r"uses_a_tensor_from_outside uses a tensor that is not among its arg",
+        ),
         (writes_into_its_input, RuntimeError, r"writes into its argument x; let it return the new value instead"),
         (changes_the_learning_rate, RuntimeError, r"changes optimizer.param_groups.0.lr itself.*between steps"),
         (counts_in_python, RuntimeError, r"changes a Python value in model .*counts in tensors"),
         (leaves_training, RuntimeError, r"changes a Python value.*set flags outside the step"),
-        (drops_out, NotImplementedError, r"(?s)bernoulli.*: random ops.*dropout.*model.eval\(\).*test_errors.py:\d+, in drops_out"),
+        (
+            drops_out,
+            NotImplementedError,
+            r"(?s)bernoulli.*: random ops.*dropout.*model.eval\(\).*test_errors.py:\d+, in drops_out",
+        ),
         (draws, NotImplementedError, r"(?s)aten.randn_like.*: random ops.*test_errors.py:\d+, in draws"),
-        (branches_on_the_loss, RuntimeError, r"(?s)decides by a value.*torch.where.*test_errors.py:\d+, in branches_on_the"),
-        (sizes_from_values, NotImplementedError, r"(?s)aten.index.Tensor: the size of its result.*test_errors.py:\d+, in sizes_"),
-        (checks_values, NotImplementedError, r"(?s)calls an op that only checks.*inv_ex.*test_errors.py:\d+, in checks"),
+        (
+            branches_on_the_loss,
+            RuntimeError,
+            r"(?s)decides by a value.*torch.where.*test_errors.py:\d+, in branches_on_the",
+        ),
+        (
+            sizes_from_values,
+            NotImplementedError,
+            r"(?s)aten.index.Tensor: the size of its result.*test_errors.py:\d+, in sizes_",
+        ),
+        (
+            checks_values,
+            NotImplementedError,
+            r"(?s)calls an op that only checks.*inv_ex.*test_errors.py:\d+, in checks",
+        ),
         (fails_by_itself, LookupError, "no such thing"),
         (of_wrong_shapes, RuntimeError, r"."),
     ],
@@ -335,7 +362,9 @@ def test_ranks_with_different_programs_all_raise():
 
     first, second = on_each_rank(step_of)
     assert first == second
-    assert_expected_inline(first, """\
+    assert_expected_inline(
+        first,
+        """\
 RuntimeError: the program of step differs between rank 0 and rank 1. All ranks must run the same code on the same sizes; look for rank-dependent branches, random order, or different versions.
 --- rank 0
 +++ rank 1
@@ -344,7 +373,8 @@ RuntimeError: the program of step differs between rank 0 and rank 1. All ranks m
 -    sum_1 = aten.sum(add_1)                                               # f32[]
 +    exp = aten.exp(add_1)                                                 # f32[6, 3]
 +    sum_1 = aten.sum(exp)                                                 # f32[]
-     return (""")  # noqa: E501
+     return (""",
+    )  # noqa: E501
 
 
 def test_ranks_that_bake_other_constants_all_raise():

@@ -22,7 +22,7 @@ from tests.expand.side_by_side import (
     rows,
     same,
     seeded,
-    shared_captures,
+    shared_programs,
     tensors,
     tokens,
     train_step,
@@ -47,30 +47,35 @@ def adamw(params):
 # ---- a GPT ------------------------------------------------------------------------------------
 
 
+def sgd(params):
+    return optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 @pytest.mark.parametrize(
-    "shape, batch, tied",
+    "shape, batch, tied, make",
     [
-        *((shape, 4, shape[0] == 2) for shape in MESHES),
-        ((2, 2), 3, False),  # uneven
-        ((4, 1), 7, True),  # uneven
-        ((4, 1), 2, False),  # two empty shards
-        ((4, 1), 6, False),  # one empty shard, the others even
-        ((2, 2), 1, True),
+        *((shape, 4, shape[0] == 2, adamw if shape == (2, 2) else sgd) for shape in MESHES),
+        ((2, 2), 3, False, sgd),  # uneven
+        ((4, 1), 7, True, adamw),  # uneven
+        ((4, 1), 2, False, sgd),  # two empty shards
+        ((4, 1), 6, False, sgd),  # one empty shard, the others even
+        ((2, 2), 1, True, sgd),
     ],
 )
-def test_a_gpt_trains_as_on_one_device(shape, batch, tied):
+def test_a_gpt_trains_as_on_one_device(shape, batch, tied, make):
     """Whatever the mesh, and whether or not the batch divides."""
-    Case(lambda: gpt(tied=tied), adamw, batches=tokens(batch), params=GPT_PLAN).check(shape)
+    Case(lambda: gpt(tied=tied), make, batches=tokens(batch), params=GPT_PLAN).check(shape)
 
 
 def test_a_gpt_of_odd_sizes_trains():
     """Three heads on two ranks, an odd vocabulary and width: no dim divides."""
-    Case(
-        lambda: gpt(n_head=3, n_embd=9, vocab=7, bias=False),
-        adamw,
-        batches=tokens(3, vocab=7),
-        params={"*.attn.[qkv].weight": {"tp": Shard(0)}, "*.attn.out.weight": {"tp": Shard(1)}, "tok_emb.*": [Shard(0), Shard(1)]},
-    ).check((2, 2))
+    plan = {
+        "*.attn.[qkv].weight": {"tp": Shard(0)},
+        "*.attn.out.weight": {"tp": Shard(1)},
+        "tok_emb.*": [Shard(0), Shard(1)],
+    }
+    model = lambda: gpt(n_head=3, n_embd=9, vocab=7, bias=False)  # noqa: E731
+    Case(model, sgd, batches=tokens(3, vocab=7), params=plan).check((2, 2))
 
 
 # ---- optimisers -------------------------------------------------------------------------------
@@ -97,12 +102,24 @@ OPTIMIZERS = {
 }
 
 
+class Small(nn.Module):
+    """One weight that is sharded, one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6, bias=False), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimisers_step_as_on_one_device(name):
     """Also those that work on lists of tensors or in one kernel; the batch is uneven."""
     make = getattr(optim, name.split()[0])
     options = OPTIMIZERS[name]
-    Case(optimizer=lambda params: make(params, **copy.deepcopy(options)), batches=rows(7)).check((2, 2))
+    plan = {"up.weight": {"tp": Shard(0)}, "down.bias": {"dp": Shard(0)}}
+    Case(Small, lambda params: make(params, **copy.deepcopy(options)), batches=rows(7), params=plan).check((2, 2))
 
 
 def test_parameter_groups_keep_their_own_options():
@@ -188,12 +205,21 @@ def autocast_step(model, optimizer, x, y):
 
 
 @pytest.mark.parametrize(
-    "step", [accumulating_step, clipping_step, foreach_clipping_step, zeroing_step, penalty_step], ids=lambda f: f.__name__
+    "step, shape, batch",
+    [
+        (accumulating_step, (2, 2), 8),
+        (accumulating_step, (3, 1), 5),
+        (clipping_step, (2, 2), 7),
+        (clipping_step, (3, 1), 4),
+        (foreach_clipping_step, (2, 2), 8),
+        (zeroing_step, (3, 1), 5),
+        (penalty_step, (2, 2), 7),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
 )
-@pytest.mark.parametrize("shape, batch", [((2, 2), 8), ((3, 1), 5)])
 def test_steps_of_many_kinds(step, shape, batch):
-    """Even and uneven."""
-    Case(step=step, batches=rows(batch)).check(shape)
+    """Even and uneven, and with an empty shard."""
+    Case(step=step, optimizer=sgd, batches=rows(batch)).check(shape)
 
 
 def test_autocast_in_the_step():
@@ -246,7 +272,7 @@ def test_the_learning_rate_as_an_argument():
         same([values(p) for p in model.parameters()], [values(p) for p in alone.parameters()], "parameters")
         assert len(compiled.programs) == 1
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 4)
 
 
@@ -428,7 +454,7 @@ def test_a_training_resumes(plain):
         same(tensors(fresh, fresh_optimizer), tensors(alone, alone_optimizer), "state")
         assert len(step.programs) == 2
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 4)
 
 
@@ -448,7 +474,7 @@ def test_a_second_training_begins_anew():
             same(tensors(*mine), tensors(*alone), "state")
         assert len(step.programs) == 2
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 2)
 
 
@@ -471,12 +497,17 @@ def test_two_models_in_one_step():
     def rank(r):
         mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         mine = copy.deepcopy(given)
-        compiled = spmd.compile(step, mesh, params={"model.up.*": {"tp": Shard(0)}, "average.*.weight": [Shard(0), Replicate()]}, inputs=INPUTS)
+        compiled = spmd.compile(
+            step,
+            mesh,
+            params={"model.up.*": {"tp": Shard(0)}, "average.*.weight": [Shard(0), Replicate()]},
+            inputs=INPUTS,
+        )
         same([values(compiled(*mine, *batch)) for batch in batches], want, "returned")
         for ours, theirs in zip(alone[:2], mine[:2], strict=True):
             same([values(p) for p in theirs.parameters()], [values(p) for p in ours.parameters()], "parameters")
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 4)
 
 
@@ -500,7 +531,7 @@ def test_training_and_evaluation_share_a_model():
         same([[values(step(*mine, *b)), values(evaluation(mine[0], *b))] for b in batches], want, "returned")
         assert len(evaluation.programs) == 1 and len(step.programs) == 2
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 4)
 
 
@@ -516,12 +547,15 @@ def test_inputs_may_be_dtensors():
         mine = copy.deepcopy(pair)
         step = spmd.compile(train_step, mesh, params=NET, inputs={"x": {"dp": Shard(0)}})
         given = [
-            (spmd.distribute_tensor(x, mesh, [Shard(1), Replicate()]), spmd.distribute_tensor(y, mesh, [Replicate(), Shard(0)]))
+            (
+                spmd.distribute_tensor(x, mesh, [Shard(1), Replicate()]),
+                spmd.distribute_tensor(y, mesh, [Replicate(), Shard(0)]),
+            )
             for x, y in batches
         ]
         same([values(step(*mine, *batch)) for batch in given], want, "returned")
 
-    with shared_captures():
+    with shared_programs():
         run_ranks(rank, 4)
 
 

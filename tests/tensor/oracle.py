@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -357,16 +357,18 @@ class Capture(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
-def captured(dtype: torch.dtype, per_op: int, per_entry: int = 6, largest: int = 20_000) -> Iterator[Sample]:
+def captured(
+    dtype: torch.dtype, per_op: int, per_entry: int = 6, largest: int = 20_000, every: int = 1
+) -> Iterator[Sample]:
     """Functional aten calls that the entries of `op_db` make, forward and backward.
 
     At most `per_op` samples an overload, from the first `per_entry` samples of each entry, of operands of at most
-    `largest` elements in all.
+    `largest` elements in all; of all entries, or of every so many.
     """
     from torch.testing._internal.common_methods_invocations import op_db  # slow to import
 
     seen: Counter = Counter()
-    for entry in op_db:
+    for entry in op_db[::every]:
         if dtype not in entry.dtypes or entry.name.startswith(("jiterator", "sparse", "torch.ops.aten._")):
             continue
         inputs = entry.sample_inputs("cpu", dtype, requires_grad=dtype.is_floating_point)
@@ -400,14 +402,29 @@ def _fits(sample: Sample, largest: int) -> bool:
 
 
 def runs(sample: Sample) -> bool:
-    """Whether the op takes these arguments; some were changed in place after the call that was captured."""
+    """Whether the op takes these arguments; some were changed in place after the call that was captured.
+
+    Half-precision complex numbers cannot be compared, so what gives them is no sample.
+    """
     try:
-        sample.op(*sample.args, **sample.kwargs)
+        out = sample.op(*sample.args, **sample.kwargs)
     except Exception:
         return False
-    return True
+    return all(t.dtype != torch.complex32 for t in tree_leaves(out) if isinstance(t, torch.Tensor))
 
 
 def _sane(x: torch.Tensor) -> bool:
     """Not the contents of memory that nobody wrote."""
+    if x.dtype == torch.complex32:
+        return False  # nothing can be asked of half-precision complex numbers
     return not (x.is_floating_point() or x.is_complex()) or not bool((x.nan_to_num().abs() > 1e6).any())
+
+
+def sweep(samples: Iterable[Sample]) -> Tally:
+    """Every row of the rule of every sample on 2 and 3 ranks, and a pair of rows on a 2 x 2 grid."""
+    tally, rng = Tally(), random.Random(0)
+    for case in map(Case, samples):
+        if case.rule is not None:
+            case.check_each_row((2, 3), tally)
+            case.check_pairs(1, rng, tally)
+    return tally

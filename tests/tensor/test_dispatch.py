@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 
 import expecttest
@@ -515,6 +516,7 @@ NO_RULE: dict[str, Callable] = {
     "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
     "view of bits": lambda x: x.round().view(torch.int64),
     "embedding_bag": lambda x: F.embedding_bag(torch.tensor([[0, 2], [1, 1]]), x),
+    "addmv of integers": lambda x: torch.addmv(x.long()[:, 0], x.long(), x.long()[0], alpha=0.6, beta=2),
     "renorm": lambda x: x.renorm(2, 0, 1.0),
     "logdet": lambda x: torch.logdet(x @ x.t() + torch.eye(4, dtype=F64)),
 }
@@ -561,14 +563,23 @@ def test_a_sparse_result_is_refused():
 
 
 def test_a_mistake_of_the_user_is_torchs_error():
-    """On every rank, before anything is sent."""
+    """On every rank, before anything is sent, and not in the log as well."""
+    logged = []
+    handler = logging.Handler()
+    handler.emit = logged.append
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    filters = list(log.filters)
 
     def rank(mesh):
-        with pytest.raises(RuntimeError, match=r"size|shape"):
-            placed(mesh, torch.ones(4, 6), [S0, R]) + placed(mesh, torch.ones(5), [R, R])
-        return True
+        x = placed(mesh, torch.ones(4, 6), [S0, R])
+        for mistake in (lambda: x + placed(mesh, torch.ones(5), [R, R]), lambda: x @ x, lambda: x.view(5)):
+            with pytest.raises(RuntimeError, match=r"size|shape|reduction dim|broadcast"):
+                mistake()
 
     assert sent(rank) == []
+    log.removeHandler(handler)
+    assert logged == [] and log.filters == filters
 
 
 # ---- what is sent -----------------------------------------------------------------------------

@@ -118,9 +118,10 @@ def test_a_tensor_without_data_is_distributed_without_sending():
 
     def rank(mesh):
         d = distribute_tensor(torch.empty(6, 4, device="meta"), mesh, [S0, S1])
-        return tuple(d.shape), tuple(d.to_local().shape), d.to_local().is_meta, DTensor.from_local(d.to_local(), mesh).shape
+        local = d.to_local()
+        return tuple(d.shape), tuple(local.shape), local.is_meta, DTensor.from_local(local, mesh, [S0, S1]).shape
 
-    assert on_ranks(rank) == [((6, 4), (3, 2), True, (3, 2))] * 4
+    assert on_ranks(rank) == [((6, 4), (3, 2), True, (6, 4))] * 4
 
 
 BAD_DISTRIBUTE = {

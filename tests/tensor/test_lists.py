@@ -36,7 +36,7 @@ CALLS = [
     *((f"_foreach_{name}", "List", (X, Y), {}) for name in ("add", "sub", "mul", "maximum", "minimum", "clamp_min")),
     *((f"_foreach_{name}", "Scalar", (X, 2.0), {}) for name in ("add", "sub", "mul", "div", "maximum", "clamp_max")),
     *((f"_foreach_{name}", "ScalarList", (X, S), {}) for name in ("add", "sub", "mul", "div", "maximum", "minimum")),
-    *((f"_foreach_{name}", "default", (Z,), {}) for name in ("sqrt", "neg", "exp", "abs", "reciprocal", "sign", "zero")),
+    *((f"_foreach_{name}", "default", (Z,), {}) for name in ("sqrt", "neg", "exp", "abs", "reciprocal", "zero")),
     *((f"_foreach_{name}", "Tensor", (X, torch.tensor(2.0)), {}) for name in ("add", "mul", "div")),
     *((f"_foreach_{name}", "Scalar", (X, Y, Z, 0.5), {}) for name in ("addcmul", "addcdiv")),
     *((f"_foreach_{name}", "ScalarList", (X, Y, Z, S), {}) for name in ("addcmul", "addcdiv")),

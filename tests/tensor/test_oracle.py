@@ -11,7 +11,7 @@ import torch
 
 from spmd.tensor.rules.book import book
 from spmd.tensor.rules.rule import Factor, laws
-from tests.tensor.oracle import Case, Sample, Tally, captured
+from tests.tensor.oracle import Case, Sample, Tally, captured, sweep
 from tests.tensor.samples import ELSEWHERE, PARTS, aten, samples_of, table
 
 NO_RULE = {
@@ -58,18 +58,13 @@ def test_right_rows_are_right_together(part):
 
 
 @pytest.mark.parametrize(
-    "dtype, per_op",
-    [(torch.float64, 3), (torch.int64, 2), (torch.bool, 2), (torch.bfloat16, 1)],
-    ids=str,
+    "dtype, every", [(torch.float64, 3), (torch.int64, 7), (torch.bool, 11), (torch.bfloat16, 7)], ids=str
 )
-def test_rows_hold_for_the_samples_of_torch(dtype, per_op):
-    """The same for what torch's own op database calls."""
-    tally, rng = Tally(), random.Random(0)
-    for case in cases(captured(dtype, per_op)):
-        case.check_each_row((2, 3), tally)
-        case.check_pairs(1, rng, tally)
+def test_rows_hold_for_the_samples_of_torch(dtype, every):
+    """The same for what torch's own op database calls; a part of it here, all of it in benchmarks/oracle.py."""
+    tally = sweep(captured(dtype, 2, every=every))
     print(tally)
-    assert tally.right > 500
+    assert tally.right > 100
     assert not tally.wrong, tally.report()
 
 

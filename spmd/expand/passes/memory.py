@@ -31,7 +31,7 @@ def shows_operand(node: fx.Node) -> bool:
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether the result may show, or still read, the memory of an operand: a collective does until it is waited for."""
+    """Whether the result may show, or still read, the memory of an operand; a collective does until waited for."""
     return shows_operand(node) or getattr(node.target, "namespace", "") == "_c10d_functional"
 
 

@@ -21,7 +21,7 @@ from spmd.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Bucket:
-    """All-reduces of one axis, reduce kind and dtype, made by one collective. Stands in a program where a `Step` may."""
+    """All-reduces of one axis, kind and dtype, made by one collective; in a program it stands as a `Step` does."""
 
     steps: tuple[Step, ...]
 

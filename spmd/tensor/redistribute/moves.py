@@ -362,7 +362,7 @@ def _narrowed(y, at: At):
 def _sent(x, at: At, op: str):
     """What goes on the wire for an all-reduce.
 
-    A maximum on the wire may lose a NaN, so that one goes along as a mark: behind the tensor, in the same buffer, stands
+    A maximum on the wire may lose a NaN, so that goes along as a mark: behind the tensor, in the same buffer, stands
     for each element whether it is one.
     """
     dtype = at.before.dtype

@@ -56,8 +56,14 @@ def instead_of(*ops):
 
 
 def biased(bias, product, beta, alpha):
-    """`beta * bias + alpha * product`; a beta of 0 means that the bias is not read, NaN or not."""
+    """`beta * bias + alpha * product`; a beta of 0 means that the bias is not read, NaN or not.
+
+    What an integer times a float is to be, each op says for itself.
+    """
     _check_bias(bias, product)
+    floats = product.dtype.is_floating_point or product.dtype.is_complex
+    if not floats and (isinstance(alpha, float) or isinstance(beta, float)):
+        return NotImplemented
     product = product if _is(alpha, 1) else aten.mul.Scalar(product, alpha)
     if _is(beta, 0):
         return product

@@ -32,7 +32,8 @@ def per_tensor(op, *args, **kwargs):
     base, suffix = _base(op)
     length = next(len(a) for a in args if isinstance(a, (list, tuple)))
     names = [a.name for a in _torch.arguments(op)]
-    out = [_one(base, suffix, [_item(n, a, i) for n, a in zip(names, args, strict=False)], kwargs) for i in range(length)]
+    rows = [[_item(n, a, i) for n, a in zip(names, args, strict=False)] for i in range(length)]
+    out = [_one(base, suffix, row, kwargs) for row in rows]
     return None if _torch.returns_nothing(op) else out
 
 
