@@ -126,8 +126,8 @@ def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place
     if in_place and not _stays(row, moved[0]):
         return FORBIDDEN
     which = call.which or range(len(moved))
-    paid = {(w, want): spec for w, spec, want, m in zip(which, call.tensors, row.ins, moved, strict=True) if m}
-    moves = [_transition(spec, want, axis) for (_, want), spec in paid.items()]
+    paid = {(w, want): i for i, (w, want, m) in enumerate(zip(which, row.ins, moved, strict=True)) if m}
+    moves = [_transition(call, choice, axis, i, want) for (_, want), i in paid.items()]
     inherited = any(want.is_shard() and not m for want, m in zip(row.ins, moved, strict=True))
     owed = [_owed(call, choice, axis, j, p, inherited) for j, p in enumerate(row.outs) if call.outs[j]]
     # Rounded: sums that are equal on paper must tie, and on every machine alike.
@@ -187,10 +187,15 @@ def _wire(collective: Callable[..., float], nbytes: float, axis: int, mesh) -> f
     return collective(nbytes, axis, mesh.topology) - collective(0, axis, mesh.topology)
 
 
-def _transition(spec: Spec, want: Placement, axis: int) -> float:
-    """Microseconds that the bytes of moving one operand on one axis take."""
-    have, mesh = spec.on(axis), spec.mesh
-    nbytes = spec.nbytes / prod(mesh.shape[a] for axes in spec.dims for a in axes if a != axis)
+def _transition(call: Call, choice: Choice, axis: int, i: int, want: Placement) -> float:
+    """Microseconds that the bytes of moving one operand on one axis take.
+
+    It is moved while it is smallest: before other axes gather it, after they slice it.
+    """
+    spec, mesh = call.tensors[i], call.mesh
+    have = spec.on(axis)
+    others = [a for a, row in enumerate(choice) if a != axis and (spec.on(a).is_shard() or row.ins[i].is_shard())]
+    nbytes = spec.nbytes / prod(mesh.shape[a] for a in others)
     if have.is_replicate():
         return 0.0
     if have.is_partial():

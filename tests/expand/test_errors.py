@@ -373,8 +373,8 @@ RuntimeError: the program of step differs between rank 0 and rank 1. All ranks m
 -    sum_1 = aten.sum(add_1)                                               # f32[]
 +    exp = aten.exp(add_1)                                                 # f32[6, 3]
 +    sum_1 = aten.sum(exp)                                                 # f32[]
-     return (""",
-    )  # noqa: E501
+     return (""",  # noqa: E501
+    )
 
 
 def test_ranks_that_bake_other_constants_all_raise():

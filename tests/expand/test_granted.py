@@ -81,7 +81,7 @@ def run(module, x):
 @pytest.mark.parametrize(
     "attributes",
     [{"act": torch.sigmoid}, {"factors": [3.0]}, {"factors": (3.0,)}, {"config": Config(2.0, [])}],
-    ids=str,
+    ids=["function", "list", "tuple", "object"],
 )
 def test_modules_that_differ_in_an_attribute_have_programs_of_their_own(attributes):
     check(run, (Scaled(), X), (Scaled(**attributes), X), (Scaled(), X))

@@ -187,6 +187,14 @@ def test_views_keep_uneven_shards_where_they_are(src, shape, dst):
     assert (found.plans[0].steps == ()) == ("@" in dst)
 
 
+def test_an_operand_is_reduced_where_it_is_smallest():
+    """A whole gradient meets a sharded weight: it is sliced, then reduced; the weight does not become a sum instead."""
+    assert shown((aten.add.Tensor, "f32[8, 16@tp]", "f32[8, 16] +sum@dp")).splitlines() == [
+        "add(f32[8, 16@tp], f32[8, 16] +sum@dp) -> f32[8, 16@tp]",
+        "    f32[8, 16] +sum@dp: slice(tp, 1), all_reduce(dp)",
+    ]
+
+
 def test_an_op_without_a_rule_gathers_and_says_so():
     """`gathered` is what a report of such ops reads."""
     assert lowered(aten.linalg_inv_ex.default, "f32[8@dp, 8]").gathered
