@@ -30,7 +30,7 @@ from spmd._torch import pytree
 from spmd.mesh import DeviceMesh
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
-from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.lower import READS_STORAGE, Lowering, lower
 from spmd.tensor.meta import out_metas
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.rules.book import rule_of
@@ -196,13 +196,9 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     return Way.of(call, lower(call, in_place=_torch.writes_first(op)))
 
 
-REFUSED = {"set", "resize", "resize_as", "as_strided", "as_strided_scatter"}
-"""Ops on memory, of which a DTensor has no single one."""
-
-
 def _refuse_memory_tricks(call: Call, outs: tuple[TensorMeta | None, ...]) -> None:
     """A write may not change the shape of what it writes into, nor an op reach below the tensor to its memory."""
-    if call.name in REFUSED:
+    if call.name in READS_STORAGE:
         raise NotImplementedError(
             f"{call.op}: a DTensor's memory is spread over ranks and cannot be laid out anew. Use view, slicing, "
             "permute or expand, or take full_tensor() first."
