@@ -49,7 +49,7 @@ def descend(model, x, rate: float):
     loss = (x @ model.weight).square().sum()
     (slope,) = torch.autograd.grad(loss, model.weight)
     with torch.no_grad():
-        model.weight.sub_(slope, alpha=rate)
+        model.weight.sub_(rate * slope)
     return loss, "done"
 
 
@@ -63,7 +63,9 @@ class Vector(nn.Module):
 def test_the_graph_is_the_step_with_its_writes_as_results():
     """Forward, backward and update; what is written is an output under its name, plain results are kept aside."""
     found = captured(descend, model=Vector(), x=torch.ones(5, 3), rate=0.1)
-    assert_expected_inline(text(found), """\
+    assert_expected_inline(
+        text(found),
+        """\
 arg0_1: model.weight
 arg0_2: model.count
 arg0_3: x
@@ -78,8 +80,10 @@ mul = mul.Scalar(pow_2, 2.0)
 mul_1 = mul.Tensor(expand, mul)
 t = t(arg0_3)
 mv_1 = mv(t, mul_1)
-sub = sub.Tensor(arg0_1, mv_1, arg0_4)
-return 0 = sum_1, model.weight = sub, model.count = arg0_2""")
+mul_2 = mul.Tensor(mv_1, arg0_4)
+sub = sub.Tensor(arg0_1, mul_2)
+return 0 = sum_1, model.weight = sub, model.count = arg0_2""",
+    )
     assert found.leaves == (None, "done")
 
 
@@ -90,7 +94,9 @@ def test_nothing_in_the_graph_writes():
     for node in found.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             assert not node.target._schema.is_mutable and node.target.namespace == "aten", node.format_node()
-    assert not {"aten.detach.default", "aten.alias.default", "aten.addmm.default", "aten.mean.default"} & set(ops(found))
+    assert not {"aten.detach.default", "aten.alias.default", "aten.addmm.default", "aten.mean.default"} & set(
+        ops(found)
+    )
     assert not any("_foreach" in op for op in ops(found))
 
 
@@ -141,9 +147,7 @@ def test_constants_are_kept_by_value():
         return x + torch.tensor([1.0, 2.0]) * torch.tensor(3)
 
     found = captured(step, x=torch.ones(2))
-    assert sorted(t.tolist() for t in found.constants.values()) in ([[1.0, 2.0], 3], [3, [1.0, 2.0]]) or {
-        str(t.tolist()) for t in found.constants.values()
-    } == {"[1.0, 2.0]", "3"}
+    assert {str(t.tolist()) for t in found.constants.values()} == {"[1.0, 2.0]", "3"}
 
 
 # ---- numbers ----------------------------------------------------------------------------------
@@ -155,9 +159,8 @@ def test_floats_are_symbols_whatever_their_value(lr):
     model = Vector()
     found = captured(descend, model=model, x=torch.ones(5, 3), rate=lr)
     assert Argument("rate") in found.inputs
-    assert found.holds({"rate": 0.5}) and found.holds({"rate": 0.0}) and found.holds({"rate": -2.0})
-    uses = [n for n in found.graph.nodes if n.op == "placeholder" and n.users]
-    assert len(uses) == 3
+    assert all(found.holds({"rate": rate}) for rate in (0.5, 0.0, 1.0, -2.0))
+    assert all(n.users for n in found.graph.nodes if n.op == "placeholder")
 
 
 def test_branches_on_numbers_are_conditions():
@@ -183,7 +186,14 @@ def test_hyper_parameters_are_numbers_by_path():
     found = captured(step, model=model, optimizer=optimizer, x=torch.ones(2, 3))
     numbers = [str(i) for i in found.inputs if isinstance(i, Argument)]
     group = "optimizer.param_groups.0"
-    assert numbers == ["x", f"{group}.lr", f"{group}.betas.0", f"{group}.betas.1", f"{group}.eps", f"{group}.weight_decay"]
+    assert numbers == [
+        "x",
+        f"{group}.lr",
+        f"{group}.betas.0",
+        f"{group}.betas.1",
+        f"{group}.eps",
+        f"{group}.weight_decay",
+    ]
 
 
 def test_the_step_count_is_read_from_its_tensor():
@@ -217,7 +227,7 @@ def test_constants_that_meet_numbers_are_not_computed_early():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_capture_changes_nothing(fails):
-    """Parameters, buffers, gradients, optimiser, flags, hooks of the trace, torch's random numbers; also when it fails."""
+    """Parameters, buffers, gradients, optimiser, flags, torch's random numbers; also when it fails."""
 
     def step(model, optimizer, x, y):
         loss = train_step(model, optimizer, x, y)
@@ -268,16 +278,13 @@ def test_the_result_of_a_capture_is_right():
     state = State.of({"model": model, "optimizer": optimizer})
     values = state.tensors() | {Argument("x"): x, Argument("y"): y}
     values |= {Argument(path): v for path, v in state.numbers().items()}
-    root = nn.Module()
-    for name, t in found.constants.items():
-        root.register_buffer(name, t)
+    given = [v.clone() if isinstance(v := values[i], torch.Tensor) else v for i in found.inputs]
+    module = torch.fx.GraphModule(dict(found.constants), found.graph)
     with torch.no_grad():
-        out = torch.fx.GraphModule(root, found.graph)(*(values[i].clone() if isinstance(values[i], torch.Tensor) else values[i] for i in found.inputs))
+        out = torch.fx.Interpreter(module).run(*given, enable_io_processing=False)
     alone = copy.deepcopy((model, optimizer))
     loss = train_step(*alone, x, y)
     want = tensors(*alone)
     got = {str(to): v for to, v in zip(found.outputs, out, strict=True)}
     same(got.pop("0"), loss.detach(), "loss")
     same(got, want, "state")
-
-
