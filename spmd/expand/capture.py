@@ -162,6 +162,7 @@ class _Trace:
                     result = self.call(_with_leaves(self.args, numbers))
                 after = self.state.tensors()
                 self._check_unchanged(constants, numbers)
+                self._check_places(after)
         self._check_arguments_unwritten(given, wrapped)
         return self._flat_outputs(result, after)
 
@@ -184,6 +185,20 @@ class _Trace:
                 "an attribute); it would be frozen in the program. Keep tensors with register_buffer, counts in "
                 "tensors, and set flags outside the step."
             )
+
+    def _check_places(self, after: Tensors) -> None:
+        """Tensors of modules do not come and go, and what lasts keeps its shape and dtype."""
+        before = {slot for slot in self.slots if slot.kind in ("parameter", "buffer")}
+        parted = before ^ {slot for slot in after if slot.kind in ("parameter", "buffer")}
+        if parted:
+            raise RuntimeError(f"the step adds or removes {min(parted)}; register what a module holds before the step")
+        for slot in self.slots.keys() & after.keys():
+            old, new = self.slots[slot], after[slot]
+            if (old.shape, old.dtype) != (new.shape, new.dtype):
+                raise RuntimeError(
+                    f"the step makes {slot}, {list(old.shape)} of {old.dtype}, a tensor of {list(new.shape)} of "
+                    f"{new.dtype}; state keeps its shape and dtype. Let the step return what grows."
+                )
 
     def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
         for i, x in wrapped.items():

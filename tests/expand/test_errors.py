@@ -135,6 +135,16 @@ def leaves_training(model, optimizer, x, y):
     return train_step(model, optimizer, x, y)
 
 
+def registers_a_buffer(model, optimizer, x, y):
+    model.register_buffer("mean", x.mean(0))
+    return train_step(model, optimizer, x, y)
+
+
+def grows_a_weight(model, optimizer, x, y):
+    model.down.bias = nn.Parameter(torch.cat([model.down.bias.detach()] * 2))
+    return x.sum()
+
+
 def drops_out(model, optimizer, x, y):
     return train_step(model, optimizer, F.dropout(x, 0.5), y)
 
