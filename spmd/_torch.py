@@ -6,15 +6,17 @@ Every other module imports them from here, so that one page shows what a new ver
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
-import inspect
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.nn
+from torch._C import _distributed_c10d as c10d
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx.experimental import symbolic_shapes
@@ -26,20 +28,85 @@ c10d_functional = torch.ops._c10d_functional
 # The store through which the default process group met: where ranks can compare notes without a collective.
 default_store = distributed_c10d._get_default_store
 
-KEEPS_ORDER = "sort_ranks" in inspect.signature(distributed_c10d.new_group).parameters
-"""Whether new_group can leave ranks in the order given; torch 2.13 can, 2.11 sorts them."""
+def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """The process group of these ranks, in this order and of this name, made by its members alone.
+
+    The public new_group has every rank of the job take part, or else names groups by how many a rank has made, which
+    differs between ranks; and torch 2.11 sorts the ranks.
+    """
+    world = dist.group.WORLD
+    backend, store = distributed_c10d._world.pg_map[world]
+    # A group of NCCL would be split off its parent's communicator, which takes all ranks of the parent: this one
+    # starts from a communicator of its own.
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks), ranks.index(dist.get_rank()), list(ranks), distributed_c10d.Backend(backend), store,
+            group_name=name, timeout=group_timeout(), device_id=None,
+        )  # fmt: skip
+    finally:
+        world.bound_device_id = device
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
-def new_group(ranks: Sequence[int]) -> distributed_c10d.ProcessGroup:
-    """The process group of these ranks, in this order; every rank of the job must ask for it."""
-    if KEEPS_ORDER:
-        return distributed_c10d.new_group(list(ranks), sort_ranks=False)
-    if list(ranks) != sorted(ranks):
-        raise NotImplementedError(
-            f"a mesh with ranks {list(ranks)} along an axis needs a newer torch than {torch.__version__}, which would "
-            "sort them; build the mesh so that ranks grow along each axis"
-        )
-    return distributed_c10d.new_group(list(ranks))
+def group_timeout() -> datetime.timedelta:
+    """How long collectives of the job may take: what init_process_group was told, where the backend says so."""
+    world = dist.group.WORLD
+    for device in world._device_types:
+        options = getattr(world._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return distributed_c10d.default_pg_timeout
+
+
+def is_group(name: str) -> bool:
+    """Whether torch knows a group, or a placeholder of one, by this name."""
+    try:
+        return c10d._resolve_process_group(name) is not None
+    except RuntimeError:
+        return False
+
+
+def register_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let dispatcher ops find the group by this name."""
+    c10d._register_process_group(name, group)
+
+
+def forget_group(name: str) -> None:
+    """Undo register_group; nothing to do for an unknown name."""
+    c10d._unregister_process_group(name)
+
+
+def replace_group(name: str, group: dist.ProcessGroup) -> None:
+    """Let the name mean this group from now on."""
+    if c10d._resolve_process_group(name) is not group if is_group(name) else True:
+        forget_group(name)
+        register_group(name, group)
+
+
+class GroupToBe(dist.ProcessGroup):
+    """Stands for a process group of n ranks until the first collective on it, which makes the group.
+
+    make: gives the group itself, and puts it in this one's place.
+    """
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup], n: int) -> None:
+        super().__init__(0, n)
+        self.make = make
+
+
+def _handed_on(method: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self.make(), method)(*args, **kwargs)
+
+
+for _method in ("allreduce allreduce_coalesced allgather allgather_coalesced allgather_into_tensor_coalesced "
+                "_allgather_base all_gather_single all_gather_single_coalesced reduce_scatter _reduce_scatter_base "
+                "reduce_scatter_tensor_coalesced reduce_scatter_single reduce_scatter_single_coalesced alltoall "
+                "alltoall_base all_to_all_single broadcast reduce gather scatter send recv recv_anysource barrier "
+                ).split():  # fmt: skip
+    if hasattr(dist.ProcessGroup, _method):
+        setattr(GroupToBe, _method, _handed_on(_method))
 
 
 # A mode that sees every op below autograd.
@@ -48,8 +115,16 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Nested arguments as flat lists, and back.
 pytree = _pytree
 
-# Fake tensors: shapes, strides and devices without data.
-FakeTensorMode = fake_tensor.FakeTensorMode
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Fake tensors: shapes, strides and devices without data, in any thread.
+
+    A torch built for CUDA puts a stand-in where no device is, which ends with the thread that put it there; simulated
+    ranks are threads, and the next one to come would crash.
+    """
+
+    avoid_device_init = False
+
 
 # Python functionalisation, the way AOTAutograd does it: in-place writes and views under autograd become new values.
 FunctionalTensor = functional_tensor.FunctionalTensor

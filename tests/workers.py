@@ -24,14 +24,6 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import pytest
-
-from spmd import _torch
-
-unsorted_ranks = pytest.mark.skipif(not _torch.KEEPS_ORDER, reason="this torch sorts the ranks of a group")
-"""For tests of meshes whose ranks do not grow along each axis."""
-
-
 HOST = "127.0.0.1"
 START_S, CALL_S, GRACE_S = 120.0, 60.0, 5.0
 

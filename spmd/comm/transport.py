@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spmd import _torch
-from spmd.mesh import DeviceMesh, groups
+from spmd.mesh import DeviceMesh, current_rank, groups
 
 
 class Transport(Protocol):
@@ -72,8 +72,8 @@ class C10dTransport:
     wait_tensor: Callable[..., torch.Tensor] = _torch.c10d_functional.wait_tensor.default
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
-        """The name of the process group along one axis; made on first need, so every rank of the job must ask."""
-        return groups.axis_group(mesh, mesh.axis(axis)).group_name
+        """The name of the process group along one axis; the group is made by the first collective on it."""
+        return groups.named(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """One pickled object of every rank of the mesh, in row-major order."""

@@ -1,17 +1,25 @@
-"""Process groups of a mesh, made when first needed, in an order that all ranks share.
+"""Process groups by their ranks: named at any time, made when first needed, by their members alone.
 
-torch names a group by counting the calls of `new_group`, so every rank of the job must make every group, its own
-or not, in one order: a rank that skips one waits forever later on. So the first question for any group of a mesh
-makes the groups of all its axes, axis by axis, row-major over the other axes. A slice asks the mesh it was cut from,
-since each rank holds another slice. Groups with the same ranks are made once.
+    >>> named((0, 1, 2, 3)), named((0, 2, 4, 6)), named((5, 1))
+    ('ranks:0-3', 'ranks:0-6:2', 'ranks:5,1')
+    >>> ranks_in("ranks:0-6:2")
+    (0, 2, 4, 6)
 
-That the ranks of a mesh come here with the same mesh at the same step is compared through the store first; where they
-part, all of them learn at once instead of hanging.
+The name of a group spells its ranks, in the order of their places. It is equal on all ranks and in all runs and needs
+no process group, so it can stand in a graph traced long before there is one. torch finds a group by its name when a
+collective runs; until the group is made, a placeholder stands there that makes it at its first collective.
+
+All members of a group come to its first collective, so they can make it there, in the order of their program; ranks
+that are in none of the groups need not know of them. Members meet in the store first: where they part - one is making
+one group, the other another, each waiting for the other - both learn so instead of hanging.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -23,134 +31,232 @@ from spmd import _torch
 if TYPE_CHECKING:
     from spmd.mesh.device_mesh import DeviceMesh
 
-Axes = tuple[int, ...]
 Ranks = tuple[int, ...]
+
+PREFIX = "ranks:"
+
+
+# ---- names ------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def name_of(ranks: Ranks) -> str:
+    """The name that spells these ranks; runs of equal steps are written as first-last:step."""
+    parts, i = [], 0
+    while i < len(ranks):
+        j = _end_of_run(ranks, i)
+        step = ranks[i + 1] - ranks[i] if j - i > 1 else 1
+        parts.append(f"{ranks[i]}-{ranks[j - 1]}" + (f":{step}" if step > 1 else "") if j - i > 1 else str(ranks[i]))
+        i = j
+    return PREFIX + ",".join(parts)
+
+
+def ranks_in(name: str) -> Ranks | None:
+    """The ranks that the name spells; None for a name that torch gave."""
+    return _spelled(name[len(PREFIX) :]) if name.startswith(PREFIX) else None
+
+
+def named(ranks: Ranks) -> str:
+    """The name of the group of these ranks, known to torch from now on; nothing is sent."""
+    name = name_of(ranks)
+    if not _torch.is_group(name):
+        _torch.register_group(name, _placeholder(name))
+    return name
+
+
+def _end_of_run(ranks: Ranks, i: int) -> int:
+    """Where the run of at least three equal, rising steps that starts at i ends; i + 1 where there is none."""
+    j = i + 1
+    while j < len(ranks) and ranks[j] > ranks[j - 1] and ranks[j] - ranks[j - 1] == ranks[i + 1] - ranks[i]:
+        j += 1
+    return j if j - i > 2 else i + 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _spelled(text: str) -> Ranks:
+    ranks: list[int] = []
+    for part in text.split(","):
+        run, _, step = part.partition(":")
+        first, _, last = run.partition("-")
+        ranks += range(int(first), int(last or first) + 1, int(step or 1))
+    return tuple(ranks)
+
+
+@functools.cache
+def _placeholder(name: str) -> dist.ProcessGroup:
+    return _torch.GroupToBe(lambda: group_of(ranks_in(name)), len(ranks_in(name)))
+
+
+# ---- groups -----------------------------------------------------------------------------------
 
 
 @dataclass
 class _Registry:
     """The groups made under one default process group, which is not among them: it would keep itself alive."""
 
-    epoch: int
-    steps: int = 0
     group_of: dict[Ranks, dist.ProcessGroup] = field(default_factory=dict)
-    asked: dict[tuple[DeviceMesh, Axes], dist.ProcessGroup | None] = field(default_factory=dict)  # None: the default
 
 
 # One registry a default process group: destroying it and initialising again starts afresh.
 _registries: WeakKeyDictionary[dist.ProcessGroup, _Registry] = WeakKeyDictionary()
 _lock = threading.RLock()
-_epochs = 0
+
+
+def group_of(ranks: Ranks) -> dist.ProcessGroup:
+    """The process group of these ranks in this order, among them the current one; made if there is none yet."""
+    registry = _registry()
+    if ranks == _all_ranks():
+        _torch.replace_group(name_of(ranks), dist.group.WORLD)
+        return dist.group.WORLD
+    with _lock:
+        if ranks not in registry.group_of:
+            registry.group_of[ranks] = _made(ranks, registry)
+        return registry.group_of[ranks]
 
 
 def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """The group along one axis through the current rank."""
-    return _group(mesh, (axis,))
+    return group_of(mesh.ranks_along(axis, mesh.coordinate_of(_own_rank(mesh))))
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh, in row-major order."""
-    return _group(mesh, tuple(range(mesh.ndim)))
+    _own_rank(mesh)
+    return group_of(mesh.ranks)
 
 
 def make_groups(mesh: DeviceMesh) -> None:
-    """Make the groups of all axes of the mesh, also on a rank that is not in it."""
-    registry = _registry()
-    _check_size(mesh)
-    with _lock:
-        for axes in _long_axes(mesh.root):
-            _make(registry, mesh.root, axes)
+    """Make the groups of all axes through the current rank now; nothing to do for a rank outside the mesh."""
+    _registry()
+    if dist.get_rank() in mesh.ranks:
+        for axis in range(mesh.ndim):
+            axis_group(mesh, axis)
 
 
-def _group(mesh: DeviceMesh, axes: Axes) -> dist.ProcessGroup:
+def ranks_of(group: dist.ProcessGroup) -> Ranks:
+    """The global ranks of a process group, in the order of their places."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def adopt(group: dist.ProcessGroup) -> Ranks:
+    """Use this group wherever a group of its ranks is asked for; gives its ranks. All its members must do so."""
+    ranks = ranks_of(group)
     registry = _registry()
-    if (mesh, axes) not in registry.asked:
-        _check_size(mesh)
+    if ranks != _all_ranks():
         with _lock:
-            registry.asked[mesh, axes] = _found_or_made(registry, mesh, axes)
-    group = registry.asked[mesh, axes]
-    return dist.group.WORLD if group is None else group
+            registry.group_of[ranks] = group
+            _torch.replace_group(name_of(ranks), group)
+    return ranks
 
 
-def _found_or_made(registry: _Registry, mesh: DeviceMesh, axes: Axes) -> dist.ProcessGroup | None:
-    ranks = _ranks_through(mesh, axes, dist.get_rank())
-    if ranks == _all_ranks():
-        return None
-    make_groups(mesh)
-    _make(registry, mesh.root, tuple(mesh.axes_of_root[i] for i in axes))
-    return registry.group_of[ranks]
+def _made(ranks: Ranks, registry: _Registry) -> dist.ProcessGroup:
+    _check_ranks(ranks)
+    if len(ranks) > 1:
+        _Meeting(ranks, registry).wait()
+    _torch.forget_group(name_of(ranks))
+    try:
+        return _torch.new_group(ranks, name_of(ranks))
+    finally:
+        _say_now("")
 
 
-def _ranks_through(mesh: DeviceMesh, axes: Axes, rank: int) -> Ranks:
+def _own_rank(mesh: DeviceMesh) -> int:
+    _registry()
+    rank = dist.get_rank()
     if rank not in mesh.ranks:
         raise RuntimeError(f"rank {rank} is not in {mesh!r} and has none of its groups; ask on its ranks only")
-    return mesh.ranks_along(axes[0], mesh.coordinate_of(rank)) if len(axes) == 1 else mesh.ranks
-
-
-def _long_axes(mesh: DeviceMesh) -> list[Axes]:
-    """The axes that need groups: with one rank there is nobody to talk to."""
-    return [(i,) for i in range(mesh.ndim) if mesh.shape[i] > 1]
-
-
-def _make(registry: _Registry, root: DeviceMesh, axes: Axes) -> None:
-    """Make every group that spans `axes` of a root mesh, on all ranks alike.
-
-    Whether there is anything to make depends on all of them: were it on this rank's own group, ranks would part.
-    """
-    known = {_all_ranks(), *registry.group_of}
-    missing = [ranks for ranks in root.groups_along(*axes) if ranks not in known]
-    if missing:
-        step = f"spmd/groups/{registry.epoch}/{registry.steps}"
-        registry.steps += 1
-        _compare_notes(step, f"axes {[root.axis_name(i) for i in axes]} of {root!r}", root.ranks)
-    for ranks in missing:
-        # Unsorted: the place in the group must be the place on the axis, also in a mesh such as [[1, 0], [3, 2]].
-        registry.group_of[ranks] = _torch.new_group(ranks)
+    return rank
 
 
 def _all_ranks() -> Ranks:
     return tuple(range(dist.get_world_size()))
 
 
-def _compare_notes(step: str, making: str, ranks: Ranks) -> None:
-    """Raise on all `ranks` unless each of them makes the same thing as this step of the job."""
-    store = _torch.default_store()
-    store.set(f"{step}/{dist.get_rank()}", making)
-    for rank in ranks:
-        said = _note(store, f"{step}/{rank}", rank, making)
-        if said != making:
-            raise RuntimeError(
-                f"rank {dist.get_rank()} makes the process groups of {making},\n"
-                f"but rank {rank} at the same step those of {said}.\n"
-                "Every rank must use the same meshes in the same order, also a rank that is not in one of them: "
-                "call mesh.make_groups() for every mesh on all ranks, at the start."
-            )
-
-
-def _note(store: dist.Store, key: str, rank: int, making: str) -> str:
-    try:
-        return store.get(key).decode()  # waits for the rank to come
-    except dist.DistStoreError as error:
-        raise RuntimeError(f"rank {rank} did not come to make the process groups of {making}") from error
-
-
 def _registry() -> _Registry:
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
-            "a mesh has no process groups before torch.distributed is initialised. Call "
+            "there are no process groups before torch.distributed is initialised. Call "
             "torch.distributed.init_process_group() under torchrun, or play the ranks with spmd.sim.run_ranks."
         )
     with _lock:
-        if dist.group.WORLD not in _registries:
-            global _epochs
-            _epochs += 1
-            _registries[dist.group.WORLD] = _Registry(_epochs)
-        return _registries[dist.group.WORLD]
+        return _registries.setdefault(dist.group.WORLD, _Registry())
 
 
-def _check_size(mesh: DeviceMesh) -> None:
-    if max(mesh.ranks) >= dist.get_world_size():
+def _check_ranks(ranks: Ranks) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if max(ranks) >= size:
         raise RuntimeError(
-            f"{mesh!r} mentions rank {max(mesh.ranks)}, but the job has {dist.get_world_size()} ranks, "
-            f"0..{dist.get_world_size() - 1}. Start more processes or build a smaller mesh."
+            f"the group of ranks {list(ranks)} mentions rank {max(ranks)}, but the job has {size} ranks, "
+            f"0..{size - 1}. Start more processes or build a smaller mesh."
         )
+    if rank not in ranks:
+        raise RuntimeError(f"rank {rank} is not in the group of ranks {list(ranks)}; use it on its ranks only")
+
+
+# ---- meeting in the store ---------------------------------------------------------------------
+
+NOW, FAILED = "spmd/groups/now", "spmd/groups/failed"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
+
+
+@dataclass
+class _Meeting:
+    """All members of a group come here before they make it.
+
+    Each says what it is making. A member that waits looks now and then at the others: one that is making another
+    group that needs this rank too, which this rank has not made, waits for this rank as this rank waits for it.
+    """
+
+    ranks: Ranks
+    registry: _Registry
+
+    def wait(self) -> None:
+        """Return when all have come. RuntimeError where two have parted, TimeoutError where one never comes."""
+        store, name, n = _torch.default_store(), name_of(self.ranks), len(self.ranks)
+        _say_now(name)
+        come = store.add(f"spmd/groups/{name}", 1)
+        # The same group may be made again after destroy_process_group: the n next ones are another meeting.
+        full = f"spmd/groups/{name}/{(come - 1) // n}"
+        if come % n == 0:
+            store.set(full, "")
+        end, pause = time.monotonic() + _torch.group_timeout().total_seconds(), FIRST_PAUSE_S
+        while not store.check([full]):
+            self._raise_if_parted()
+            if time.monotonic() > end:
+                self._fail(TimeoutError, f"the others did not come: {self._doing()}")
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _raise_if_parted(self) -> None:
+        store = _torch.default_store()
+        if store.check([FAILED]):
+            raise RuntimeError(store.get(FAILED).decode())
+        for rank in self.ranks:
+            other = ranks_in(_said_now(rank)) or ()
+            if other != self.ranks and dist.get_rank() in other and other not in self.registry.group_of:
+                self._fail(RuntimeError, f"rank {rank} that of ranks {list(other)}, and each waits for the other")
+
+    def _fail(self, error: type[Exception], how: str) -> None:
+        text = (
+            f"rank {dist.get_rank()} makes the process group of ranks {list(self.ranks)}, but {how}.\n"
+            "Every rank must use the same meshes and groups in the same order; look for rank-dependent branches."
+        )
+        _torch.default_store().set(FAILED, text)  # so that all who wait elsewhere learn of it
+        raise error(text)
+
+    def _doing(self) -> str:
+        said = {rank: ranks_in(_said_now(rank)) for rank in self.ranks if rank != dist.get_rank()}
+        missing = {rank: ranks for rank, ranks in said.items() if ranks != self.ranks}
+        return ", ".join(
+            f"rank {rank} makes that of ranks {list(ranks)}" if ranks else f"rank {rank} makes none"
+            for rank, ranks in missing.items()
+        )
+
+
+def _say_now(name: str) -> None:
+    _torch.default_store().set(f"{NOW}/{dist.get_rank()}", json.dumps(name))
+
+
+def _said_now(rank: int) -> str:
+    store, key = _torch.default_store(), f"{NOW}/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else ""

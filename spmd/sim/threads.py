@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.comm import use_transport
-from spmd.mesh import DeviceMesh, as_rank
+from spmd.mesh import DeviceMesh, as_rank, groups
 from spmd.sim.collectives import Collective, complaint, disagreement, play
 
 Ranks = tuple[int, ...]
@@ -145,8 +145,8 @@ class ThreadTransport:
         return x
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
-        """The ranks of the group, such as "0,2": a name that needs no registry."""
-        return _group_name(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
+        """The name that spells the group's ranks."""
+        return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 
     def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
         return self.gather_objects(mark, mesh)
@@ -160,14 +160,16 @@ class ThreadTransport:
         call = Collective.of(kind, x, *args)
         wrong = complaint(call, len(ranks))
         if wrong is not None:
-            raise ValueError(f"{call} on group {group}: {wrong}")
-        self.calls.append(Call(kind, group, x.numel() * x.element_size()))
+            raise ValueError(f"{call} on group {_group_name(ranks)}: {wrong}")
+        self.calls.append(Call(kind, _group_name(ranks), x.numel() * x.element_size()))
         return self._board.meet(self._rank, ranks, str(call), (call, x.detach()), _all_tensors)
 
     def _ranks(self, group: str) -> Ranks:
-        ranks = tuple(int(text) for text in group.split(","))
+        ranks = groups.ranks_in(group)
+        if ranks is None:
+            raise ValueError(f"group {group!r} is none of the simulated ranks; name it by its ranks")
         if self._rank not in ranks:
-            raise ValueError(f"rank {self._rank} calls a collective on group {group}, which it is not in")
+            raise ValueError(f"rank {self._rank} calls a collective on group {_group_name(ranks)}, which it is not in")
         return ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from workers import Pool, unsorted_ranks
+from workers import Pool
 
 from spmd.comm import agree
 from spmd.mesh import DeviceMesh, init_device_mesh
@@ -57,7 +57,6 @@ def test_of_two_failures_each_has_its_own(run: Run) -> None:
     )  # fmt: skip
 
 
-@unsorted_ranks
 def test_ranks_are_named_as_the_mesh_numbers_them(run: Run) -> None:
     turned = DeviceMesh("cpu", [3, 1, 0, 2])
     texts = run(said, ["a", "b", "a", "a"], turned)

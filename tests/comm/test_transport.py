@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from workers import Pool, unsorted_ranks
+from workers import Pool
 
 from spmd.comm import C10dTransport, transport, use_transport
 from spmd.mesh import DeviceMesh, init_device_mesh
@@ -97,7 +97,6 @@ def run_all(rank: int) -> list:
     return [fn(rank, *args) for fn, args in CASES]
 
 
-@unsorted_ranks
 def test_simulated_ranks_and_gloo_agree_on_every_case(gloo4: Pool) -> None:
     """One round trip for all cases: what is compared are the bits."""
     real, simulated = gloo4.run(run_all), run_ranks(run_all, 4)

@@ -8,10 +8,7 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from workers import Pool, unsorted_ranks
 
-from spmd import _torch
 from spmd.mesh import AxisLink, DeviceMesh, MeshTopoInfo, as_rank, current_rank, init_device_mesh, world_size
 
 NAMED = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
@@ -182,94 +179,3 @@ def test_the_environment_says_the_rank_until_overridden(monkeypatch: pytest.Monk
         current_rank()
     with pytest.raises(ValueError, match="rank 4 is not in"), as_rank(4, world_size=4):
         pass
-
-
-# On real processes
-
-
-def ranks_of_groups(rank: int) -> dict[str, list[int]]:
-    mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("dp", "tp"))
-    slices = {f"slice {name}": mesh[name].get_group() for name in ("tp", "dp")}
-    axes = {name: mesh.get_group(name) for name in ("dp", "tp")}
-    return {name: dist.get_process_group_ranks(group) for name, group in {**slices, **axes}.items()}
-
-
-@unsorted_ranks
-def test_the_place_in_a_group_is_the_place_on_the_axis(gloo4: Pool) -> None:
-    """Also where ranks do not grow along an axis, and where a slice asks first."""
-    groups = {"dp": [[3, 0], [1, 2]], "tp": [[3, 1], [0, 2]]}
-    for rank, found in enumerate(gloo4.run(ranks_of_groups)):
-        for name, ranks in groups.items():
-            assert found[name] == found[f"slice {name}"] == next(group for group in ranks if rank in group)
-
-
-def reused_groups(rank: int) -> tuple[bool, ...]:
-    one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    other = init_device_mesh("cpu", (2, 1, 2))
-    line = init_device_mesh("cpu", (4,))
-    single = other.get_group(1)
-    return (
-        one.get_group("tp") is other.get_group(2),
-        line.get_group() is dist.group.WORLD,
-        dist.get_process_group_ranks(single) == [rank],
-    )
-
-
-def test_groups_of_the_same_ranks_are_made_once(gloo4: Pool) -> None:
-    assert gloo4.run(reused_groups) == [(True, True, True)] * 4
-
-
-def groups_of_a_part_first(rank: int) -> list[int]:
-    part, whole = DeviceMesh("cpu", [1, 2]), DeviceMesh("cpu", [[1, 2], [3, 0]])
-    part.make_groups()
-    return dist.get_process_group_ranks(whole.get_group(1))
-
-
-@unsorted_ranks
-def test_a_mesh_of_some_ranks_does_not_part_the_others(gloo4: Pool) -> None:
-    """Two ranks know one of the groups before, two do not; all of them still make the same new ones."""
-    assert gloo4.run(groups_of_a_part_first) == [[3, 0], [1, 2], [1, 2], [3, 0]]
-
-
-def too_large_a_mesh(rank: int) -> None:
-    init_device_mesh("cpu", (8,)).get_group()
-
-
-def test_a_mesh_larger_than_the_job_is_an_error(gloo4: Pool) -> None:
-    with pytest.raises(RuntimeError, match="mentions rank 7, but the job has 4 ranks"):
-        gloo4.run(too_large_a_mesh)
-
-
-def groups_in_two_orders(rank: int) -> str:
-    names = ("a", "b") if rank != 3 else ("c", "d")
-    said = "no error"
-    try:
-        DeviceMesh("cpu", [[2, 1], [0, 3]], mesh_dim_names=names).get_group(0)
-    except RuntimeError as error:
-        said = str(error)
-    return said
-
-
-def test_other_meshes_on_other_ranks_are_an_error_and_no_hang(gloo4: Pool) -> None:
-    said = gloo4.run(groups_in_two_orders)
-    gloo4.kill()  # after such an error a job ends
-    assert all("Every rank must use the same meshes in the same order" in text for text in said)
-    assert all("('a', 'b')" in text and "('c', 'd')" in text for text in said)
-
-
-def groups_again(rank: int) -> list[list[int]]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    store = _torch.default_store()
-    before = dist.get_process_group_ranks(mesh.get_group(0))
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=4)
-    group = mesh.get_group(0)
-    x = torch.tensor([rank])
-    dist.all_reduce(x, group=group)
-    return [before, dist.get_process_group_ranks(group), [x.item()]]
-
-
-def test_groups_are_made_anew_after_destroy_and_init(gloo4: Pool) -> None:
-    assert gloo4.run(groups_again) == [
-        [[0, 2], [0, 2], [2]], [[1, 3], [1, 3], [4]], [[0, 2], [0, 2], [2]], [[1, 3], [1, 3], [4]]
-    ]  # fmt: skip

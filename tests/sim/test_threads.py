@@ -144,7 +144,7 @@ def unknown_op(rank: int) -> None:
 
 
 def foreign_group(rank: int) -> None:
-    transport().broadcast(torch.ones(2), 0, "1,2")
+    transport().broadcast(torch.ones(2), 0, "ranks:1,2")
 
 
 def uneven_scatter(rank: int) -> None:
