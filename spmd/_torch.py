@@ -68,6 +68,11 @@ def is_group(name: str) -> bool:
         return False
 
 
+def group_called(name: str) -> dist.ProcessGroup:
+    """The group, or the placeholder, of this name."""
+    return c10d._resolve_process_group(name)
+
+
 def register_group(name: str, group: dist.ProcessGroup) -> None:
     """Let dispatcher ops find the group by this name."""
     c10d._register_process_group(name, group)
@@ -80,9 +85,11 @@ def forget_group(name: str) -> None:
 
 def replace_group(name: str, group: dist.ProcessGroup) -> None:
     """Let the name mean this group from now on."""
-    if c10d._resolve_process_group(name) is not group if is_group(name) else True:
+    if is_group(name):
+        if group_called(name) is group:
+            return
         forget_group(name)
-        register_group(name, group)
+    register_group(name, group)
 
 
 class GroupToBe(dist.ProcessGroup):
@@ -162,10 +169,12 @@ def quiet_fakes() -> Iterator[None]:
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
-def wrapper_tensor(cls: type, like: torch.Tensor, shape, stride, requires_grad: bool) -> torch.Tensor:
-    """A tensor of the subclass with this shape and no data, of the dtype and device of `like`."""
+def wrapper_tensor(
+    cls: type, like: torch.Tensor, shape, stride, requires_grad: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A tensor of the subclass with this shape and no data, of the device of `like`, and of its dtype if none is given."""
     return torch.Tensor._make_wrapper_subclass(
-        cls, shape, strides=stride, dtype=like.dtype, device=like.device, layout=like.layout,
+        cls, shape, strides=stride, dtype=dtype or like.dtype, device=like.device, layout=like.layout,
         requires_grad=requires_grad,
     )  # fmt: skip
 
@@ -210,6 +219,16 @@ def settled(x: torch.Tensor) -> torch.Tensor:
 def in_backward() -> bool:
     """Whether this thread is in a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_tracing(x: torch.Tensor) -> bool:
+    """Whether ops on x are being written down: by Dynamo, AOTAutograd or make_fx, on fake or meta tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    if x.is_meta or isinstance(x, (fake_tensor.FakeTensor, functional_tensor.FunctionalTensor)):
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
 
 
 # ---- schemas ----------------------------------------------------------------------------------

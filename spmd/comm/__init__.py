@@ -1,15 +1,34 @@
-"""The seam to the network: collectives of the current rank, as plain functions over plain tensors.
+"""Collectives, and the seam to the network below them.
 
-    y = transport().all_reduce(x, "sum", transport().group(mesh, "tp"))
-    y = transport().wait_tensor(y)
+    y = all_reduce(x, "sum", (mesh, "tp"))          # functional, differentiable, asynchronous, traceable
 
-There are two transports: torch.distributed's (the default) and the simulator's threads (`spmd.sim`). Code above this
-seam cannot tell which one it runs on.
+Who carries a collective is the transport: torch.distributed's (the default) or the simulator's threads (`spmd.sim`).
+Code above that seam cannot tell which one it runs on.
 """
 
 from __future__ import annotations
 
 from spmd.comm.agree import agree
+from spmd.comm.async_tensor import AsyncTensor, wait
+from spmd.comm.check import check_metadata, checked
+from spmd.comm.functional import (
+    all_gather_into_tensor_coalesced,
+    all_gather_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all_single,
+    broadcast,
+    permute_tensor,
+    reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
+    scatter,
+)
+from spmd.comm.group import Group, Members, members
 from spmd.comm.transport import C10dTransport, Transport, transport, use_transport
 
-__all__ = ["C10dTransport", "Transport", "agree", "transport", "use_transport"]
+__all__ = [
+    "AsyncTensor", "C10dTransport", "Group", "Members", "Transport", "agree", "all_gather_into_tensor_coalesced",
+    "all_gather_tensor", "all_reduce", "all_reduce_coalesced", "all_to_all_single", "broadcast", "check_metadata",
+    "checked", "members", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",
+    "transport", "use_transport", "wait",
+]  # fmt: skip

@@ -48,6 +48,15 @@ class Transport(Protocol):
     def broadcast(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
         """The x of the group's src-th rank: a place in the group, no global rank."""
 
+    def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
+        """`all_reduce` of tensors of one dtype, as one; the same for the next two."""
+
+    def all_gather_into_tensor_coalesced(self, xs: list[torch.Tensor], n: int, group: str) -> list[torch.Tensor]: ...
+
+    def reduce_scatter_tensor_coalesced(
+        self, xs: list[torch.Tensor], op: str, n: int, group: str
+    ) -> list[torch.Tensor]: ...
+
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The same values, arrived."""
 
@@ -69,6 +78,13 @@ class C10dTransport:
     reduce_scatter_tensor: Callable[..., torch.Tensor] = _torch.c10d_functional.reduce_scatter_tensor.default
     all_to_all_single: Callable[..., torch.Tensor] = _torch.c10d_functional.all_to_all_single.default
     broadcast: Callable[..., torch.Tensor] = _torch.c10d_functional.broadcast.default
+    all_reduce_coalesced: Callable[..., list] = _torch.c10d_functional.all_reduce_coalesced.default
+    all_gather_into_tensor_coalesced: Callable[..., list] = (
+        _torch.c10d_functional.all_gather_into_tensor_coalesced.default
+    )
+    reduce_scatter_tensor_coalesced: Callable[..., list] = (
+        _torch.c10d_functional.reduce_scatter_tensor_coalesced.default
+    )
     wait_tensor: Callable[..., torch.Tensor] = _torch.c10d_functional.wait_tensor.default
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:

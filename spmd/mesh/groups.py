@@ -58,10 +58,24 @@ def ranks_in(name: str) -> Ranks | None:
 
 def named(ranks: Ranks) -> str:
     """The name of the group of these ranks, known to torch from now on; nothing is sent."""
-    name = name_of(ranks)
+    return known(name_of(ranks))
+
+
+def known(name: str) -> str:
+    """The name that `name_of` gave, known to torch from now on."""
     if not _torch.is_group(name):
         _torch.register_group(name, _placeholder(name))
     return name
+
+
+def called(name: str) -> dist.ProcessGroup:
+    """The process group that torch knows by this name. ValueError when there is none."""
+    if not _torch.is_group(name):
+        raise ValueError(
+            f"there is no process group of name {name!r}. Give ProcessGroup.group_name of a group that exists, or its "
+            f"ranks: '{PREFIX}0-3' names the group of ranks 0 to 3 also before there are process groups."
+        )
+    return _torch.group_called(name)
 
 
 def _end_of_run(ranks: Ranks, i: int) -> int:

@@ -141,6 +141,17 @@ class ThreadTransport:
     def broadcast(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
         return self._meet(x, group, "broadcast", src)
 
+    def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
+        return [self.all_reduce(x, op, group) for x in xs]
+
+    def all_gather_into_tensor_coalesced(self, xs: list[torch.Tensor], n: int, group: str) -> list[torch.Tensor]:
+        return [self.all_gather_into_tensor(x, n, group) for x in xs]
+
+    def reduce_scatter_tensor_coalesced(
+        self, xs: list[torch.Tensor], op: str, n: int, group: str
+    ) -> list[torch.Tensor]:
+        return [self.reduce_scatter_tensor(x, op, n, group) for x in xs]
+
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
         return x
 

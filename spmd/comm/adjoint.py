@@ -1,0 +1,175 @@
+"""Collectives with gradients.
+
+Over the ranks of a group a collective is one function of all their tensors, and a gradient on a rank is that of the
+sum of all ranks' losses. For the linear ones it is the transpose:
+
+    all-reduce        its own
+    all-gather        reduce-scatter of a sum, and the other way round
+    all-to-all        all-to-all with the splits exchanged
+    broadcast         a sum that only the source keeps
+
+A maximum or minimum passes the gradient on to where it was attained, in equal shares over ties; a product multiplies
+by the other ranks' factors. Every rank of the group must run the backward, for it communicates too. Adjoints are
+built of these same functions, so gradients of gradients work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import Function
+
+from spmd.comm import launch
+from spmd.comm.group import Members
+
+LINEAR = ("sum", "avg")
+
+
+class AllReduce(Function):
+    @staticmethod
+    def forward(x, reduce_op, name, size, place):
+        return launch.all_reduce(x, reduce_op, Members(name, size, place))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.reduce_op, *ctx.to = inputs
+        ctx.save_for_backward(*(() if ctx.reduce_op in LINEAR else (x, output)))
+
+    @staticmethod
+    def backward(ctx, g):
+        if ctx.reduce_op in LINEAR:
+            return AllReduce.apply(g, ctx.reduce_op, *ctx.to), None, None, None, None
+        return _share(ctx, AllReduce.apply(g, "sum", *ctx.to), *ctx.saved_tensors), None, None, None, None
+
+
+class AllGather(Function):
+    @staticmethod
+    def forward(x, dim, name, size, place):
+        return launch.all_gather(x, dim, Members(name, size, place))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.dim, *ctx.to = inputs
+        ctx.shape = x.shape
+
+    @staticmethod
+    def backward(ctx, g):
+        own = ReduceScatter.apply(g, "sum", ctx.dim, *ctx.to)
+        return own if len(ctx.shape) else own.reshape(()), None, None, None, None
+
+
+class ReduceScatter(Function):
+    @staticmethod
+    def forward(x, reduce_op, dim, name, size, place):
+        return launch.reduce_scatter(x, reduce_op, dim, Members(name, size, place))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.reduce_op, ctx.dim, *ctx.to = inputs
+        ctx.save_for_backward(*(() if ctx.reduce_op in LINEAR else (x, output)))
+
+    @staticmethod
+    def backward(ctx, g):
+        whole = AllGather.apply(g, ctx.dim, *ctx.to)
+        if ctx.reduce_op == "avg":
+            whole = whole / ctx.to[1]
+        elif ctx.reduce_op != "sum":
+            x, y = ctx.saved_tensors
+            whole = _share(ctx, whole, x, AllGather.apply(y, ctx.dim, *ctx.to))
+        return whole, None, None, None, None, None
+
+
+class AllToAll(Function):
+    @staticmethod
+    def forward(x, out_splits, in_splits, shape, name, size, place):
+        return launch.all_to_all(x, out_splits, in_splits, Members(name, size, place), shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.out_splits, ctx.in_splits, ctx.shape, *ctx.to = inputs
+
+    @staticmethod
+    def backward(ctx, g):
+        g = g if ctx.shape is None else g.reshape(-1)[: sum(ctx.out_splits)]
+        back = AllToAll.apply(g, ctx.in_splits, ctx.out_splits, None, *ctx.to)
+        return back, None, None, None, None, None, None
+
+
+class Broadcast(Function):
+    @staticmethod
+    def forward(x, src, name, size, place):
+        return launch.broadcast(x, src, Members(name, size, place))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.src, *ctx.to = inputs
+
+    @staticmethod
+    def backward(ctx, g):
+        total = AllReduce.apply(g, "sum", *ctx.to)
+        if ctx.to[2] != ctx.src:
+            # Filled and not new zeros: a gradient of this gradient must meet the other ranks again.
+            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
+        return total, None, None, None, None
+
+
+class AllReduceCoalesced(Function):
+    """Sums and averages only."""
+
+    @staticmethod
+    def forward(reduce_op, name, size, place, *xs):
+        return tuple(launch.all_reduce_coalesced(xs, reduce_op, Members(name, size, place)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.plain = inputs[:4]
+
+    @staticmethod
+    def backward(ctx, *gs):
+        return None, None, None, None, *AllReduceCoalesced.apply(*ctx.plain, *gs)
+
+
+class AllGatherCoalesced(Function):
+    @staticmethod
+    def forward(dims, name, size, place, *xs):
+        return tuple(launch.all_gather_coalesced(xs, dims, Members(name, size, place)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dims, *ctx.to = inputs[:4]
+        ctx.shapes = [x.shape for x in inputs[4:]]
+
+    @staticmethod
+    def backward(ctx, *gs):
+        own = ReduceScatterCoalesced.apply("sum", ctx.dims, *ctx.to, *gs)
+        return None, None, None, None, *(g.reshape(s) for g, s in zip(own, ctx.shapes, strict=True))
+
+
+class ReduceScatterCoalesced(Function):
+    """Sums and averages only."""
+
+    @staticmethod
+    def forward(reduce_op, dims, name, size, place, *xs):
+        return tuple(launch.reduce_scatter_coalesced(xs, reduce_op, dims, Members(name, size, place)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.reduce_op, ctx.dims, *ctx.to = inputs[:5]
+
+    @staticmethod
+    def backward(ctx, *gs):
+        whole: Sequence[torch.Tensor] = AllGatherCoalesced.apply(ctx.dims, *ctx.to, *gs)
+        if ctx.reduce_op == "avg":
+            whole = [g / ctx.to[1] for g in whole]
+        return None, None, None, None, None, *whole
+
+
+def _share(ctx, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient g of y, the maximum, minimum or product of all ranks' x."""
+    if ctx.reduce_op == "product":
+        place = ctx.to[2]
+        every = AllGather.apply(x.unsqueeze(0), 0, *ctx.to)
+        return g * torch.cat([every[:place], every[place + 1 :]]).prod(0)  # dividing y by x would lose zeros
+    attained = ((x == y) | (x.isnan() & y.isnan())).to(g.dtype)
+    return g * attained / AllReduce.apply(attained, "sum", *ctx.to)

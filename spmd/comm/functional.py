@@ -1,0 +1,201 @@
+"""Functional collectives: never in place, a new tensor out, differentiable, the same in eager mode and in traces.
+
+    y = all_reduce(x, "sum", mesh)                      # or [0, 1], [[0, 1], [2, 3]], (mesh, "tp"), ...
+    y = all_gather_tensor(x, 1, (mesh, "tp"))           # [4, 8] on 2 ranks -> [4, 16]
+    y = reduce_scatter_tensor(x, "avg", 0, "ranks:0-3")
+
+Names and argument order are those of torch.distributed._functional_collectives. In eager mode the result is an
+AsyncTensor: launched, not waited for. In a trace - Dynamo, AOTAutograd, make_fx - a call becomes the dispatcher ops
+`_c10d_functional.*` and `wait_tensor` with plain constants, and no process group is needed to trace it.
+
+Places in a group (`src`, `src_dst`) count from 0 along the group; they are no global ranks. What a rank alone can tell
+to be wrong is an error before anything is sent; inside `checked()` ranks also compare what they call.
+
+Where torch's own differ: all dtypes may be moved and bools reduced, NaN survives a maximum, "avg" works on gloo, a
+gather on any dim stays asynchronous, and each collective has its adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spmd.comm import adjoint, launch
+from spmd.comm.group import Group, Members, members
+from spmd.comm.parcel import checked_dim, equal_parts
+
+# ---- the collectives --------------------------------------------------------------------------
+
+
+def all_reduce(input: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
+    """[...] -> [...]: `input` reduced over the group, the same on all its ranks.
+
+    reduce_op: "sum", "avg", "product", "min" or "max"; "band", "bor" or "bxor" for integers. Bools stay bools.
+    """
+    to = members(group)
+    if _differentiates(input):
+        return adjoint.AllReduce.apply(input, reduce_op, *to)
+    return launch.all_reduce(input, reduce_op, to)
+
+
+def all_gather_tensor(input: torch.Tensor, gather_dim: int, group: Group) -> torch.Tensor:
+    """[..., r, ...] -> [..., n * r, ...]: the tensors of all n ranks, of one shape, joined on `gather_dim`.
+
+    A 0-dim tensor counts as one of a single element.
+    """
+    to = members(group)
+    if _differentiates(input):
+        return adjoint.AllGather.apply(input, gather_dim, *to)
+    return launch.all_gather(input, gather_dim, to)
+
+
+def reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
+    """[..., n * r, ...] -> [..., r, ...]: `input` reduced over the group; each rank keeps its n-th of `scatter_dim`."""
+    to = members(group)
+    if _differentiates(input):
+        return adjoint.ReduceScatter.apply(input, reduce_op, scatter_dim, *to)
+    return launch.reduce_scatter(input, reduce_op, scatter_dim, to)
+
+
+def all_to_all_single(
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    group: Group,
+) -> torch.Tensor:
+    """[rows, ...] -> [other rows, ...]: sends `input_split_sizes[j]` rows to the j-th rank of the group, which expects
+    as many from this one in its `output_split_sizes`. None for both: equal parts.
+    """
+    to = members(group)
+    return _exchanged(input, *_splits(input, output_split_sizes, input_split_sizes, to), None, to)
+
+
+def broadcast(input: torch.Tensor, src: int, group: Group) -> torch.Tensor:
+    """[...] -> [...]: the tensor of the group's src-th rank; that of other ranks gives only shape and dtype."""
+    to = members(group)
+    _check_place("broadcast", src, to)
+    return adjoint.Broadcast.apply(input, src, *to) if _differentiates(input) else launch.broadcast(input, src, to)
+
+
+def scatter(input: torch.Tensor | Sequence[torch.Tensor], src: int, group: Group) -> torch.Tensor:
+    """[n * r, ...] -> [r, ...]: each rank gets its n-th of the src-th rank's tensor.
+
+    Given as a list of n tensors, each rank gets its own entry, and they may differ in shape. On other ranks than src
+    the input gives only shapes and dtype. Sends what must be sent and no more.
+    """
+    to = members(group)
+    _check_place("scatter", src, to)
+    parts = input if isinstance(input, (list, tuple)) else equal_parts("scatter", input, _rows_of(input), to.size)
+    if len(parts) != to.size:
+        raise ValueError(f"scatter: a list of {len(parts)} tensors for a group of {to.size} ranks; give one a rank")
+    sizes, mine = [part.numel() for part in parts], parts[to.place]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    sends = to.place == src
+    out_splits = [mine.numel() if i == src else 0 for i in range(to.size)]
+    # An empty part where nothing is sent, so that every rank takes part in the backward.
+    return _exchanged(flat if sends else flat[:0], out_splits, sizes if sends else [0] * to.size, mine.shape, to)
+
+
+def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) -> torch.Tensor:
+    """[...] -> [...]: rank m of the group sends its tensor to rank src_dst[m]; nobody may get two.
+
+    -1 sends nothing, and who gets nothing has zeros.
+    """
+    to = members(group)
+    dst, src = _ends("permute_tensor", src_dst, to)
+    n, flat = input.numel(), input.reshape(-1)
+    out_splits = [n if i == src else 0 for i in range(to.size)]
+    in_splits = [n if i == dst else 0 for i in range(to.size)]
+    return _exchanged(flat if dst >= 0 else flat[:0], out_splits, in_splits, input.shape, to)
+
+
+def all_reduce_coalesced(inputs: Sequence[torch.Tensor], reduce_op: str, group: Group) -> list[torch.Tensor]:
+    """`all_reduce` of several tensors, launched as one."""
+    to = members(group)
+    if not any(map(_differentiates, inputs)):
+        return launch.all_reduce_coalesced(inputs, reduce_op, to)
+    if reduce_op not in adjoint.LINEAR:
+        return [all_reduce(x, reduce_op, group) for x in inputs]
+    return list(adjoint.AllReduceCoalesced.apply(reduce_op, *to, *inputs))
+
+
+def all_gather_into_tensor_coalesced(inputs: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """`all_gather_tensor` on dim 0 of several tensors, launched as one."""
+    to, dims = members(group), (0,) * len(inputs)
+    if any(map(_differentiates, inputs)):
+        return list(adjoint.AllGatherCoalesced.apply(dims, *to, *inputs))
+    return launch.all_gather_coalesced(inputs, dims, to)
+
+
+def reduce_scatter_tensor_coalesced(
+    inputs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: Sequence[int], group: Group
+) -> list[torch.Tensor]:
+    """`reduce_scatter_tensor` of several tensors, each on its own dim, launched as one."""
+    to, dims = members(group), tuple(scatter_dim)
+    if len(dims) != len(inputs):
+        raise ValueError(f"reduce_scatter_tensor_coalesced: {len(dims)} dims for {len(inputs)} tensors; give one each")
+    if not any(map(_differentiates, inputs)):
+        return launch.reduce_scatter_coalesced(inputs, reduce_op, dims, to)
+    if reduce_op not in adjoint.LINEAR:
+        return [reduce_scatter_tensor(x, reduce_op, dim, group) for x, dim in zip(inputs, dims, strict=True)]
+    return list(adjoint.ReduceScatterCoalesced.apply(reduce_op, dims, *to, *inputs))
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+def _differentiates(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _exchanged(
+    x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], shape: Sequence[int] | None, to: Members
+) -> torch.Tensor:
+    if _differentiates(x):
+        return adjoint.AllToAll.apply(x, tuple(out_splits), tuple(in_splits), shape, *to)
+    return launch.all_to_all(x, out_splits, in_splits, to, shape)
+
+
+def _splits(
+    x: torch.Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, to: Members
+) -> tuple[Sequence[int], Sequence[int]]:
+    rows = x.shape[_rows_of(x, "all_to_all_single")]
+    if (out_splits is None) != (in_splits is None):
+        raise ValueError("all_to_all_single: give both output_split_sizes and input_split_sizes, or None for both")
+    if out_splits is None or in_splits is None:
+        each = equal_parts("all_to_all_single", x, 0, to.size)[0].shape[0]
+        return [each] * to.size, [each] * to.size
+    if len(out_splits) != to.size or len(in_splits) != to.size or min(*out_splits, *in_splits) < 0:
+        raise ValueError(
+            f"all_to_all_single: output_split_sizes {list(out_splits)} and input_split_sizes {list(in_splits)} must "
+            f"have one number of rows for each of the {to.size} ranks"
+        )
+    if sum(in_splits) != rows:
+        raise ValueError(
+            f"all_to_all_single: input_split_sizes {list(in_splits)} add up to {sum(in_splits)}, but the input has "
+            f"{rows} rows"
+        )
+    return out_splits, in_splits
+
+
+def _rows_of(x: torch.Tensor, kind: str = "scatter") -> int:
+    """Dim 0, which a 0-dim tensor lacks."""
+    return checked_dim(kind, 0, x)
+
+
+def _check_place(kind: str, src: int, to: Members) -> None:
+    if not 0 <= src < to.size:
+        raise ValueError(f"{kind}: src {src} is not in 0..{to.size - 1}: it is a place in the group, no global rank")
+
+
+def _ends(kind: str, src_dst: Sequence[int], to: Members) -> tuple[int, int]:
+    """Where this rank's tensor goes, and from where it gets one; -1 for nowhere."""
+    targets = [dst for dst in src_dst if dst != -1]
+    if len(src_dst) != to.size or len(set(targets)) < len(targets) or not all(0 <= dst < to.size for dst in targets):
+        raise ValueError(
+            f"{kind}: src_dst is {list(src_dst)}; for a group of {to.size} ranks it must have {to.size} entries: for "
+            f"each rank the one it sends to, 0..{to.size - 1} and each at most once, or -1 to send nothing"
+        )
+    src = next((i for i, dst in enumerate(src_dst) if dst == to.place), -1)
+    return src_dst[to.place], src
