@@ -1,5 +1,6 @@
 """spmd: write a PyTorch model and a train step for one device, run them on a mesh of ranks with the same numbers."""
 
+from spmd.comm import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from spmd.expand.compile import CompiledStep, compile
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
@@ -11,5 +12,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompiledStep", "DTensor", "DeviceMesh", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard",
-    "compile", "distribute_tensor", "implicit_replication", "init_device_mesh",
+    "compile", "distribute_tensor", "implicit_replication", "init_device_mesh", "mesh_broadcast", "mesh_scatter",
+    "shard_dim_alltoall",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ import torch.distributed.nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.utils import _python_dispatch, _pytree
 
 # Functional collectives as dispatcher ops: plain data in, a new tensor out, legal as targets of an fx graph.
@@ -172,7 +172,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 def wrapper_tensor(
     cls: type, like: torch.Tensor, shape, stride, requires_grad: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor of the subclass with this shape and no data, of the device of `like`, and of its dtype if none is given."""
+    """A tensor of the subclass with this shape and no data, of the device of `like` and, if none is given, its dtype."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype or like.dtype, device=like.device, layout=like.layout,
         requires_grad=requires_grad,
@@ -279,6 +279,19 @@ def written(op) -> tuple[str, ...]:
 
 UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 """Ops that update their running statistics, which their schemas do not say."""
+
+
+@functools.cache
+def shown(op: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments whose memory the results show: `self` of `view` and of `add_`."""
+    if qualified_name(op) in UNDECLARED_VIEWS:
+        return (arguments(op)[0].name,)
+    seen = {alias for r in op._schema.returns if r.alias_info for alias in r.alias_info.before_set}
+    return tuple(a.name for a in arguments(op) if a.alias_info and seen & set(a.alias_info.before_set))
+
+
+UNDECLARED_VIEWS = {"_c10d_functional::wait_tensor", "aten::_unsafe_view"}
+"""Ops whose result is the memory of their first argument, which their schemas do not say."""
 
 
 @functools.cache
@@ -397,3 +410,84 @@ class Symbols:
 def is_symbol(value: Any) -> bool:
     """Whether a value in a trace is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+# ---- traces by make_fx ------------------------------------------------------------------------
+
+
+def tracer() -> torch.fx.Tracer | None:
+    """What writes down the ops of this thread; None outside a make_fx."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+# Inside, ops run and are not written down.
+not_traced = proxy_tensor.disable_proxy_modes_tracing
+
+# The values are what the nodes of these proxies give: later ops on them refer to the nodes.
+track = proxy_tensor.track_tensor_tree
+
+
+def traced(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Tensor:
+    """What stands for x in the graph; x itself, a constant, where the trace has not met it."""
+    return proxy_tensor.get_proxy_slot(x, by, x, lambda slot: slot.proxy)
+
+
+def traced_tensors(by: torch.fx.Tracer) -> list[tuple[torch.Tensor, torch.fx.Node]]:
+    """The tensors of the trace that are alive, each with the last node that gave or wrote it."""
+    return [(x, slot.proxy.node) for x, slot in by.tensor_tracker.items()]
+
+
+def forget_value(x: torch.Tensor, by: torch.fx.Tracer) -> None:
+    """A trace remembers what `torch.tensor(1.0)` holds, so that `.item()` is a constant: no longer, x is written."""
+    if (constant := getattr(x, "constant", None)) is not None:
+        x.fake_mode.fake_tensor_converter.invalidate_constant_aliases(constant)
+    for other, slot in by.tensor_tracker.items():
+        if slot.constant is not None and memory_of(other) == memory_of(x):
+            slot.constant = None
+
+
+def is_faking(*tensors: torch.Tensor) -> bool:
+    """Whether ops have no data to work on: a fake mode is on, or one of the tensors is fake."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return fake or any(isinstance(x, fake_tensor.FakeTensor) for x in tensors)
+
+
+def memory_of(x: torch.Tensor) -> int | None:
+    """The same for two tensors alive that share memory, fake ones too; None for a tensor without memory of its own."""
+    try:
+        return x.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def is_transformed(x: torch.Tensor) -> bool:
+    """Whether x is a stand-in of torch.func or of functionalisation, whose memory is not what in-place ops write."""
+    functorch = torch._C._functorch
+    return isinstance(x, FunctionalTensor) or torch._is_functional_tensor(x) or functorch.is_functorch_wrapped_tensor(x)
+
+
+# ---- process groups under the dispatcher ------------------------------------------------------
+
+
+def unboxed_group(boxed: torch.ScriptObject) -> dist.ProcessGroup:
+    """The process group that a dispatcher op was given."""
+    return c10d.ProcessGroup.unbox(boxed)
+
+
+def unboxed_reduce_op(boxed: torch.ScriptObject) -> str:
+    """The reduction that a dispatcher op was given: "sum", "premul_sum"."""
+    return c10d.ReduceOp.RedOpType(boxed.op()).name.lower()
+
+
+FakeWork = c10d.FakeWork
+
+
+def register_work(x: torch.Tensor, work: dist.Work) -> None:
+    """Let wait_tensor of x, or of any tensor of its memory, wait for this work; of several works, for all."""
+    c10d._register_work(x, work)
+
+
+def works_in_flight() -> int:
+    """How many tensors have work that nobody has waited for."""
+    return c10d._get_work_registry_size()

@@ -24,11 +24,12 @@ from spmd.comm.functional import (
     scatter,
 )
 from spmd.comm.group import Group, Members, members
+from spmd.comm.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from spmd.comm.transport import C10dTransport, Transport, transport, use_transport
 
 __all__ = [
     "AsyncTensor", "C10dTransport", "Group", "Members", "Transport", "agree", "all_gather_into_tensor_coalesced",
     "all_gather_tensor", "all_reduce", "all_reduce_coalesced", "all_to_all_single", "broadcast", "check_metadata",
-    "checked", "members", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",
-    "transport", "use_transport", "wait",
+    "checked", "members", "mesh_broadcast", "mesh_scatter", "permute_tensor", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced", "scatter", "shard_dim_alltoall", "transport", "use_transport", "wait",
 ]  # fmt: skip

@@ -48,6 +48,9 @@ class Transport(Protocol):
     def broadcast(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
         """The x of the group's src-th rank: a place in the group, no global rank."""
 
+    def broadcast_(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
+        """The same, written into x, which is contiguous; gives x, to be waited for."""
+
     def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
         """`all_reduce` of tensors of one dtype, as one; the same for the next two."""
 
@@ -78,6 +81,7 @@ class C10dTransport:
     reduce_scatter_tensor: Callable[..., torch.Tensor] = _torch.c10d_functional.reduce_scatter_tensor.default
     all_to_all_single: Callable[..., torch.Tensor] = _torch.c10d_functional.all_to_all_single.default
     broadcast: Callable[..., torch.Tensor] = _torch.c10d_functional.broadcast.default
+    broadcast_: Callable[..., torch.Tensor] = _torch.c10d_functional.broadcast_.default
     all_reduce_coalesced: Callable[..., list] = _torch.c10d_functional.all_reduce_coalesced.default
     all_gather_into_tensor_coalesced: Callable[..., list] = (
         _torch.c10d_functional.all_gather_into_tensor_coalesced.default

@@ -141,6 +141,11 @@ class ThreadTransport:
     def broadcast(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
         return self._meet(x, group, "broadcast", src)
 
+    def broadcast_(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
+        came = self.broadcast(x, src, group)
+        with torch.no_grad():
+            return x.copy_(came)
+
     def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
         return [self.all_reduce(x, op, group) for x in xs]
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from math import inf, lcm, prod
 from typing import NamedTuple
 
+from spmd.comm.chunk import blocks
 from spmd.mesh import cost
 from spmd.tensor.call import Call
-from spmd.tensor.chunk import blocks
 from spmd.tensor.placement import Partial, Placement, Shard
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of

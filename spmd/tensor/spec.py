@@ -24,8 +24,8 @@ from math import prod
 
 import torch
 
+from spmd.comm.chunk import aligned, block, smallest_unit
 from spmd.mesh import DeviceMesh
-from spmd.tensor.chunk import aligned, block, smallest_unit
 from spmd.tensor.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 
 _interned: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()

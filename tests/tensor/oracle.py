@@ -19,9 +19,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from spmd.comm.chunk import blocks
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call, TensorMeta
-from spmd.tensor.chunk import blocks
 from spmd.tensor.placement import Partial, Placement, Shard
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spmd.comm.chunk import aligned, block, blocks, divisors, smallest_unit
 from spmd.mesh import DeviceMesh, init_device_mesh
 from spmd.sim import run_ranks
 from spmd.tensor import spec as spec_module
-from spmd.tensor.chunk import aligned, block, blocks, divisors, smallest_unit
 from spmd.tensor.placement import Partial, Replicate, Shard
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import DTYPES, Spec, parse_spec, spec_of, strides_like

@@ -27,8 +27,8 @@ from typing import ClassVar
 import torch
 
 from spmd.comm import Transport
+from spmd.comm.chunk import chunk, smallest_unit
 from spmd.mesh import MeshTopoInfo, cost
-from spmd.tensor.chunk import chunk, smallest_unit
 from spmd.tensor.spec import Spec, commute
 
 

@@ -1,0 +1,178 @@
+"""Collectives along one axis of a mesh: every row of the mesh does its own.
+
+    mesh_broadcast(weight, mesh, "tp")                  # in place: each row gets what its first rank has
+    mesh_scatter(shard, chunks(whole, 0, 2), mesh, 1)   # in place: each rank gets its entry of the first rank's list
+    y = shard_dim_alltoall(x, 0, 1, mesh, "tp")         # [r, 8] on 2 ranks -> [2 * r, 4]: one all-to-all
+
+A rank of an axis is meant by its place on the axis. Nothing is done for tensors without data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from spmd import _torch
+from spmd.comm import launch, wire
+from spmd.comm.async_tensor import wait
+from spmd.comm.check import check_call, checking
+from spmd.comm.functional import all_gather_tensor, all_to_all_single
+from spmd.comm.group import Members, members
+from spmd.comm.padding import chunks
+from spmd.comm.parcel import checked_dim
+from spmd.comm.transport import transport
+from spmd.mesh import DeviceMesh
+
+
+class Arrival:
+    """What is still to come into a tensor; like a torch.distributed Work."""
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self) -> bool:
+        """Return when the tensor has what it is to get."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self._finish is None
+
+
+def mesh_broadcast(
+    tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int | str = 0, async_op: bool = False, *, group_src: int = 0
+) -> Arrival | None:
+    """Write into `tensor` what the `group_src`-th rank of the mesh axis has, on every rank of it.
+
+    Shape and dtype are equal on all of them. Gives something to wait for if `async_op`.
+    """
+    if tensor.is_meta:
+        return None
+    to = members((mesh, mesh_dim))
+    _check_place("mesh_broadcast", group_src, to)
+    if checking():
+        check_call("mesh_broadcast", [tensor], (group_src,), to)
+    return _arrival(_broadcast_into(tensor.detach(), group_src, to), async_op)
+
+
+def mesh_scatter(
+    output: torch.Tensor,
+    scatter_list: Sequence[torch.Tensor] | None,
+    mesh: DeviceMesh,
+    mesh_dim: int | str = 0,
+    async_op: bool = False,
+    *,
+    group_src: int = 0,
+) -> Arrival | None:
+    """Write into `output` this rank's entry of the list that the `group_src`-th rank of the mesh axis has.
+
+    scatter_list: on that rank a tensor for each rank of the axis, which may differ in size, of the dtype of `output`;
+    on others it is not read. Gives something to wait for if `async_op`.
+    """
+    if output.is_meta:
+        return None
+    to = members((mesh, mesh_dim))
+    _check_place("mesh_scatter", group_src, to)
+    flat, sizes = _scattered(output, scatter_list, group_src, to)
+    expected = [output.numel() if i == group_src else 0 for i in range(to.size)]
+    came = launch.all_to_all(flat, expected, sizes, to, output.shape)
+    return _arrival(lambda: output.detach().copy_(wait(came)), async_op)
+
+
+def shard_dim_alltoall(
+    input: torch.Tensor,
+    gather_dim: int,
+    shard_dim: int,
+    mesh: DeviceMesh,
+    mesh_dim: int | str,
+    *,
+    gather_sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """[r on gather_dim, k on shard_dim] -> [sum of all r, this rank's chunk of k]: one all-to-all, also on gloo.
+
+    The ranks of the axis hold parts of `gather_dim`, which may differ in size or be empty; each gets the whole of it
+    and keeps its `torch.chunk` of `shard_dim`. (n-1)/n of the local bytes are sent. Differentiable.
+
+    gather_sizes: how much of `gather_dim` each rank of the axis has. None: the ranks tell each other first, in a
+    collective of 8 bytes a rank; in a trace, and for tensors without data, they are taken to have equally much.
+    """
+    to = members((mesh, mesh_dim))
+    gather, shard = (checked_dim("shard_dim_alltoall", dim, input) for dim in (gather_dim, shard_dim))
+    if gather == shard:
+        raise ValueError(f"shard_dim_alltoall: gather_dim and shard_dim are both dim {gather}; give two dims")
+    rows = _sizes(input, gather, to) if gather_sizes is None else _checked_sizes(gather_sizes, input, gather, to)
+    parts = chunks(input, shard, to.size)
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    shapes = [_resized(parts[to.place].shape, gather, r) for r in rows]
+    expected = [shape.numel() for shape in shapes]
+    pieces = all_to_all_single(flat, expected, [part.numel() for part in parts], to.name).split(expected)
+    return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], gather)
+
+
+def _broadcast_into(x: torch.Tensor, src: int, to: Members) -> Callable[[], object]:
+    """Launches it; gives what waits for it."""
+    by = transport()
+    if x.is_contiguous() and x.dtype not in wire.BYTES_ONLY:
+        sent = by.broadcast_(x, src, to.name)
+        return lambda: by.wait_tensor(sent)
+    came = launch.broadcast(x, src, to)
+    return lambda: x.copy_(wait(came))
+
+
+def _arrival(finish: Callable[[], object], async_op: bool) -> Arrival | None:
+    arrival = Arrival(finish)
+    if async_op:
+        return arrival
+    arrival.wait()
+    return None
+
+
+def _scattered(
+    output: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, to: Members
+) -> tuple[torch.Tensor, list[int]]:
+    """What this rank sends, in one row, and how much of it to each rank."""
+    if to.place != src:
+        return output.new_empty(0), [0] * to.size
+    if parts is None or len(parts) != to.size:
+        given = "no list" if parts is None else f"a list of {len(parts)} tensors"
+        raise ValueError(f"mesh_scatter: {given} on the source; give one tensor for each of the {to.size} ranks")
+    unlike = next((part for part in parts if part.dtype != output.dtype), None)
+    if unlike is not None or parts[src].shape != output.shape:
+        wrong = parts[src] if unlike is None else unlike
+        raise ValueError(
+            f"mesh_scatter: {wrong.dtype} {list(wrong.shape)} in scatter_list does not fit the output, "
+            f"{output.dtype} {list(output.shape)}"
+        )
+    return torch.cat([part.detach().reshape(-1) for part in parts]), [part.numel() for part in parts]
+
+
+def _sizes(x: torch.Tensor, dim: int, to: Members) -> list[int]:
+    """How much of dim each rank has, told by all; taken for even where nothing can be told."""
+    if _torch.is_tracing(x):
+        return [x.shape[dim]] * to.size
+    mine = torch.tensor([x.shape[dim]], device=x.device)
+    return all_gather_tensor(mine, 0, to.name).tolist()
+
+
+def _checked_sizes(sizes: Sequence[int], x: torch.Tensor, dim: int, to: Members) -> Sequence[int]:
+    if len(sizes) != to.size or sizes[to.place] != x.shape[dim]:
+        raise ValueError(
+            f"shard_dim_alltoall: gather_sizes {list(sizes)} do not fit dim {dim} of {list(x.shape)} on the "
+            f"{to.place}-th of {to.size} ranks; give for each rank how much of the dim it has"
+        )
+    return sizes
+
+
+def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
+    return torch.Size((*shape[:dim], size, *shape[dim + 1 :]))
+
+
+def _check_place(kind: str, src: int, to: Members) -> None:
+    if not 0 <= src < to.size:
+        raise ValueError(
+            f"{kind}: group_src {src} is not in 0..{to.size - 1}; it is a place on the axis, no global rank"
+        )
