@@ -16,23 +16,40 @@ from spmd.mesh.cost import (
     all_reduce_cost,
     all_to_all_cost,
     broadcast_cost,
+    exchange_cost,
+    permute_cost,
     reduce_scatter_cost,
+    scatter_cost,
+    ways_cost,
 )
 from spmd.mesh.device_mesh import DeviceMesh, init_device_mesh
+from spmd.mesh.layout import HostGrid
+from spmd.mesh.machine import Link, Machine, Measured, Way
+from spmd.mesh.presets import PRESETS
 from spmd.mesh.rank import as_rank, current_rank, world_size
 from spmd.mesh.topology import AxisLink, MeshTopoInfo
 
 __all__ = [
+    "PRESETS",
     "AxisLink",
     "DeviceMesh",
+    "HostGrid",
+    "Link",
+    "Machine",
+    "Measured",
     "MeshTopoInfo",
+    "Way",
     "all_gather_cost",
     "all_reduce_cost",
     "all_to_all_cost",
     "as_rank",
     "broadcast_cost",
     "current_rank",
+    "exchange_cost",
     "init_device_mesh",
+    "permute_cost",
     "reduce_scatter_cost",
+    "scatter_cost",
+    "ways_cost",
     "world_size",
 ]

@@ -1,53 +1,152 @@
-"""What a collective along one mesh axis costs, in microseconds: the ring model.
+"""What a collective along some mesh axes costs, in microseconds.
 
-    cost = base latency + hops * alpha + bytes on the wire * beta
+A way (`machine.py`) over a group's ladder (`layout.py`) takes
 
-With n ranks an all-gather, a reduce-scatter or an all-to-all takes n-1 hops and moves bytes * (n-1)/n; an
-all-reduce is a reduce-scatter and an all-gather, twice both. An axis of one rank costs nothing. Costs grow with the
-bytes and never jump, so a plan that moves less is never priced higher.
+    base latency + sum over levels of (hops * alpha + share of the bytes * beta)
 
-    >>> from spmd.mesh import MeshTopoInfo
-    >>> topo = MeshTopoInfo.textbook((4,), intra_host=(True,))
-    >>> round(all_gather_cost(1_000_000, 0, topo), 2)   # 6.6 + 3 * 0.6 + 750 kB / 87.7 GB/s
+and the fastest way is the one that runs; where groups differ, the slowest group counts. What was measured goes before
+all this. The hops and shares are in `algorithms.py`; over several levels a collective works level by level: an
+all-gather over g ranks on each of h hosts first gathers a g-th of the bytes between hosts and then all of them
+inside, so the slow links carry (h-1)/h of a g-th. Ranks that share a network card wait for each other: bytes between
+hosts count once for each rank that sends through the busiest card, in all groups that talk at once.
+
+An axis of one rank costs nothing. Costs grow with the bytes and never jump, so a plan that moves less is never priced
+higher; views of a mesh that have the same groups (a slice, a transposed mesh, axes of one rank) price alike.
+
+    >>> from spmd.mesh import HostGrid, MeshTopoInfo
+    >>> topo = MeshTopoInfo(HostGrid((2, 4), "0*4 1*4"))
+    >>> round(all_gather_cost(1_000_000, 1, topo), 2)        # 6.6 + 3 * 0.6 + 750 kB / 87.7 GB/s
     16.95
+    >>> round(all_gather_cost(1_000_000, (0, 1), topo), 2)   # + one hop of 2.7, and 125 kB / 19.294 GB/s
+    26.13
+
+Left out: copies before and after a collective, and what collectives on other axes do to the links meanwhile.
 """
 
 from __future__ import annotations
 
-from spmd.mesh.topology import MeshTopoInfo
+from collections.abc import Sequence
+from math import prod
+
+from spmd.mesh.algorithms import STEPS, Line, line
+from spmd.mesh.layout import Ladder
+from spmd.mesh.machine import Machine, Way
+from spmd.mesh.topology import Axes, MeshTopoInfo
+
+Price = tuple[tuple[Line, ...], ...]  # for each kind of group its lines, of which the least counts; the most of these
 
 
-def all_gather_cost(nbytes: float, axis: int, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the *gathered* result on one rank."""
-    n = topo.link(axis).size
-    return _ring(axis, topo, n - 1, nbytes * (n - 1) / n)
+def all_gather_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
+    """`nbytes`: bytes of the *gathered* result on one rank. `axes`: one axis of the mesh, or several as one group."""
+    return _cost("all_gather", nbytes, axes, topo)
 
 
-def reduce_scatter_cost(nbytes: float, axis: int, topo: MeshTopoInfo) -> float:
+def reduce_scatter_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
     """`nbytes`: bytes of the input on one rank."""
-    n = topo.link(axis).size
-    return _ring(axis, topo, n - 1, nbytes * (n - 1) / n)
+    return _cost("reduce_scatter", nbytes, axes, topo)
 
 
-def all_reduce_cost(nbytes: float, axis: int, topo: MeshTopoInfo) -> float:
+def all_reduce_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
     """`nbytes`: bytes of the tensor on one rank."""
-    n = topo.link(axis).size
-    return _ring(axis, topo, 2 * (n - 1), 2 * nbytes * (n - 1) / n)
+    return _cost("all_reduce", nbytes, axes, topo)
 
 
-def all_to_all_cost(nbytes: float, axis: int, topo: MeshTopoInfo) -> float:
+def all_to_all_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
     """`nbytes`: bytes of the local input: a rank keeps one n-th of it, which is why it is cheaper than a gather."""
-    n = topo.link(axis).size
-    return _ring(axis, topo, n - 1, nbytes * (n - 1) / n)
+    return _cost("all_to_all", nbytes, axes, topo)
 
 
-def broadcast_cost(nbytes: float, axis: int, topo: MeshTopoInfo) -> float:
+def broadcast_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
     """`nbytes`: bytes of the tensor, passed on along the ring in small pieces, so each link carries all of it."""
-    return _ring(axis, topo, topo.link(axis).size - 1, nbytes)
+    return _cost("broadcast", nbytes, axes, topo)
 
 
-def _ring(axis: int, topo: MeshTopoInfo, hops: int, wire_bytes: float) -> float:
-    if wire_bytes < 0:
-        raise ValueError(f"a collective cannot move {wire_bytes} bytes; nbytes must be at least 0")
-    link = topo.link(axis)
-    return 0.0 if link.size == 1 else topo.base_latency_us + hops * link.hop_us + wire_bytes * link.us_per_byte
+def scatter_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
+    """`nbytes`: bytes of the whole tensor on the rank that scatters it, of which it keeps one n-th."""
+    return _cost("scatter", nbytes, axes, topo)
+
+
+def permute_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
+    """`nbytes`: bytes that each rank sends to one other, at worst over the outermost links. Also a send and receive."""
+    return _cost("permute", nbytes, axes, topo)
+
+
+def exchange_cost(nbytes: Sequence[float], axes: Axes, topo: MeshTopoInfo) -> float:
+    """An all-to-all of unequal pieces. `nbytes`: for each rank the bytes that it sends to others, or that it receives
+    from them where that is more. The slowest rank counts, with its bytes spread over the others.
+
+        >>> from spmd.mesh import HostGrid
+        >>> topo = MeshTopoInfo(HostGrid((4,)))
+        >>> exchange_cost([0, 750, 10, 750], 0, topo) == all_to_all_cost(1000, 0, topo)
+        True
+    """
+    n = prod(topo.sizes[axis] for axis in topo.axes(axes))
+    if len(nbytes) != n:
+        raise ValueError(f"{len(nbytes)} numbers of bytes for a group of {n} ranks; give one for each")
+    _check_bytes(min(nbytes))
+    return _cost("all_to_all", max(nbytes) * n / (n - 1), axes, topo) if n > 1 else 0.0
+
+
+def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> dict[str, float]:
+    """The modelled microseconds of every way that can run a collective, to see which one wins.
+
+    >>> from spmd.mesh import HostGrid
+    >>> ways_cost("permute", 1000, 0, MeshTopoInfo(HostGrid((2,)), "textbook"))
+    {'ring': 7.211402508551881}
+    """
+    ladders = [ladder for ladder in topo.crossings(axes) if ladder]
+    lines = {w.name: [line(collective, w, ladder) for ladder in ladders] for w in _ways(collective, topo.machine)}
+    return {name: max((us + nbytes * per_byte for us, per_byte in each), default=0.0) for name, each in lines.items()}
+
+
+def _cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
+    price = topo._prices.get((collective, axes))
+    if price is None:
+        price = topo._prices[collective, axes] = _price(collective, axes, topo)
+    if not nbytes >= 0:
+        _check_bytes(nbytes)
+    if len(price) == 1 and len(price[0]) == 1:
+        us, us_per_byte = price[0][0]
+        return us + nbytes * us_per_byte
+    return max([min([us + nbytes * us_per_byte for us, us_per_byte in lines]) for lines in price], default=0.0)
+
+
+def _check_bytes(nbytes: float) -> None:
+    if not nbytes >= 0:
+        raise ValueError(f"a collective cannot move {nbytes} bytes; nbytes must be at least 0")
+
+
+def _price(collective: str, axes: Axes, topo: MeshTopoInfo) -> Price:
+    found = [lines for ladder in topo.crossings(axes) if ladder for lines in _lines(collective, ladder, topo.machine)]
+    return tuple(dict.fromkeys(found))
+
+
+def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line, ...]]:
+    """For one kind of group: the curve that was measured, each of its lines by itself, or else all ways together."""
+    group = _evenly(ladder)
+    for curve in machine.measured:
+        if curve.group == (collective, *group):
+            return [(each,) for each in curve.lines]
+    return [_undominated([line(collective, way, ladder) for way in _ways(collective, machine)])]
+
+
+def _ways(collective: str, machine: Machine) -> list[Way]:
+    return [way for way in machine.ways if (collective, way.algorithm) in STEPS]
+
+
+def _evenly(ladder: Ladder) -> tuple[int, ...]:
+    """(ranks a host, hosts, ranks that share a card), or nothing where hosts hold unequal numbers of the ranks."""
+    outer = ladder[-1]
+    if outer.level == 0:
+        return outer.size, 1, 1
+    even = len(ladder) <= 2 and outer.upto == outer.size * outer.below
+    return (outer.below, outer.size, outer.senders) if even else ()
+
+
+def _undominated(lines: Sequence[Line]) -> tuple[Line, ...]:
+    """The lines that are the least at some number of bytes, or may be."""
+    kept: list[Line] = []
+    for us, us_per_byte in sorted(lines):
+        if not kept or us_per_byte < kept[-1][1]:
+            kept.append((us, us_per_byte))
+    return tuple(kept)

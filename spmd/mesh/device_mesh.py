@@ -5,17 +5,24 @@
     DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp'))
     >>> mesh.coordinate_of(2), mesh.ranks_along("dp", (0, 1))
     ((1, 0), (1, 3))
+    >>> mesh["tp", "dp"]                                       # transposed
+    DeviceMesh('cpu', [[0, 2], [1, 3]], mesh_dim_names=('tp', 'dp'))
+    >>> mesh.slices("tp")[1]                                   # what mesh["tp"] is on ranks 2 and 3
+    DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
+    >>> mesh.flatten()
+    DeviceMesh('cpu', [0, 1, 2, 3], mesh_dim_names=('dp_tp',))
 
 Names and meanings are those of torch.distributed.device_mesh. Where they differ: a mesh never needs nor creates a
-process group until one is asked for, so it can be planned on, traced with and simulated in any process.
+process group until one is asked for, so it can be planned on, traced with and simulated in any process. Axes may be
+sliced in any order. A mesh is a value: flattening gives another mesh, and the first does not learn of it.
 
-Left out: meshes made from existing process groups, and flattening several axes into one.
+Left out: splitting an axis into several, joining meshes, and process group options for each axis.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -23,6 +30,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from spmd.mesh import groups
+from spmd.mesh.layout import HostGrid
+from spmd.mesh.machine import Machine
 from spmd.mesh.rank import current_rank
 from spmd.mesh.topology import MeshTopoInfo
 
@@ -37,13 +46,12 @@ class DeviceMesh:
         >>> mesh.shape, mesh.size(), mesh.size("tp"), mesh.axis("tp"), mesh.axis_name(0)
         ((2, 3), 6, 3, 1, 'dp')
 
-    `topology` says how fast its links are; None reads it off the ranks (`MeshTopoInfo.from_mesh`). It is part of
-    what makes meshes equal because plans are priced by it, and a plan must not depend on which mesh came first.
+    `topology` says how fast its links are: a MeshTopoInfo, or a machine, a preset's name or a file for
+    `MeshTopoInfo.from_mesh`; None looks in the environment (`topology.py`). It is part of what makes meshes equal
+    because plans are priced by it, and a plan must not depend on which mesh came first.
     """
 
-    __slots__ = (
-        "_at", "_axes_of_root", "_hash", "_root", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape"
-    )  # fmt: skip
+    __slots__ = ("_at", "_hash", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape")
 
     def __init__(
         self,
@@ -51,10 +59,10 @@ class DeviceMesh:
         mesh: torch.Tensor | Sequence,
         *,
         mesh_dim_names: Sequence[str] | None = None,
-        topology: MeshTopoInfo | None = None,
+        topology: MeshTopoInfo | Machine | str | None = None,
     ) -> None:
         shape, ranks = _flat(mesh)
-        self._fill(str(device_type), shape, ranks, _checked_names(mesh_dim_names, shape), topology)
+        self._fill(_checked_device(device_type), shape, ranks, _checked_names(mesh_dim_names, shape), topology)
 
     def _fill(
         self,
@@ -62,11 +70,9 @@ class DeviceMesh:
         shape: tuple[int, ...],
         ranks: tuple[int, ...],
         names: tuple[str, ...] | None,
-        topology: MeshTopoInfo | None,
-        root: DeviceMesh | None = None,
-        axes_of_root: tuple[int, ...] | None = None,
+        topology: MeshTopoInfo | Machine | str | None,
     ) -> None:
-        """Set every slot once. `root`: the mesh this one was sliced from, by `axes_of_root`."""
+        """Set every slot once."""
         put = super().__setattr__
         put("device_type", device_type)
         put("shape", shape)
@@ -74,9 +80,7 @@ class DeviceMesh:
         put("ranks", ranks)
         put("mesh_dim_names", names)
         put("_at", dict(zip(ranks, product(*map(range, shape)), strict=True)))
-        put("_root", root)
-        put("_axes_of_root", axes_of_root or tuple(range(len(shape))))
-        put("_topology", _checked_topology(topology or MeshTopoInfo.from_mesh(self), shape))
+        put("_topology", _topology_of(self, topology))
         put("_hash", hash(self._content))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -91,29 +95,19 @@ class DeviceMesh:
 
     @property
     def topology(self) -> MeshTopoInfo:
-        """How fast its links are; a slice has its parent's."""
+        """How fast its links are; a slice, a transposed and a flattened mesh have their parent's."""
         return self._topology
 
-    @property
-    def root(self) -> DeviceMesh:
-        """The mesh this one was sliced from, or itself."""
-        return self if self._root is None else self._root
-
-    @property
-    def axes_of_root(self) -> tuple[int, ...]:
-        """For each axis, which axis of `root` it is."""
-        return self._axes_of_root
-
-    def with_topology(self, topology: MeshTopoInfo) -> DeviceMesh:
+    def with_topology(self, topology: MeshTopoInfo | Machine | str) -> DeviceMesh:
         """The same ranks with other links.
 
         >>> mesh = init_device_mesh("cpu", (2, 4))
         >>> mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=4)) == mesh
         False
+        >>> mesh.with_topology("hopper").topology
+        MeshTopoInfo(HostGrid((2, 4)), 'hopper')
         """
-        return _rebuild(
-            self.device_type, self.shape, self.ranks, self.mesh_dim_names, topology, self._root, self._axes_of_root
-        )
+        return _rebuild(self.device_type, self.shape, self.ranks, self.mesh_dim_names, topology)
 
     def size(self, mesh_dim: Axis | None = None) -> int:
         """How many ranks along one axis, or in all."""
@@ -141,6 +135,19 @@ class DeviceMesh:
     def axis_names(self) -> tuple[str, ...]:
         """The names of all axes, "dim{i}" where the mesh has no names."""
         return self.mesh_dim_names or tuple(f"dim{i}" for i in range(self.ndim))
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of its axes, which are what it is indexed by."""
+        return iter(self.axis_names)
+
+    def __contains__(self, item: object) -> bool:
+        """Whether it has an axis of this name, or a rank of this number.
+
+        >>> mesh = DeviceMesh("cpu", [4, 5], mesh_dim_names=("tp",))
+        >>> "tp" in mesh, "dp" in mesh, 5 in mesh, 0 in mesh
+        (True, False, True, False)
+        """
+        return item in (self.axis_names if isinstance(item, str) else self._at)
 
     # Ranks and coordinates
 
@@ -192,7 +199,124 @@ class DeviceMesh:
             found.setdefault(others, []).append((tuple(at[i] for i in spanned), rank))
         return [tuple(rank for _, rank in sorted(group)) for group in found.values()]
 
-    # Groups and slices
+    # Parts and views
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """The part of the mesh along the named axes, in that order, through the current rank, with the same links.
+
+        All axes in another order are the transposed mesh. On a rank outside the mesh there is no part to give
+        (RuntimeError), unless all ranks have the same; `slices` has all parts, on any rank.
+
+            >>> from spmd.mesh import as_rank
+            >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            >>> with as_rank(3):
+            ...     mesh["tp"]
+            DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
+        """
+        axes = self._named_axes((mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names)
+        parts = self.groups_along(*axes)
+        if len(parts) > 1:
+            self._my_coordinate(f"mesh[{mesh_dim_names!r}]")
+            parts = [ranks for ranks in parts if current_rank() in ranks]
+        return self._part(axes, parts[0], self._topology.take(axes))
+
+    def slices(self, *mesh_dim_names: str) -> list[DeviceMesh]:
+        """All parts of the mesh along the named axes, row-major over the other axes; the same list on any rank.
+
+        >>> [part.ranks for part in init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp")).slices("dp")]
+        [(0, 3), (1, 4), (2, 5)]
+        """
+        axes = self._named_axes(mesh_dim_names)
+        topology = self._topology.take(axes)
+        return [self._part(axes, ranks, topology) for ranks in self.groups_along(*axes)]
+
+    def _named_axes(self, wanted: object) -> tuple[int, ...]:
+        if not isinstance(wanted, (tuple, list)) or not wanted or not all(isinstance(name, str) for name in wanted):
+            raise ValueError(f"cannot slice by {wanted!r}; give the names of one axis or more, as in mesh['tp', 'dp']")
+        if self.mesh_dim_names is None:
+            raise ValueError(f"cannot slice {tuple(wanted)} out of a mesh without names; give it mesh_dim_names=")
+        return tuple(self.axis(name) for name in _checked_names(wanted, wanted))
+
+    def _part(self, axes: tuple[int, ...], ranks: tuple[int, ...], topology: MeshTopoInfo) -> DeviceMesh:
+        if axes == tuple(range(self.ndim)):
+            return self
+        shape = tuple(self.shape[axis] for axis in axes)
+        return _rebuild(self.device_type, shape, ranks, tuple(map(self.axis_name, axes)), topology)
+
+    def flatten(self, name: str | None = None, *, axes: Sequence[Axis] | None = None) -> DeviceMesh:
+        """The mesh with several axes made into one, the first of them outermost. Works on any rank.
+
+        `axes`: all of them where None; the new axis stands where the first of them stood. `name`: the names joined
+        by "_" where None; a mesh without names stays without. Other than torch's `_flatten` it leaves no mark on the
+        mesh it was cut from: keep the result.
+
+            >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+            >>> mesh.flatten("fsdp", axes=("dp", "cp"))
+            DeviceMesh('cpu', [[0, 1], [2, 3], [4, 5], [6, 7]], mesh_dim_names=('fsdp', 'tp'))
+            >>> mesh.flatten().mesh_dim_names
+            ('dp_cp_tp',)
+        """
+        merged = tuple(range(self.ndim)) if axes is None else tuple(self.axis(axis) for axis in axes)
+        if not merged or len(set(merged)) < len(merged):
+            raise ValueError(f"flatten: axes {tuple(axes or ())}; give one or more, each once")
+        parts = [merged if i == merged[0] else (i,) for i in range(self.ndim) if i == merged[0] or i not in merged]
+        order = [axis for part in parts for axis in part]
+        [ranks] = self.groups_along(*order)
+        shape = tuple(prod(self.shape[axis] for axis in part) for part in parts)
+        names = _checked_names(self._flat_names(name, parts, merged), shape)
+        return _rebuild(self.device_type, shape, ranks, names, self._topology.view(parts))
+
+    def _flat_names(
+        self, name: str | None, parts: Sequence[tuple[int, ...]], merged: tuple[int, ...]
+    ) -> tuple[str, ...] | None:
+        if self.mesh_dim_names is None and name is not None and len(parts) > 1:
+            raise ValueError(f"flatten: {name!r} would be the one name in a mesh without; give it mesh_dim_names=")
+        if self.mesh_dim_names is None:
+            return None if name is None else (name,)
+        joined = "_".join(self.mesh_dim_names[axis] for axis in merged) if name is None else name
+        return tuple(joined if part is merged else self.mesh_dim_names[part[0]] for part in parts)
+
+    # Process groups
+
+    @classmethod
+    def from_group(
+        cls,
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: torch.Tensor | Sequence | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        topology: MeshTopoInfo | Machine | str | None = None,
+    ) -> DeviceMesh:
+        """A mesh over process groups that exist: `get_group` and all collectives use them.
+
+        One group makes a 1-D mesh of its ranks. A list makes an n-D mesh, a group for each axis: those of this rank,
+        whose ranks must be what `mesh` has along the axis through it. ValueError where they are not.
+        """
+        given = [group] if isinstance(group, ProcessGroup) else _checked_groups(group)
+        if mesh is None and len(given) != 1:
+            raise ValueError(f"from_group: {len(given)} groups do not say how their ranks form a mesh; give mesh=")
+        ranks = groups.ranks_of(given[0]) if mesh is None else mesh
+        made = cls(device_type, ranks, mesh_dim_names=mesh_dim_names, topology=topology)
+        made._check_groups([groups.ranks_of(each) for each in given])
+        for each in given:
+            groups.adopt(each)
+        return made
+
+    def _check_groups(self, given: Sequence[tuple[int, ...]]) -> None:
+        if len(given) != self.ndim:
+            raise ValueError(f"from_group: {len(given)} groups for a mesh of {self.ndim} axes; give one for each axis")
+        here = self.get_coordinate()
+        if here is None:
+            raise ValueError(f"from_group: rank {current_rank()} is not in {self!r}; call it on its ranks only")
+        for axis, ranks in enumerate(given):
+            wanted = self.ranks_along(axis, here)
+            if ranks != wanted:
+                raise ValueError(
+                    f"from_group: axis {self.axis_name(axis)} of {self!r} has ranks {wanted} through rank "
+                    f"{current_rank()}, and its group has {ranks}. Give the group of these ranks in this order, or "
+                    "another mesh; DeviceMesh(...) makes its groups by itself."
+                )
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
         """The process group along one axis, which a 1-D mesh need not name; made on first need (`mesh/groups.py`)."""
@@ -200,31 +324,13 @@ class DeviceMesh:
             raise ValueError(f"get_group: say which axis of {', '.join(self.axis_names)} is meant")
         return groups.axis_group(self, self.axis(0 if mesh_dim is None else mesh_dim))
 
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The process groups of all axes through the current rank, in order of the axes."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
     def make_groups(self) -> None:
-        """Make the process groups of all axes now. Needed on every rank of the job if the mesh lacks some of them."""
+        """Make the process groups of all axes now."""
         groups.make_groups(self)
-
-    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the mesh along the named axes, through the current rank, with the same links.
-
-        >>> from spmd.mesh import as_rank
-        >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        >>> with as_rank(3):
-        ...     mesh["tp"]
-        DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
-        """
-        wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
-        if self.mesh_dim_names is None:
-            raise ValueError(f"cannot slice {wanted} out of a mesh without names; give it mesh_dim_names=")
-        names = _checked_names(wanted, wanted)
-        axes = tuple(self.axis(name) for name in names)
-        if axes == tuple(range(self.ndim)):
-            return self
-        here = self._my_coordinate(f"mesh[{mesh_dim_names!r}]")
-        shape = tuple(self.shape[i] for i in axes)
-        ranks = tuple(self.rank_at(_moved(here, axes, at)) for at in product(*map(range, shape)))
-        of_root = tuple(self._axes_of_root[i] for i in axes)
-        return _rebuild(self.device_type, shape, ranks, names, self._topology.take(axes), self.root, of_root)
 
     # A value
 
@@ -242,14 +348,13 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple:
         # The hash is made again: strings hash differently in another process.
-        state = (self.device_type, self.shape, self.ranks, self.mesh_dim_names)
-        return _rebuild, (*state, self._topology, self._root, self._axes_of_root)
+        return _rebuild, (self.device_type, self.shape, self.ranks, self.mesh_dim_names, self._topology)
 
     def __repr__(self) -> str:
-        """What makes this mesh again; the topology shows where the ranks alone would not give it."""
+        """What makes this mesh again, with its topology unless that is the textbook on one host."""
         names = f", mesh_dim_names={self.mesh_dim_names!r}" if self.mesh_dim_names else ""
-        known = self._topology == MeshTopoInfo.from_mesh(self)
-        links = "" if known else f", topology={self._topology!r}"
+        plain = self._topology == MeshTopoInfo(HostGrid(self.shape))
+        links = "" if plain else f", topology={self._topology!r}"
         return f"DeviceMesh({self.device_type!r}, {_nested(self.ranks, self.shape)!r}{names}{links})"
 
     def _my_coordinate(self, asked: str) -> Coordinate:
@@ -271,17 +376,23 @@ class DeviceMesh:
 
 
 def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    topology: MeshTopoInfo | Machine | str | None = None,
 ) -> DeviceMesh:
     """The mesh of ranks 0, 1, 2, ... in row-major order.
 
     >>> init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     DeviceMesh('cpu', [0, 1, 2, 3], mesh_dim_names=('dp',))
     """
-    shape = tuple(int(n) for n in mesh_shape)
+    sizes = (mesh_shape,) if isinstance(mesh_shape, int) else tuple(mesh_shape)
+    shape = tuple(int(n) if isinstance(n, int) else 0 for n in sizes)
     if not shape or min(shape) < 1:
-        raise ValueError(f"mesh_shape is {shape}; give at least one axis, each of at least 1 rank")
-    return DeviceMesh(device_type, _nested(tuple(range(prod(shape))), shape), mesh_dim_names=mesh_dim_names)
+        raise ValueError(f"mesh_shape is {mesh_shape!r}; give at least one axis, each of at least 1 rank")
+    ranks = _nested(tuple(range(prod(shape))), shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, topology=topology)
 
 
 def _rebuild(*state: object) -> DeviceMesh:
@@ -293,7 +404,9 @@ def _rebuild(*state: object) -> DeviceMesh:
 
 def _flat(mesh: torch.Tensor | Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and row-major ranks of nested sequences or a tensor."""
-    array = mesh if isinstance(mesh, torch.Tensor) else torch.tensor(mesh, dtype=torch.int64, device="cpu")
+    array = mesh if isinstance(mesh, torch.Tensor) else _array(mesh)
+    if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
+        raise ValueError(f"mesh is of {array.dtype}: {mesh!r:.200}; ranks are integers")
     ranks = tuple(int(rank) for rank in array.flatten().tolist())
     if not ranks or array.ndim == 0:
         raise ValueError(f"mesh is {mesh!r}; give a list (of lists) with at least one rank")
@@ -304,6 +417,34 @@ def _flat(mesh: torch.Tensor | Sequence) -> tuple[tuple[int, ...], tuple[int, ..
     return tuple(array.shape), ranks
 
 
+def _array(mesh: Sequence) -> torch.Tensor:
+    try:
+        array = torch.tensor(mesh, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"mesh is {mesh!r:.200}; give ranks as lists of lists, equally long: {error}") from None
+    return array if array.numel() else array.to(torch.int64)
+
+
+def _checked_device(device_type: str) -> str:
+    if isinstance(device_type, torch.device):
+        device_type = device_type.type if device_type.index is None else str(device_type)
+    if not isinstance(device_type, str) or not device_type.isidentifier():
+        raise ValueError(f"device_type is {device_type!r}; give a type without a number, such as 'cpu' or 'cuda'")
+    return device_type
+
+
+def _checked_groups(given: object) -> list[ProcessGroup]:
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    strange = [each for each in found if not isinstance(each, ProcessGroup)]
+    if strange or not found:
+        what = f"{strange[0]!r} is no process group" if strange else "no group given"
+        raise ValueError(
+            f"from_group: {what}; give one ProcessGroup, or a list with one for each axis. Ranks that are not in a "
+            "group have none: call from_group on its ranks only."
+        )
+    return found
+
+
 def _checked_names(names: Sequence[str] | None, shape: Sequence) -> tuple[str, ...] | None:
     if names is None:
         return None
@@ -312,19 +453,21 @@ def _checked_names(names: Sequence[str] | None, shape: Sequence) -> tuple[str, .
         raise ValueError(f"mesh_dim_names {names} are {len(names)} for a mesh of {len(shape)} axes; give one an axis")
     if len(set(names)) != len(names):
         raise ValueError(f"axis names {names}: each may appear once")
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"axis names {names}: each must be a text that is not empty")
     return names
 
 
-def _checked_topology(topology: MeshTopoInfo, shape: tuple[int, ...]) -> MeshTopoInfo:
-    if topology.sizes != shape:
-        raise ValueError(f"topology is for a mesh of shape {topology.sizes}, and this mesh has shape {shape}")
+def _topology_of(mesh: DeviceMesh, said: MeshTopoInfo | Machine | str | None) -> MeshTopoInfo:
+    if said is not None and not isinstance(said, (MeshTopoInfo, Machine, str)):
+        raise ValueError(
+            f"topology is {said!r}; give a MeshTopoInfo (MeshTopoInfo.by_hand takes links), a Machine, "
+            "or the name of a preset or a file"
+        )
+    topology = said if isinstance(said, MeshTopoInfo) else MeshTopoInfo.from_mesh(mesh, machine=said)
+    if topology.sizes != mesh.shape:
+        raise ValueError(f"topology is for a mesh of shape {topology.sizes}, and this mesh has shape {mesh.shape}")
     return topology
-
-
-def _moved(here: Coordinate, axes: Sequence[int], at: Sequence[int]) -> Coordinate:
-    """`here` with the coordinates on `axes` replaced by `at`."""
-    to = dict(zip(axes, at, strict=True))
-    return tuple(to.get(i, c) for i, c in enumerate(here))
 
 
 def _nested(ranks: tuple[int, ...], shape: tuple[int, ...]) -> list:

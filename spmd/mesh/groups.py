@@ -119,12 +119,13 @@ _lock = threading.RLock()
 def group_of(ranks: Ranks) -> dist.ProcessGroup:
     """The process group of these ranks in this order, among them the current one; made if there is none yet."""
     registry = _registry()
-    if ranks == _all_ranks():
-        _torch.replace_group(name_of(ranks), dist.group.WORLD)
-        return dist.group.WORLD
     with _lock:
-        if ranks not in registry.group_of:
-            registry.group_of[ranks] = _made(ranks, registry)
+        if ranks in registry.group_of:
+            return registry.group_of[ranks]
+        if ranks == _all_ranks():
+            _torch.replace_group(name_of(ranks), dist.group.WORLD)
+            return dist.group.WORLD
+        registry.group_of[ranks] = _made(ranks, registry)
         return registry.group_of[ranks]
 
 
@@ -156,10 +157,10 @@ def adopt(group: dist.ProcessGroup) -> Ranks:
     """Use this group wherever a group of its ranks is asked for; gives its ranks. All its members must do so."""
     ranks = ranks_of(group)
     registry = _registry()
-    if ranks != _all_ranks():
-        with _lock:
+    with _lock:
+        if group is not dist.group.WORLD:  # which the registry may not keep alive
             registry.group_of[ranks] = group
-            _torch.replace_group(name_of(ranks), group)
+        _torch.replace_group(name_of(ranks), group)
     return ranks
 
 

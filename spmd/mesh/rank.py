@@ -10,10 +10,12 @@ overrides both for the thread that plays a rank:
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -49,6 +51,54 @@ def as_rank(rank: int, world_size: int | None = None) -> Iterator[int]:
         yield rank
     finally:
         _played.reset(token)
+
+
+# ---- several ranks in one thread --------------------------------------------------------------
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+
+class Players(Protocol):
+    """Who plays several ranks in one thread; there `current_rank` is an int that differs between them."""
+
+    def each(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The results of `fn`, called once for each rank with that rank's arguments, as one."""
+
+
+_players: ContextVar[Players | None] = ContextVar("spmd_players", default=None)
+
+
+def players() -> Players | None:
+    """Who plays several ranks in this thread; None where there is one rank, as on a real job."""
+    return _players.get()
+
+
+@contextmanager
+def played_by(who: Players | None) -> Iterator[None]:
+    """Let `who` play several ranks inside the block, in this thread only; None for one rank again."""
+    token = _players.set(who)
+    try:
+        yield
+    finally:
+        _players.reset(token)
+
+
+def per_rank(fn: Fn) -> Fn:
+    """Decorates a function whose way depends on the rank: where one thread plays several, it runs once for each.
+
+    It may not communicate nor have other effects; on a real rank it is called as it is.
+
+        @per_rank
+        def share(rows, n):
+            return rows // n + (1 if current_rank() < rows % n else 0)
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        who = _players.get()
+        return fn(*args, **kwargs) if who is None else who.each(fn, args, kwargs)
+
+    return run
 
 
 def _initialised() -> bool:

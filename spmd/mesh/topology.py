@@ -1,40 +1,48 @@
-"""What the cost model knows about a mesh: for each axis, how long a hop takes and how wide the link is.
+"""What the cost model knows about a mesh: where its ranks stand, and how fast the links between them are.
 
-The textbook preset has two kinds of link, inside a host and between hosts. Which kind an axis crosses is read off
-the ranks, never guessed from sizes: an axis is intra-host only if *every* group along it lies on one host.
+Which hosts a group of ranks crosses is read off the ranks, never guessed from sizes, and a group that lies partly
+inside a host is priced for both kinds of link.
 
     >>> from spmd.mesh import init_device_mesh
     >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     >>> topo = MeshTopoInfo.from_mesh(mesh, ranks_per_host=4)
-    >>> [link.gb_per_s for link in topo.links]
-    [19.294, 87.7]
+    >>> topo
+    MeshTopoInfo(HostGrid((2, 4), '0*4 1*4'), 'textbook')
+    >>> [rung.level for rung in topo.crossings(1)[0]], [rung.level for rung in topo.crossings((0, 1))[0]]
+    ([0], [0, 1])
 
-Left out: calibration, NICs shared by the ranks of a host, and any algorithm but the ring.
+A mesh that is given no topology looks for one in this order: the file that $SPMD_TOPOLOGY names
+(`calibration.py`), the environment ($SPMD_TOPOLOGY as the name of a preset; $LOCAL_WORLD_SIZE, which torchrun sets, for
+the hosts), the textbook preset on one host.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from spmd.mesh.calibration import machine_from_environment, machine_named
+from spmd.mesh.layout import OWN, AxisLevels, HostGrid, Ladder, Place, card
+from spmd.mesh.machine import Link, Machine, Measured, Way
+from spmd.mesh.presets import BASE_LATENCY_US, INTER, INTRA, PRESETS, TEXTBOOK
 
 if TYPE_CHECKING:
     from spmd.mesh.device_mesh import DeviceMesh
 
-BASE_LATENCY_US = 6.6
-INTRA_GB_PER_S, INTRA_HOP_US = 87.7, 0.6
-INTER_SHARE, INTER_HOP_US = 0.22, 2.7
+Axes = int | tuple[int, ...]  # one axis, or several as one group
+BY_HAND = "by hand"
 
 
 @dataclass(frozen=True)
 class AxisLink:
-    """The links that one mesh axis crosses.
+    """The links that one mesh axis crosses, said by hand.
 
     `size`: devices along the axis. `hop_us`: latency alpha of one hop, in microseconds. `gb_per_s`: bandwidth of one
     device's link, in 1e9 bytes a second.
 
-        >>> AxisLink(size=4, hop_us=0.6, gb_per_s=50.0).us_per_byte
+        >>> AxisLink(size=4, hop_us=0.6, gb_per_s=50.0).link.us_per_byte
         2e-05
     """
 
@@ -43,81 +51,199 @@ class AxisLink:
     gb_per_s: float
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.hop_us < 0 or self.gb_per_s <= 0:
-            raise ValueError(f"{self}: size must be at least 1, hop_us at least 0 and gb_per_s more than 0")
+        if self.size < 1:
+            raise ValueError(f"{self}: size must be at least 1")
+        _ = self.link  # which checks its numbers
 
     @property
-    def us_per_byte(self) -> float:
-        """beta: microseconds that one byte takes."""
-        return 1e-3 / self.gb_per_s
+    def link(self) -> Link:
+        """The link itself, whatever the size of the axis."""
+        return Link(self.hop_us, self.gb_per_s)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class MeshTopoInfo:
-    """The links of a mesh, one entry an axis, and the latency that every collective pays once.
+    """Where the ranks of a mesh stand, and the machine they stand on. A value, cheap to hash.
 
-    Build it from a mesh, from sizes, or by hand:
+    Build it from a mesh, by hand for each axis, or from the places of the ranks:
 
-        >>> MeshTopoInfo.textbook((8,), intra_host=(True,)).links[0].hop_us
-        0.6
-        >>> MeshTopoInfo((AxisLink(8, hop_us=1.0, gb_per_s=400.0),)).base_latency_us
-        6.6
+        >>> MeshTopoInfo.by_hand([AxisLink(8, hop_us=1.0, gb_per_s=400.0)]).sizes
+        (8,)
+        >>> MeshTopoInfo(HostGrid((2, 2), "0 0 1 1"), "hopper").machine.name
+        'hopper'
     """
 
-    links: tuple[AxisLink, ...]
-    base_latency_us: float = BASE_LATENCY_US
+    layout: HostGrid | AxisLevels
+    machine: Machine | str = TEXTBOOK
+    _hash: int = field(init=False)
+    # Prices by collective and axes, filled by cost.py: at most as many as there are ways to write some of the axes.
+    _prices: dict[tuple[str, Axes], Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "links", tuple(self.links))  # a list from the user must not break the hash
-        if self.base_latency_us < 0:
-            raise ValueError(f"base_latency_us is {self.base_latency_us}; it must be at least 0")
+        put = object.__setattr__
+        put(self, "machine", machine_named(self.machine) if isinstance(self.machine, str) else self.machine)
+        if self.machine.levels < self.layout.levels:
+            raise ValueError(
+                f"the ranks stand on several hosts, and machine {self.machine.name!r} knows links inside a host only; "
+                "give each of its ways a second link, for hops between hosts"
+            )
+        put(self, "_hash", hash((self.layout, self.machine)))
+
+    # Making one
+
+    @classmethod
+    def by_hand(
+        cls, links: Sequence[AxisLink | Sequence[AxisLink]], base_latency_us: float = BASE_LATENCY_US
+    ) -> MeshTopoInfo:
+        """Links said for each axis, and rings over them. An axis that was flattened has several.
+
+        >>> topo = MeshTopoInfo.by_hand([AxisLink(4, 2.7, 20.0), AxisLink(8, 0.6, 90.0)])
+        >>> topo.take((1,))
+        MeshTopoInfo.by_hand((AxisLink(size=8, hop_us=0.6, gb_per_s=90.0),), base_latency_us=6.6)
+        """
+        axes = [(axis,) if isinstance(axis, AxisLink) else tuple(axis) for axis in links]
+        if not any(axes):
+            raise ValueError("by_hand: give one AxisLink or more, for each axis of the mesh")
+        fastest_first = sorted({part.link for axis in axes for part in axis}, key=lambda x: (x.us_per_byte, x.hop_us))
+        levels = tuple(tuple((fastest_first.index(part.link), part.size) for part in axis) for axis in axes)
+        return cls(AxisLevels(levels), Machine(BY_HAND, (Way("ring", base_latency_us, tuple(fastest_first)),)))
+
+    @classmethod
+    def textbook(cls, sizes: Sequence[int], intra_host: Sequence[bool]) -> MeshTopoInfo:
+        """The textbook preset for axes of these sizes, each wholly inside a host or wholly between hosts."""
+        if len(sizes) != len(intra_host):
+            raise ValueError(f"{len(sizes)} sizes but {len(intra_host)} entries of intra_host; give one an axis")
+        kinds = [INTRA if inside else INTER for inside in intra_host]
+        return cls.by_hand([AxisLink(n, kind.hop_us, kind.gb_per_s) for n, kind in zip(sizes, kinds, strict=True)])
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        ranks_per_host: int | None = None,
+        machine: Machine | str | None = None,
+        hosts: Sequence[int] | None = None,
+    ) -> MeshTopoInfo:
+        """What is known about the ranks of a whole mesh. A slice keeps what its parent knows: `mesh.topology`.
+
+        `machine`: a Machine, the name of a preset, or a file; None means what $SPMD_TOPOLOGY names, else the textbook.
+        `hosts`: the host of rank r is hosts[r]. None means r // ranks_per_host, with the number of the machine's file
+        or $LOCAL_WORLD_SIZE where none is given; where nobody says it, all ranks share a host.
+
+            >>> from spmd.mesh import init_device_mesh
+            >>> mesh = init_device_mesh("cpu", (3,))
+            >>> MeshTopoInfo.from_mesh(mesh, hosts=[0, 0, 1], machine="ampere")
+            MeshTopoInfo(HostGrid((3,), '0*2 1'), 'ampere')
+        """
+        machine = machine_from_environment() if machine is None else machine
+        machine = machine_named(machine) if isinstance(machine, str) else machine
+        if hosts is None:
+            places = _places_in_turn(mesh.ranks, _ranks_per_host(ranks_per_host, machine), machine.nics_per_host)
+        else:
+            places = _places_on(hosts, mesh.ranks, machine.nics_per_host)
+        return cls(HostGrid(mesh.shape, (places,)), machine)
+
+    # Asking it
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices along each axis: the shape of the mesh."""
-        return tuple(link.size for link in self.links)
+        return self.layout.sizes
 
-    def link(self, axis: int) -> AxisLink:
-        """The links of one axis; negative axes count from the end."""
-        if not -len(self.links) <= axis < len(self.links):
-            raise IndexError(f"axis {axis} is not in a topology of {len(self.links)} axes; use mesh.axis(name)")
-        return self.links[axis]
+    def axes(self, axes: Axes) -> tuple[int, ...]:
+        """One axis or several as a sorted tuple; negative ones count from the end."""
+        given = (axes,) if isinstance(axes, int) else axes
+        return tuple(sorted(self._numbered(given)))
+
+    def crossings(self, axes: Axes) -> tuple[Ladder, ...]:
+        """What the groups along some axes cross, level by level: the ladders that occur (`layout.py`)."""
+        return self.layout.crossings(self.axes(axes))
+
+    # Views: the topology of a mesh sliced, transposed or flattened
 
     def take(self, axes: Sequence[int]) -> MeshTopoInfo:
-        """The topology of a mesh sliced to `axes`, in that order: the links stay what they were."""
-        return MeshTopoInfo(tuple(self.link(axis) for axis in axes), self.base_latency_us)
+        """The topology of a mesh sliced or transposed to `axes`, in that order."""
+        return self.view([(axis,) for axis in axes])
 
-    @classmethod
-    def textbook(cls, sizes: Sequence[int], intra_host: Sequence[bool]) -> MeshTopoInfo:
-        """The textbook preset for axes of these sizes, each inside a host or not."""
-        if len(sizes) != len(intra_host):
-            raise ValueError(f"{len(sizes)} sizes but {len(intra_host)} entries of intra_host; give one an axis")
-        return cls(tuple(_textbook_link(n, inside) for n, inside in zip(sizes, intra_host, strict=True)))
+    def view(self, parts: Sequence[Sequence[int]]) -> MeshTopoInfo:
+        """The topology of a mesh each of whose axes is made of some of this one's, the first of them outermost."""
+        flat = self._numbered([axis for part in parts for axis in part])
+        at = iter(flat)
+        layout = self.layout.view([[next(at) for _ in part] for part in parts])
+        if isinstance(layout, AxisLevels):
+            return MeshTopoInfo.by_hand(self._links(layout), self.machine.ways[0].base_us)
+        return MeshTopoInfo(layout, self.machine)
 
-    @classmethod
-    def from_mesh(cls, mesh: DeviceMesh, ranks_per_host: int | None = None) -> MeshTopoInfo:
-        """The textbook preset for a mesh, with rank r on host r // ranks_per_host.
+    def _numbered(self, axes: Sequence[int]) -> list[int]:
+        n = len(self.sizes)
+        for axis in axes:
+            if not isinstance(axis, int) or not -n <= axis < n:
+                raise IndexError(f"axis {axis!r} is not in a topology of {n} axes; use mesh.axis(name)")
+        numbered = [axis % n for axis in axes]
+        if len(set(numbered)) < len(numbered):
+            raise ValueError(f"axes {tuple(axes)}: each may appear once")
+        return numbered
 
-        `ranks_per_host` None means $LOCAL_WORLD_SIZE, which torchrun sets; where that is unset all ranks share a
-        host. A slice keeps what its parent knows: use `mesh.topology` for it.
-        """
-        per_host = _ranks_per_host(ranks_per_host)
-        inside = [all(_on_one_host(ranks, per_host) for ranks in mesh.groups_along(axis)) for axis in range(mesh.ndim)]
-        return cls.textbook(mesh.shape, inside)
+    def _links(self, layout: AxisLevels) -> tuple[tuple[AxisLink, ...], ...]:
+        known = self.machine.ways[0].links
+        return tuple(
+            tuple(AxisLink(size, known[level].hop_us, known[level].gb_per_s) for level, size in axis)
+            for axis in layout.axes
+        )
+
+    # A value
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, MeshTopoInfo) and self._hash == other._hash
+        return same and self.layout == other.layout and self.machine == other.machine
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple:
+        # The hash is made again: strings hash differently in another process.
+        return MeshTopoInfo, (self.layout, self.machine)
+
+    def __repr__(self) -> str:
+        """What makes this topology again; a preset shows by its name."""
+        if isinstance(self.layout, AxisLevels):
+            links = tuple(axis[0] if len(axis) == 1 else axis for axis in self._links(self.layout))
+            return f"MeshTopoInfo.by_hand({links!r}, base_latency_us={self.machine.ways[0].base_us!r})"
+        known = PRESETS.get(self.machine.name) == self.machine
+        return f"MeshTopoInfo({self.layout!r}, {(self.machine.name if known else self.machine)!r})"
 
 
-def _textbook_link(size: int, intra_host: bool) -> AxisLink:
-    if intra_host:
-        return AxisLink(size, INTRA_HOP_US, INTRA_GB_PER_S)
-    return AxisLink(size, INTER_HOP_US, round(INTRA_GB_PER_S * INTER_SHARE, 6))
+# What a topology is made of: the classes that torch.load may take from a file with a saved mesh.
+PARTS = (AxisLevels, HostGrid, Link, Machine, Measured, MeshTopoInfo, Way)
 
 
-def _on_one_host(ranks: Sequence[int], per_host: int | None) -> bool:
-    return per_host is None or len({rank // per_host for rank in ranks}) == 1
+def _places_in_turn(ranks: Sequence[int], per_host: int | None, nics_per_host: int | None) -> tuple[Place, ...]:
+    """Rank r on host r // per_host, as launchers number them; None: all on one."""
+    if per_host is None:
+        return tuple((0, OWN) for _ in ranks)
+    return tuple((rank // per_host, card(rank % per_host, per_host, nics_per_host)) for rank in ranks)
 
 
-def _ranks_per_host(given: int | None) -> int | None:
-    """The explicit number, else the launcher's, else None: one host."""
+def _places_on(hosts: Sequence[int], ranks: Sequence[int], nics_per_host: int | None) -> tuple[Place, ...]:
+    if max(ranks) >= len(hosts):
+        raise ValueError(
+            f"hosts has {len(hosts)} entries and the mesh has rank {max(ranks)}; give the host of every rank of the job"
+        )
+    on_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        on_host.setdefault(host, []).append(rank)
+    return tuple(
+        (host, card(on_host[host].index(rank), len(on_host[host]), nics_per_host))
+        for rank, host in ((rank, hosts[rank]) for rank in ranks)
+    )
+
+
+def _ranks_per_host(given: int | None, machine: Machine) -> int | None:
+    """The explicit number, else that of the machine's file, else the launcher's, else None: one host."""
+    if given is None and machine.ranks_per_host is not None:
+        return machine.ranks_per_host
     said = given if given is not None else os.environ.get("LOCAL_WORLD_SIZE") or None
     if said is None:
         return None

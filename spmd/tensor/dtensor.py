@@ -26,7 +26,7 @@ import torch
 
 from spmd import _torch
 from spmd.comm import transport
-from spmd.mesh import AxisLink, DeviceMesh, MeshTopoInfo, device_mesh
+from spmd.mesh import DeviceMesh, device_mesh, topology
 from spmd.tensor.dispatch import Memory, block, dispatch
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
@@ -172,7 +172,7 @@ def _rebuilt(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: d
 
 
 # What a saved DTensor is made of besides numbers: torch.load may take these from a file, as it does torch's own.
-torch.serialization.add_safe_globals([_rebuilt, remake, device_mesh._rebuild, MeshTopoInfo, AxisLink])
+torch.serialization.add_safe_globals([_rebuilt, remake, device_mesh._rebuild, *topology.PARTS])
 
 
 def distribute_tensor(

@@ -5,15 +5,30 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from workers import Pool
 
-from spmd.mesh import AxisLink, DeviceMesh, MeshTopoInfo, as_rank, current_rank, init_device_mesh, world_size
+from spmd.mesh import (
+    AxisLink,
+    DeviceMesh,
+    MeshTopoInfo,
+    as_rank,
+    current_rank,
+    init_device_mesh,
+    topology,
+    world_size,
+)
 
 NAMED = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
 PLAIN = init_device_mesh("cpu", (2, 3))
 CUBE = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+BY_HAND = MeshTopoInfo.by_hand([AxisLink(2, 2.0, 20.0), AxisLink(3, 0.5, 90.0)])
 
 
 def test_a_mesh_tells_its_shape_and_ranks() -> None:
@@ -66,22 +81,100 @@ def test_groups_are_listed_row_major_over_the_other_axes() -> None:
     assert CUBE.groups_along("tp", "pp") == [(0, 4, 1, 5), (2, 6, 3, 7)]
 
 
+def test_a_mesh_is_indexed_by_names_and_knows_its_ranks() -> None:
+    assert list(NAMED) == ["dp", "tp"] and list(PLAIN) == ["dim0", "dim1"]
+    assert "dp" in NAMED and "pp" not in NAMED and 5 in NAMED and 6 not in NAMED
+
+
 @pytest.mark.parametrize(
-    "names, ranks", [("tp", [4, 5]), ("pp", [1, 5]), (("pp", "tp"), [[0, 1], [4, 5]]), (("tp", "pp"), [[0, 4], [1, 5]])]
+    "names, ranks",
+    [
+        ("tp", [4, 5]),
+        ("pp", [1, 5]),
+        ("dp", [5, 7]),
+        (("pp", "tp"), [[0, 1], [4, 5]]),
+        (("tp", "pp"), [[0, 4], [1, 5]]),
+        (("tp", "pp", "dp"), [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+    ],
 )
 def test_a_slice_goes_through_the_current_rank(names: str | tuple[str, ...], ranks: list) -> None:
-    with as_rank(5 if names == "tp" else 1):
+    with as_rank(5):
         part = CUBE[names]
     assert part.mesh.tolist() == ranks
     assert part.mesh_dim_names == ((names,) if isinstance(names, str) else names)
-    assert part.root is CUBE
 
 
-def test_a_slice_of_a_slice_knows_its_root() -> None:
+def test_slices_of_slices() -> None:
     with as_rank(0):
-        part = CUBE["dp", "tp"]["tp"]
-    assert part.root is CUBE and part.axes_of_root == (2,) and part.ranks == (0, 1)
+        assert CUBE["dp", "tp"]["tp"] == CUBE["tp"] == CUBE["tp", "pp"]["tp"]
     assert CUBE["pp", "dp", "tp"] is CUBE
+    assert CUBE["tp", "dp", "pp"]["pp", "dp", "tp"] == CUBE
+
+
+@pytest.mark.parametrize("names", [("tp",), ("pp",), ("dp", "pp"), ("tp", "pp", "dp")])
+def test_all_slices_are_known_on_any_rank(names: tuple[str, ...]) -> None:
+    """Also on one outside; a rank's own is the one that it is in."""
+    with as_rank(99):
+        parts = CUBE.slices(*names)
+    assert sorted(rank for part in parts for rank in part.ranks) == list(range(8))
+    for rank in range(8):
+        with as_rank(rank):
+            assert [CUBE[names]] == [part for part in parts if rank in part]
+
+
+def test_a_part_that_all_ranks_have_is_there_for_others_too() -> None:
+    padded = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    with as_rank(99):
+        assert NAMED["tp", "dp"].mesh.tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert padded["tp", "dp"].mesh.tolist() == [[0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    "name, axes, names, ranks",
+    [
+        (None, None, ("pp_dp_tp",), [0, 1, 2, 3, 4, 5, 6, 7]),
+        ("all", None, ("all",), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (None, ("pp", "dp"), ("pp_dp", "tp"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ("x", ("dp", "tp"), ("pp", "x"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("x", ("pp", "tp"), ("x", "dp"), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("x", ("tp", "pp"), ("dp", "x"), [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        ("x", (-1,), ("pp", "dp", "x"), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+    ],
+)
+def test_axes_are_flattened_into_one(name: str | None, axes: tuple | None, names: tuple, ranks: list) -> None:
+    with as_rank(99):
+        flat = CUBE.flatten(name, axes=axes)
+    assert (flat.mesh_dim_names, flat.mesh.tolist()) == (names, ranks)
+
+
+def test_a_mesh_without_names_is_flattened_without() -> None:
+    assert PLAIN.flatten() == DeviceMesh("cpu", range(6)) and PLAIN.flatten("dp").mesh_dim_names == ("dp",)
+    assert PLAIN.flatten(axes=(1, 0)) == DeviceMesh("cpu", [0, 3, 1, 4, 2, 5])
+
+
+@given(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=4), st.data())
+def test_a_flat_coordinate_is_the_coordinates_in_mixed_radix(sizes: list[int], data: st.DataObject) -> None:
+    names = [f"a{i}" for i in range(len(sizes))]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    order = data.draw(st.permutations(range(len(sizes))))
+    merged = order[: data.draw(st.integers(1, len(sizes)))]
+    flat = mesh.flatten("flat", axes=merged)
+    for rank in mesh.ranks:
+        at, place = mesh.coordinate_of(rank), 0
+        for axis in merged:
+            place = place * sizes[axis] + at[axis]
+        assert flat.coordinate_of(rank)[flat.axis("flat")] == place
+        for axis in set(order) - set(merged):
+            assert flat.coordinate_of(rank)[flat.axis(names[axis])] == at[axis]
+
+
+@given(st.permutations(range(3)))
+def test_transposed_and_back_is_the_same(order: list[int]) -> None:
+    names = ("a", "b", "c")
+    mesh = init_device_mesh("cpu", (2, 1, 3), mesh_dim_names=names)
+    turned = mesh[tuple(names[i] for i in order)]
+    assert turned.mesh.tolist() == mesh.mesh.permute(order).tolist()
+    assert turned[names] == mesh and hash(turned[names]) == hash(mesh)
 
 
 def test_equal_meshes_are_equal_by_content() -> None:
@@ -105,9 +198,24 @@ def test_whatever_differs_makes_another_mesh(other: object) -> None:
     assert other != NAMED
 
 
-@pytest.mark.parametrize("mesh", [NAMED, PLAIN, CUBE, NAMED.with_topology(MeshTopoInfo.from_mesh(NAMED, 3))])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        NAMED,
+        PLAIN,
+        CUBE,
+        NAMED["tp", "dp"],
+        CUBE.flatten(axes=("tp", "pp")),
+        NAMED.with_topology("hopper"),
+        NAMED.with_topology(MeshTopoInfo.from_mesh(NAMED, 3)),
+        NAMED.with_topology(MeshTopoInfo.from_mesh(NAMED, 2, "ampere")).slices("dp")[1],
+        NAMED.with_topology(BY_HAND),
+        NAMED.with_topology(BY_HAND).flatten(),
+    ],
+)
 def test_the_repr_can_be_pasted_back_and_a_pickle_is_equal(mesh: DeviceMesh) -> None:
-    assert eval(repr(mesh), {"DeviceMesh": DeviceMesh, "MeshTopoInfo": MeshTopoInfo, "AxisLink": AxisLink}) == mesh
+    names = {kind.__name__: kind for kind in (DeviceMesh, AxisLink, *topology.PARTS)}
+    assert eval(repr(mesh), names) == mesh
     again = pickle.loads(pickle.dumps(mesh))
     assert again == mesh and hash(again) == hash(mesh) and again.topology == mesh.topology
 
@@ -136,15 +244,33 @@ def test_a_mesh_cannot_be_changed() -> None:
         (lambda: DeviceMesh("cpu", [-1, 0]), "rank -1 is negative"),
         (lambda: DeviceMesh("cpu", []), "at least one rank"),
         (lambda: DeviceMesh("cpu", 3), "at least one rank"),
+        (lambda: DeviceMesh("cpu", [0.5, 1.5]), r"mesh is of torch\.float32: .*; ranks are integers"),
+        (lambda: DeviceMesh("cpu", [[0, 1], [2]]), "ranks as lists of lists, equally long"),
+        (lambda: DeviceMesh("cuda:0", [0]), "device_type is 'cuda:0'; give a type without a number"),
+        (lambda: DeviceMesh("cpu", [0], topology=[]), r"topology is \[\]; give a MeshTopoInfo"),
+        (lambda: DeviceMesh("cpu", [0], topology="hoper"), "no file and none of .* Did you mean 'hopper'"),
         (lambda: init_device_mesh("cpu", ()), "at least one axis"),
         (lambda: init_device_mesh("cpu", (2, 0)), "each of at least 1 rank"),
+        (lambda: init_device_mesh("cpu", (2, "2")), "each of at least 1 rank"),
         (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp",)), "1 for a mesh of 2 axes"),
+        (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "")), "a text that is not empty"),
         (lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "dp")), "each may appear once"),
         (lambda: DeviceMesh("cpu", [0, 1], topology=NAMED.topology), r"shape \(2, 3\), and this mesh has shape \(2,\)"),
         (lambda: NAMED.axis("dq"), "no axis 'dq' in a mesh with axes dp, tp. Did you mean 'dp'?"),
         (lambda: NAMED.axis(2), "no axis 2"),
         (lambda: NAMED["tp", "tp"], "each may appear once"),
+        (lambda: NAMED["tp", "dq"], "no axis 'dq' .* Did you mean 'dp'"),
+        (lambda: NAMED[0], r"cannot slice by 0; give the names of one axis or more, as in mesh\['tp', 'dp'\]"),
+        (lambda: NAMED[()], r"cannot slice by \(\)"),
+        (lambda: NAMED.slices(), r"cannot slice by \(\)"),
         (lambda: PLAIN["dp"], "give it mesh_dim_names"),
+        (lambda: CUBE.flatten(axes=("dp", 1)), "give one or more, each once"),
+        (lambda: CUBE.flatten(axes=()), "give one or more, each once"),
+        (lambda: CUBE.flatten("pp", axes=("dp", "tp")), "each may appear once"),
+        (lambda: CUBE.flatten("pp", axes=("dp", "zp")), "no axis 'zp'"),
+        (lambda: init_device_mesh("cpu", (2, 2, 2)).flatten("x", axes=(0, 1)), "'x' would be the one name in a mesh"),
+        (lambda: DeviceMesh.from_group(None, "cpu"), "from_group: None is no process group; give one ProcessGroup"),
+        (lambda: DeviceMesh.from_group([], "cpu", []), "from_group: no group given"),
         (lambda: NAMED.get_local_rank(), "say which axis of dp, tp"),
         (lambda: NAMED.get_group(), "say which axis of dp, tp"),
         (lambda: NAMED.coordinate_of(9), "rank 9 is not in"),
@@ -179,3 +305,89 @@ def test_the_environment_says_the_rank_until_overridden(monkeypatch: pytest.Monk
         current_rank()
     with pytest.raises(ValueError, match="rank 4 is not in"), as_rank(4, world_size=4):
         pass
+
+
+# On real processes: meshes of groups that exist
+
+
+def made(*groups_of_ranks: list[int]) -> dist.ProcessGroup:
+    """The group of the current rank among these, made on all ranks alike; a fresh one at every call."""
+    every = [dist.new_group(ranks) for ranks in groups_of_ranks]
+    return next(g for g, ranks in zip(every, groups_of_ranks, strict=True) if dist.get_rank() in ranks)
+
+
+def summed(rank: int, group: dist.ProcessGroup) -> int:
+    x = torch.tensor([1 << rank])
+    dist.all_reduce(x, group=group)
+    return x.item()
+
+
+def mesh_of_groups(rank: int) -> tuple:
+    tp, dp = made([0, 1], [2, 3]), made([0, 2], [1, 3])
+    line = DeviceMesh.from_group(tp, "cpu", mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group([dp, tp], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    used = mesh.get_all_groups() == [dp, tp] and line.get_group() is tp and mesh["tp"].get_group("tp") is tp
+    return used, line.ranks, mesh == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), summed(rank, tp)
+
+
+def test_a_mesh_of_groups_uses_them(gloo4: Pool) -> None:
+    assert gloo4.run(mesh_of_groups) == [
+        (True, (0, 1), True, 0b0011),
+        (True, (0, 1), True, 0b0011),
+        (True, (2, 3), True, 0b1100),
+        (True, (2, 3), True, 0b1100),
+    ]
+
+
+def mesh_of_all_ranks(rank: int) -> bool:
+    return DeviceMesh.from_group(dist.group.WORLD, "cpu") == init_device_mesh("cpu", (4,))
+
+
+def test_the_default_group_makes_a_mesh_of_all_ranks(gloo4: Pool) -> None:
+    assert gloo4.run(mesh_of_all_ranks) == [True] * 4
+
+
+def wrong_groups(rank: int) -> list[str]:
+    tp, dp, first = made([0, 1], [2, 3]), made([0, 2], [1, 3]), dist.new_group([0, 1])
+    calls = [
+        lambda: DeviceMesh.from_group([dp, tp], "cpu"),
+        lambda: DeviceMesh.from_group([dp, tp], "cpu", [0, 1, 2, 3]),
+        lambda: DeviceMesh.from_group([tp, dp], "cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")),
+        lambda: DeviceMesh.from_group(tp, "cpu", [1, 0] if rank < 2 else [3, 2]),
+        lambda: DeviceMesh.from_group(tp, "cpu", [2, 3] if rank < 2 else [0, 1]),
+        lambda: DeviceMesh.from_group(first, "cpu"),
+    ]
+    return [said(call) for call in calls]
+
+
+def said(call: Callable) -> str:
+    try:
+        return repr(call())
+    except ValueError as error:
+        return str(error)
+
+
+def test_groups_that_do_not_fit_a_mesh_are_named(gloo4: Pool) -> None:
+    errors = gloo4.run(wrong_groups)
+    expected = [
+        "2 groups do not say how their ranks form a mesh; give mesh=",
+        "2 groups for a mesh of 1 axes; give one for each axis",
+        "axis dp of DeviceMesh('cpu', [[0, 1], [2, 3]], mesh_dim_names=('dp', 'tp')) has ranks (1, 3) through rank 1, "
+        "and its group has (0, 1). Give the group of these ranks in this order",
+        "has ranks (1, 0) through rank 1, and its group has (0, 1)",
+        "rank 1 is not in DeviceMesh('cpu', [2, 3]); call it on its ranks only",
+        "DeviceMesh('cpu', [0, 1])",
+    ]
+    assert [e for e, text in zip(expected, errors[1], strict=True) if e not in text] == []
+    assert "is no process group; give one ProcessGroup" in errors[2][-1]
+
+
+def groups_of_views(rank: int) -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    turned, flat = mesh["tp", "dp"], mesh.flatten()
+    same = turned.get_group("tp") is mesh.get_group("tp") and mesh["dp"].get_group() is mesh.get_group("dp")
+    return same, flat.get_group() is dist.group.WORLD, dist.get_process_group_ranks(turned.flatten().get_group())
+
+
+def test_views_use_the_groups_of_the_mesh(gloo4: Pool) -> None:
+    assert gloo4.run(groups_of_views) == [(True, True, [0, 2, 1, 3])] * 4

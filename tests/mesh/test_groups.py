@@ -191,14 +191,16 @@ def test_groups_are_made_anew_after_destroy_and_init(gloo4: Pool) -> None:
     ]  # fmt: skip
 
 
-def adopted(rank: int) -> bool:
+def adopted(rank: int) -> list[bool]:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine = pairs[rank % 2]
-    ranks = groups.adopt(mine)
-    y = OPS.wait_tensor(OPS.all_reduce(torch.tensor([rank]), "sum", groups.named(ranks)))
-    return groups.group_of(ranks) is mine and y.item() == sum(ranks)
+    found = []
+    for mine in (pairs[rank % 2], dist.new_group([0, 1, 2, 3]), dist.group.WORLD):
+        ranks = groups.adopt(mine)
+        y = OPS.wait_tensor(OPS.all_reduce(torch.tensor([rank]), "sum", groups.named(ranks)))
+        found.append(_torch.group_called(groups.named(ranks)) is mine and y.item() == sum(ranks))
+    return found
 
 
 def test_an_adopted_group_is_the_one_used(gloo4: Pool) -> None:
-    assert gloo4.run(adopted) == [True] * 4
+    assert gloo4.run(adopted) == [[True] * 3] * 4
     gloo4.kill()  # the groups of these ranks stay adopted

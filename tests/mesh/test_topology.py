@@ -1,64 +1,107 @@
-"""Links are read off the ranks; costs are the ring's, in microseconds."""
+"""Where ranks stand is read off the ranks; views of a mesh see the same groups."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from spmd.mesh import (
+    PRESETS,
     AxisLink,
     DeviceMesh,
+    HostGrid,
+    Link,
+    Machine,
+    Measured,
     MeshTopoInfo,
+    Way,
     all_gather_cost,
-    all_reduce_cost,
-    all_to_all_cost,
     as_rank,
-    broadcast_cost,
     init_device_mesh,
-    reduce_scatter_cost,
+    topology,
 )
+from spmd.mesh.calibration import save
+from spmd.mesh.layout import Ladder, Rung
 
-COSTS = [all_gather_cost, all_reduce_cost, all_to_all_cost, broadcast_cost, reduce_scatter_cost]
-LINE = MeshTopoInfo((AxisLink(4, hop_us=0.5, gb_per_s=100.0),), base_latency_us=6.0)
+LINE = MeshTopoInfo.by_hand([AxisLink(4, hop_us=0.5, gb_per_s=100.0)], base_latency_us=6.0)
+ONE_CARD = Machine("one card", PRESETS["textbook"].ways, nics_per_host=1)
+CUBE = init_device_mesh("cpu", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
+CUBE = CUBE.with_topology(MeshTopoInfo.from_mesh(CUBE, ranks_per_host=8, machine=ONE_CARD))
 
 
-def hosts(mesh: DeviceMesh, ranks_per_host: int | None = None) -> list[bool]:
-    """For each axis, whether it stays inside a host."""
-    return [link.gb_per_s == 87.7 for link in MeshTopoInfo.from_mesh(mesh, ranks_per_host).links]
+def levels(mesh: DeviceMesh, ranks_per_host: int | None = None) -> list[str]:
+    """For each axis, the levels of links that its groups cross."""
+    topo = MeshTopoInfo.from_mesh(mesh, ranks_per_host)
+    return [", ".join(map(short, topo.crossings(axis))) for axis in range(mesh.ndim)]
+
+
+def short(ladder: Ladder) -> str:
+    return "+".join(f"{('in', 'out')[rung.level]}{rung.size}" for rung in ladder)
 
 
 @pytest.mark.parametrize(
-    "mesh, ranks_per_host, inside",
+    "mesh, ranks_per_host, crossed",
     [
-        (init_device_mesh("cpu", (2, 4)), None, [True, True]),
-        (init_device_mesh("cpu", (2, 4)), 8, [True, True]),
-        (init_device_mesh("cpu", (2, 4)), 4, [False, True]),
-        (init_device_mesh("cpu", (2, 4)), 2, [False, False]),
-        (init_device_mesh("cpu", (4, 2)), 2, [False, True]),
+        (init_device_mesh("cpu", (2, 4)), None, ["in2", "in4"]),
+        (init_device_mesh("cpu", (2, 4)), 8, ["in2", "in4"]),
+        (init_device_mesh("cpu", (2, 4)), 4, ["out2", "in4"]),
+        (init_device_mesh("cpu", (2, 4)), 2, ["out2", "in2+out2"]),
+        (init_device_mesh("cpu", (4, 2)), 4, ["in2+out2", "in2"]),
+        (init_device_mesh("cpu", (8, 1)), 1, ["out8", ""]),
         # The sizes say 4 ranks on 4-rank hosts, the ranks say that every second one is elsewhere.
-        (DeviceMesh("cpu", [[0, 4, 1, 5], [2, 6, 3, 7]]), 4, [True, False]),
-        # One straddling group is enough.
-        (DeviceMesh("cpu", [[0, 1], [3, 4]]), 4, [False, False]),
-        (init_device_mesh("cpu", (8, 1)), 1, [False, True]),
+        (DeviceMesh("cpu", [[0, 4, 1, 5], [2, 6, 3, 7]]), 4, ["in2", "in2+out2"]),
+        # Groups that differ: one inside a host, one across two.
+        (DeviceMesh("cpu", [[0, 1], [3, 4]]), 4, ["in2, out2", "in2, out2"]),
+        # Three ranks on one host and one on the next.
+        (DeviceMesh("cpu", [1, 2, 3, 4]), 4, ["in3+out2"]),
     ],
 )
-def test_an_axis_is_inside_a_host_only_if_all_its_groups_are(
-    mesh: DeviceMesh, ranks_per_host: int | None, inside: list[bool]
+def test_what_an_axis_crosses_is_read_off_the_ranks(
+    mesh: DeviceMesh, ranks_per_host: int | None, crossed: list[str]
 ) -> None:
-    assert hosts(mesh, ranks_per_host) == inside
+    assert levels(mesh, ranks_per_host) == crossed
 
 
-def test_the_launcher_says_how_many_ranks_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    mesh = init_device_mesh("cpu", (2, 4))
-    assert hosts(mesh) == [False, True] and hosts(mesh, 8) == [True, True]
-    assert mesh.topology == MeshTopoInfo.from_mesh(mesh, 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
-    with pytest.raises(ValueError, match=r"\$LOCAL_WORLD_SIZE is 'many'"):
-        hosts(mesh)
-    with pytest.raises(ValueError, match="ranks_per_host is 0"):
-        hosts(mesh, 0)
+def test_hosts_can_be_said_for_each_rank() -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2, 5])
+    assert MeshTopoInfo.from_mesh(mesh, hosts=[7, 8, 7, 9, 9, 8]).layout == HostGrid((4,), "7 8 7 8")
+    with pytest.raises(ValueError, match="hosts has 3 entries and the mesh has rank 5"):
+        MeshTopoInfo.from_mesh(mesh, hosts=[0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    "nics, senders, groups",
+    [(None, 1, 1), (4, 1, 1), (2, 2, 2), (1, 4, 4)],
+)
+def test_ranks_that_share_a_card_are_counted(nics: int | None, senders: int, groups: int) -> None:
+    """Two hosts of 4: every rank talks to its like on the other host, at the same time."""
+    mesh, machine = init_device_mesh("cpu", (2, 4)), Machine("m", PRESETS["textbook"].ways, nics_per_host=nics)
+    topo = MeshTopoInfo.from_mesh(mesh, 4, machine)
+    assert topo.crossings(0) == ((Rung(1, 2, 1, 2, senders, groups),),)
+    assert topo.crossings((0, 1)) == ((Rung(0, 4, 1, 4), Rung(1, 2, 4, 8, senders, 1)),)
+
+
+def test_a_group_inside_a_host_sends_through_no_card() -> None:
+    """Ranks 0, 1 and 2 have one card; along axis 1 only rank 2 leaves the host."""
+    assert MeshTopoInfo(HostGrid((2, 2), "0.0*3 1.0")).crossings(1) == ((Rung(0, 2, 1, 2),), (Rung(1, 2, 1, 2, 1, 1),))
+
+
+def test_a_part_of_the_ranks_has_the_cards_it_has_in_the_whole() -> None:
+    """Ranks 0 and 1 of 8 on a host with 4 cards share one, also where the other ranks are not in the mesh."""
+    machine = Machine("m", PRESETS["textbook"].ways, nics_per_host=4)
+    topo = MeshTopoInfo.from_mesh(DeviceMesh("cpu", [0, 1, 8, 9]), 8, machine)
+    assert topo.layout == HostGrid((4,), "0.0*2 1.0*2")
+    assert MeshTopoInfo.from_mesh(DeviceMesh("cpu", [0, 1, 8, 9]), machine=machine, hosts=[0] * 8 + [1] * 8) == topo
+
+
+# Views
 
 
 def test_a_slice_keeps_its_parents_links() -> None:
@@ -68,40 +111,151 @@ def test_a_slice_keeps_its_parents_links() -> None:
     with as_rank(0):
         assert mesh["tp"].topology == mesh.topology.take((1,)) != MeshTopoInfo.from_mesh(mesh["tp"], 4)
         assert mesh["tp", "dp"]["dp"].topology == mesh.topology.take((0,))
+    assert len({part.topology for part in mesh.slices("tp")}) == 1
 
 
-def test_the_textbook_numbers() -> None:
-    inside, outside = MeshTopoInfo.textbook((8, 2), intra_host=(True, False)).links
-    assert inside == AxisLink(8, hop_us=0.6, gb_per_s=87.7)
-    assert outside == AxisLink(2, hop_us=2.7, gb_per_s=19.294)
-    assert MeshTopoInfo.textbook((2,), (True,)).base_latency_us == 6.6
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)])
+def test_views_of_one_set_of_groups_cross_the_same(axes: tuple[int, ...]) -> None:
+    topo, names = CUBE.topology, tuple(CUBE.axis_names[i] for i in axes)
+    crossed = topo.crossings(axes)
+    turned = CUBE["tp", "pp", "dp"]
+    padded = DeviceMesh("cpu", CUBE.mesh.reshape(2, 1, 2, 4, 1))
+    padded = MeshTopoInfo.from_mesh(padded, 8, ONE_CARD)
+    [flat] = [i for i, name in enumerate(CUBE.flatten("flat", axes=names).axis_names) if name == "flat"]
+    with as_rank(5):
+        assert CUBE[names].topology.crossings(tuple(range(len(axes)))) == crossed
+        assert CUBE[names[::-1]].flatten().topology.crossings(0) == crossed
+    assert turned.topology.crossings(tuple(turned.axis(name) for name in names)) == crossed
+    assert padded.crossings(tuple((0, 2, 3)[i] for i in axes) + (1, 4)) == crossed
+    assert CUBE.flatten("flat", axes=names).topology.crossings(flat) == crossed
+    assert topo.crossings(tuple(i - 3 for i in reversed(axes))) == crossed
+
+
+def test_a_view_is_a_view_of_a_view() -> None:
+    turned = CUBE["tp", "pp", "dp"]
+    assert turned["pp", "dp", "tp"] == CUBE and turned.topology != CUBE.topology
+    assert turned == DeviceMesh("cpu", turned.mesh, mesh_dim_names=turned.mesh_dim_names).with_topology(
+        MeshTopoInfo.from_mesh(turned, 8, ONE_CARD)
+    )
+    assert CUBE.topology.view([(1, 0), (2,)]).take((1, 0)) == CUBE.topology.view([(2,), (1, 0)])
+
+
+def test_sisters_have_no_order() -> None:
+    assert HostGrid((2, 2), "0 1 0 2").view([(1,)]) == HostGrid((2, 2), "0 2 0 1").view([(1,)])
+
+
+def test_links_by_hand_are_cut_and_joined_too() -> None:
+    fast, slow = AxisLink(4, 0.6, 90.0), AxisLink(2, 2.7, 20.0)
+    topo = MeshTopoInfo.by_hand([slow, fast])
+    assert topo.take((1,)) == MeshTopoInfo.by_hand([fast])
+    assert topo.view([(0, 1)]) == MeshTopoInfo.by_hand([(slow, fast)]) and topo.view([(0, 1)]).sizes == (8,)
+    assert topo.crossings((0, 1)) == ((Rung(0, 4, 1, 4), Rung(1, 2, 4, 8)),) == topo.view([(0, 1)]).crossings(0)
+    # Equal links are one level: a ring of 8 and no ring of rings.
+    assert MeshTopoInfo.by_hand([fast, fast]).crossings((0, 1)) == ((Rung(0, 16, 1, 16),),)
+
+
+def test_where_nobody_leaves_a_host_there_is_nothing_to_tell() -> None:
+    """So a slice inside a host equals a mesh that was built by itself."""
+    with as_rank(5):
+        assert CUBE["tp"] == DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("tp",), topology=ONE_CARD)
+
+
+# Where it comes from
+
+
+def test_the_launcher_says_how_many_ranks_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    mesh = init_device_mesh("cpu", (2, 4))
+    assert levels(mesh) == ["out2", "in4"] and levels(mesh, 8) == ["in2", "in4"]
+    assert mesh.topology == MeshTopoInfo.from_mesh(mesh, 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "many")
+    with pytest.raises(ValueError, match=r"\$LOCAL_WORLD_SIZE is 'many'"):
+        levels(mesh)
+    with pytest.raises(ValueError, match="ranks_per_host is 0"):
+        levels(mesh, 0)
+
+
+def test_the_first_who_says_it_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An argument, a file, the environment, the textbook."""
+    path = tmp_path / "machine.json"
+    save(Machine("mine", PRESETS["hopper"].ways, ranks_per_host=2), path)
+    mesh = init_device_mesh("cpu", (4,))
+    assert mesh.topology == MeshTopoInfo(HostGrid((4,)), "textbook")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("SPMD_TOPOLOGY", "ampere")
+    assert init_device_mesh("cpu", (4,)).topology == MeshTopoInfo(HostGrid((4,), "0 1 2 3"), "ampere")
+    monkeypatch.setenv("SPMD_TOPOLOGY", str(path))
+    found = init_device_mesh("cpu", (4,)).topology
+    assert (found.machine.name, found.layout) == ("mine", HostGrid((4,), "0*2 1*2"))
+    assert init_device_mesh("cpu", (4,), topology="blackwell").topology.machine == PRESETS["blackwell"]
+    assert init_device_mesh("cpu", (4,), topology=str(path)).topology == found
+    assert init_device_mesh("cpu", (4,), topology=LINE).topology is LINE
+    monkeypatch.setenv("SPMD_TOPOLOGY", "hoper")
+    with pytest.raises(ValueError, match=r"\$SPMD_TOPOLOGY is 'hoper', which is no file and none of textbook, ampere"):
+        init_device_mesh("cpu", (4,))
+
+
+# A value
 
 
 @pytest.mark.parametrize(
-    "cost, us",
+    "topo",
     [
-        (all_gather_cost, 6.0 + 3 * 0.5 + 7.5),  # 750 kB at 100 GB/s are 7.5 us
-        (reduce_scatter_cost, 6.0 + 3 * 0.5 + 7.5),
-        (all_to_all_cost, 6.0 + 3 * 0.5 + 7.5),
-        (all_reduce_cost, 6.0 + 6 * 0.5 + 15.0),
-        (broadcast_cost, 6.0 + 3 * 0.5 + 10.0),
+        LINE,
+        MeshTopoInfo(HostGrid((2, 4))),
+        CUBE.topology,
+        CUBE.topology.take((2, 0)),
+        MeshTopoInfo(HostGrid((3,), "0 1.2*2"), "blackwell"),
+        MeshTopoInfo.by_hand([(AxisLink(2, 2.7, 20.0), AxisLink(4, 0.6, 90.0)), AxisLink(1, 0.1, 1.0)]),
     ],
 )
-def test_a_megabyte_on_a_ring_of_four(cost: Callable, us: float) -> None:
-    assert cost(1_000_000, 0, LINE) == pytest.approx(us)
+def test_a_topology_can_be_printed_pickled_and_hashed(topo: MeshTopoInfo) -> None:
+    names = {kind.__name__: kind for kind in (*topology.PARTS, AxisLink)}
+    assert eval(repr(topo), names) == topo
+    again = pickle.loads(pickle.dumps(topo))
+    assert again == topo and hash(again) == hash(topo) and repr(again) == repr(topo)
+    all_gather_cost(1, 0, topo)
+    assert pickle.loads(pickle.dumps(topo)) == again == topo  # prices are no part of it
 
 
-@pytest.mark.parametrize("cost", COSTS)
-def test_costs_grow_with_the_bytes_and_do_not_jump(cost: Callable) -> None:
-    sizes = [0, 1, 2, 1000, 1 << 20, (1 << 20) + 1, 1 << 21, 1 << 30]
-    costs = [cost(n, 0, LINE) for n in sizes]
-    assert costs == sorted(set(costs))
-    assert cost((1 << 20) + 1, 0, LINE) - cost(1 << 20, 0, LINE) < 1e-4
+def test_a_topology_is_loaded_from_a_file_without_trust(tmp_path: Path) -> None:
+    """`torch.load` takes nothing but numbers and the classes it was told of."""
+    curve = Measured("all_reduce", 4, 1, ((1.0, 2.0),))
+    topo = MeshTopoInfo(HostGrid((2,), "0.0 1"), Machine("m", PRESETS["hopper"].ways, measured=(curve,)))
+    torch.save([topo, LINE], tmp_path / "topo.pt")
+    with torch.serialization.safe_globals(list(topology.PARTS)):
+        assert torch.load(tmp_path / "topo.pt", weights_only=True) == [topo, LINE]
 
 
-@pytest.mark.parametrize("cost", COSTS)
-def test_one_rank_talks_for_free(cost: Callable) -> None:
-    assert cost(1 << 30, 0, MeshTopoInfo.textbook((1, 4), (True, True))) == 0.0
+@pytest.mark.parametrize(
+    "other",
+    [
+        MeshTopoInfo(HostGrid((2, 4)), "hopper"),
+        MeshTopoInfo(HostGrid((4, 2))),
+        MeshTopoInfo(HostGrid((2, 4), "0*4 1*4")),
+        MeshTopoInfo(HostGrid((2, 4), "0*2 1*6")),
+        MeshTopoInfo(HostGrid((2, 4), "0.0*4 1.0*4")),
+        "a topology",
+    ],
+)
+def test_whatever_differs_makes_another_topology(other: object) -> None:
+    assert other != MeshTopoInfo(HostGrid((2, 4)))
+    assert MeshTopoInfo(HostGrid((2, 4), "0*3 1*5")) != other
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_a_pickled_topology_is_found_under_another_hash_seed(seed: str) -> None:
+    code = (
+        "import pickle, sys; from spmd.mesh import HostGrid, MeshTopoInfo; "
+        "print(pickle.load(sys.stdin.buffer) in {MeshTopoInfo(HostGrid((2, 2), '0*2 1*2'), 'hopper')})"
+    )
+    sent = pickle.dumps(MeshTopoInfo(HostGrid((2, 2), "0*2 1*2"), "hopper"))
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, env=env)
+    assert done.stdout.decode().strip() == "True", done.stderr.decode()
+
+
+ONE_LEVEL = Machine("one host", (Way("ring", 1.0, (Link(0.1, 10.0),)),))
 
 
 @pytest.mark.parametrize(
@@ -109,17 +263,17 @@ def test_one_rank_talks_for_free(cost: Callable) -> None:
     [
         (lambda: AxisLink(0, 1.0, 1.0), ValueError, "size must be at least 1"),
         (lambda: AxisLink(2, 1.0, 0.0), ValueError, "gb_per_s more than 0"),
-        (lambda: MeshTopoInfo((), base_latency_us=-1), ValueError, "base_latency_us is -1"),
+        (lambda: MeshTopoInfo.by_hand([AxisLink(2, 1.0, 1.0)], -1), ValueError, "base_us of ring is -1"),
+        (lambda: MeshTopoInfo.by_hand([]), ValueError, "one AxisLink or more"),
         (lambda: MeshTopoInfo.textbook((2, 2), (True,)), ValueError, "2 sizes but 1 entries"),
-        (lambda: LINE.link(1), IndexError, "axis 1 is not in a topology of 1 axes"),
-        (lambda: all_gather_cost(-4, 0, LINE), ValueError, "cannot move"),
+        (lambda: LINE.crossings(1), IndexError, "axis 1 is not in a topology of 1 axes"),
+        (lambda: LINE.crossings("tp"), IndexError, "use mesh.axis"),
+        (lambda: LINE.crossings((0, -1)), ValueError, "each may appear once"),
+        (lambda: MeshTopoInfo(HostGrid((2,), "0 1"), ONE_LEVEL), ValueError, "knows links inside a host only"),
+        (lambda: HostGrid((2, 2), "0 1"), ValueError, r"2 places for a mesh of shape \(2, 2\)"),
+        (lambda: HostGrid((2,), "0 x1"), ValueError, "'x1' is no place; write host, host.card"),
     ],
 )
 def test_a_mistake_is_named(make: Callable, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
-
-
-def test_a_topology_is_a_value() -> None:
-    assert MeshTopoInfo(list(LINE.links), 6.0) == LINE and hash(MeshTopoInfo(list(LINE.links), 6.0)) == hash(LINE)
-    assert eval(repr(LINE), {"MeshTopoInfo": MeshTopoInfo, "AxisLink": AxisLink}) == LINE

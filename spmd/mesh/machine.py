@@ -1,0 +1,135 @@
+"""Machine: how fast the links of a machine are, whatever mesh is laid over it.
+
+A collective runs in one of several *ways*: an algorithm under a protocol. Each way pays a latency once, a latency a
+hop, and a time a byte, on the links inside a host and on those between hosts. The fastest way for the bytes at hand
+is the one that runs, so a machine is little more than a list of ways:
+
+    >>> line = Way("ring", base_us=6.6, links=(Link(hop_us=0.6, gb_per_s=87.7), Link(hop_us=2.7, gb_per_s=19.3)))
+    >>> Machine("mine", ways=(line,), nics_per_host=1).levels
+    2
+
+What was measured on the machine itself (`Measured`) goes before what the ways say. `presets.py` has known machines,
+`calibration.py` reads and writes files of them, `cost.py` knows what an algorithm does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+ALGORITHMS = ("direct", "doubling", "ring", "tree")
+COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "scatter")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link of one device. `hop_us`: alpha, in microseconds. `gb_per_s`: bandwidth, in 1e9 bytes a second.
+
+    >>> Link(hop_us=0.6, gb_per_s=50.0).us_per_byte
+    2e-05
+    """
+
+    hop_us: float
+    gb_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.hop_us < inf and 0 < self.gb_per_s < inf):
+            raise ValueError(f"{self}: hop_us must be at least 0 and gb_per_s more than 0, both finite")
+
+    @property
+    def us_per_byte(self) -> float:
+        """beta: microseconds that one byte takes."""
+        return 1e-3 / self.gb_per_s
+
+
+@dataclass(frozen=True)
+class Way:
+    """An algorithm under a protocol: what it pays once, and its links from the innermost level outwards.
+
+    Level 0 is inside a host and level 1 between hosts. `protocol` is a name for people.
+    """
+
+    algorithm: str
+    base_us: float
+    links: tuple[Link, ...]
+    protocol: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "links", tuple(self.links))  # a list from the user must not break the hash
+        if self.algorithm not in ALGORITHMS:
+            raise ValueError(f"no algorithm {self.algorithm!r}; choose one of {', '.join(ALGORITHMS)}")
+        if not 0 <= self.base_us < inf:
+            raise ValueError(f"base_us of {self.name} is {self.base_us}; it must be at least 0, and finite")
+
+    @property
+    def name(self) -> str:
+        """For people: "ring LL"."""
+        return f"{self.algorithm} {self.protocol}".strip()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A fitted curve: what one collective took on groups of `ranks_per_host` ranks on each of `hosts` hosts.
+
+    Microseconds for x bytes are the maximum over `lines` of us + us_per_byte * x: a latency, then a bandwidth.
+    `sharing`: ranks that sent through one NIC at once. `residual`: relative error of the fit; two plans that differ by
+    less are as good as equal.
+
+        >>> Measured("all_reduce", ranks_per_host=8, hosts=1, lines=((25.0, 0.0), (18.0, 1e-5)), residual=0.05).hosts
+        1
+    """
+
+    collective: str
+    ranks_per_host: int
+    hosts: int
+    lines: tuple[tuple[float, float], ...]
+    sharing: int = 1
+    residual: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple((us, us_per_byte) for us, us_per_byte in self.lines))
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"no collective {self.collective!r}; choose one of {', '.join(COLLECTIVES)}")
+        if min(self.ranks_per_host, self.hosts, self.sharing) < 1 or not 0 <= self.residual < inf:
+            raise ValueError(f"{self}: ranks_per_host, hosts and sharing must be at least 1, residual at least 0")
+        if not self.lines or not all(0 <= number < inf for line in self.lines for number in line):
+            raise ValueError(f"{self}: give one line or more, of numbers that are at least 0 and finite")
+
+    @property
+    def group(self) -> tuple[str, int, int, int]:
+        """What was measured; a machine has one curve for it."""
+        return self.collective, self.ranks_per_host, self.hosts, self.sharing
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast the links of a machine are.
+
+    `nics_per_host` None gives each rank a network card of its own; a number lets the ranks of a host share so many,
+    neighbours first. `ranks_per_host` is for files that know it; None leaves it to the launcher.
+    """
+
+    name: str
+    ways: tuple[Way, ...]
+    nics_per_host: int | None = None
+    ranks_per_host: int | None = None
+    measured: tuple[Measured, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ways", tuple(self.ways))
+        object.__setattr__(self, "measured", tuple(self.measured))
+        if not self.ways or len({len(way.links) for way in self.ways}) != 1 or not self.levels:
+            raise ValueError(f"machine {self.name!r}: give one way or more, with links for the same levels")
+        if "ring" not in {way.algorithm for way in self.ways}:
+            raise ValueError(f"machine {self.name!r} has no ring, and only rings do every collective; add one")
+        if any(count is not None and count < 1 for count in (self.nics_per_host, self.ranks_per_host)):
+            raise ValueError(f"machine {self.name!r}: nics_per_host and ranks_per_host must be at least 1, or None")
+        groups = [curve.group for curve in self.measured]
+        twice = [group for group in dict.fromkeys(groups) if groups.count(group) > 1]
+        if twice:
+            raise ValueError(f"machine {self.name!r}: {twice[0]} is measured twice; give one curve for each")
+
+    @property
+    def levels(self) -> int:
+        """How many levels of links it knows: 1 inside a host only, 2 between hosts too."""
+        return len(self.ways[0].links)

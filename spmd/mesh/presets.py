@@ -1,0 +1,58 @@
+"""Known machines.
+
+`textbook` is the default: rings only, with the constants of NCCL's ring under its LL protocol on Ampere; between
+hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, and golden pages of plans are priced by it.
+
+`ampere`, `hopper` and `blackwell` are NCCL's own model of these machines (NCCL 2.30, src/graph/tuning.cc): a latency
+for each algorithm and protocol, and the least time over all of them. LL sends a flag with each 4 bytes and so half
+the bandwidth, and no more than a cap; LL128 sends 120 bytes of 128. NVLink carries (links a GPU) * (GB/s a link): 12
+on Ampere, 18 on Hopper and Blackwell. Each GPU has a NIC of its own, at line rate: 200 Gbit/s on Ampere (DGX A100),
+400 Gbit/s on the others (DGX H100, DGX B200). Left out: reductions in the switch (NVLS), PCI, and what each further
+peer of a send costs beyond a hop.
+
+    >>> sorted(PRESETS)
+    ['ampere', 'blackwell', 'hopper', 'textbook']
+    >>> [way.links[0].gb_per_s for way in PRESETS["hopper"].ways if way.algorithm == "ring"]
+    [141.0, 341.136, 370.8]
+"""
+
+from __future__ import annotations
+
+from spmd.mesh.machine import Link, Machine, Way
+
+BASE_LATENCY_US = 6.6
+INTRA = Link(hop_us=0.6, gb_per_s=87.7)
+INTER = Link(hop_us=2.7, gb_per_s=19.294)  # 0.22 of 87.7
+
+TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),))
+
+# For LL, LL128 and Simple: the latency paid once, that of an NVLink hop, and that of a network hop, in microseconds.
+# A send to one peer takes what a step of a ring does.
+_LATENCIES = {
+    "ring": ((6.6, 0.6, 2.7), (14.0, 1.9, 4.0), (8.4, 3.4, 14.0)),
+    "tree": ((6.8, 0.6, 5.0), (14.0, 1.25, 8.5), (8.4, 4.0, 14.0)),
+    "direct": ((6.6, 0.6, 2.7), (14.0, 1.9, 4.0), (8.4, 3.4, 14.0)),
+}
+_PROTOCOLS = ("LL", "LL128", "Simple")
+
+
+def _nccl(name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float) -> Machine:
+    """One channel a link. `nic`: GB/s of the network card of one GPU."""
+    nvlink = links * gb_per_link
+    inside = (min(ll_cap, nvlink / 2), min(0.92 * nvlink, links * ll128_per_channel), nvlink)
+    between = (nic / 2, nic * 120 / 128, nic)
+    return Machine(
+        name,
+        tuple(
+            Way(algorithm, base, (Link(hop, round(fast, 6)), Link(net_hop, round(slow, 6))), protocol)
+            for algorithm, latencies in _LATENCIES.items()
+            for protocol, (base, hop, net_hop), fast, slow in zip(_PROTOCOLS, latencies, inside, between, strict=True)
+        ),
+    )
+
+
+AMPERE = _nccl("ampere", links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0)
+HOPPER = _nccl("hopper", links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0)
+BLACKWELL = _nccl("blackwell", links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0)
+
+PRESETS = {machine.name: machine for machine in (TEXTBOOK, AMPERE, HOPPER, BLACKWELL)}
