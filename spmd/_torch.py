@@ -9,6 +9,7 @@ import contextlib
 import datetime
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ import torch.distributed.nn
 from torch._C import _distributed_c10d as c10d
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
+from torch.fx import _symbolic_trace
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.utils import _python_dispatch, _pytree
 
@@ -119,6 +121,9 @@ for _method in ("allreduce allreduce_coalesced allgather allgather_coalesced all
 # A mode that sees every op below autograd.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
+# Inside, ops are not seen by the modes around.
+no_modes = _python_dispatch._disable_current_modes
+
 # Nested arguments as flat lists, and back.
 pytree = _pytree
 
@@ -216,6 +221,10 @@ def settled(x: torch.Tensor) -> torch.Tensor:
     return torch._from_functional_tensor(x.elem)
 
 
+# Inside, ops skip autograd: cheaper than no_grad where an op's gradient is written in Python, as collectives' are.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
 def in_backward() -> bool:
     """Whether this thread is in a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
@@ -229,6 +238,23 @@ def is_tracing(x: torch.Tensor) -> bool:
         return True
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+
+
+def guard_on(function: Callable[[], Any]) -> None:
+    """Where Dynamo is tracing: what it compiles holds as long as this function of a module gives what it gives now."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    tx = getattr(dynamo.tls, "current_tx", None) if dynamo is not None else None
+    if tx is not None:
+        _guard_on(function, tx)
+
+
+def _guard_on(function: Callable[[], Any], tx: Any) -> None:
+    from torch._dynamo import guards, source  # a second to import, but here that has been done
+
+    called = source.CallFunctionNoArgsSource(
+        source.AttrSource(tx.import_source(function.__module__), function.__name__)
+    )
+    guards.install_guard(called.make_guard(guards.GuardBuilder.EQUALS_MATCH))
 
 
 # ---- schemas ----------------------------------------------------------------------------------
@@ -283,15 +309,25 @@ UNDECLARED_WRITES = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten:
 
 @functools.cache
 def shown(op: OpOverload) -> tuple[str, ...]:
-    """The names of the arguments whose memory the results show: `self` of `view` and of `add_`."""
+    """The names of the arguments whose memory the results show, or may show: `self` of `view` and of `add_`."""
     if qualified_name(op) in UNDECLARED_VIEWS:
-        return (arguments(op)[0].name,)
-    seen = {alias for r in op._schema.returns if r.alias_info for alias in r.alias_info.before_set}
-    return tuple(a.name for a in arguments(op) if a.alias_info and seen & set(a.alias_info.before_set))
+        return UNDECLARED_VIEWS[qualified_name(op)]
+    returns = [r.alias_info.before_set for r in op._schema.returns if r.alias_info]
+    seen = set().union(*returns)
+    return tuple(
+        a.name for a in arguments(op)
+        # Schemas name what a list of results shows by a wildcard, and do not say what a list of arguments is.
+        if returns and a.alias_info
+        and (seen & a.alias_info.before_set or "*" in a.alias_info.after_set or not a.alias_info.before_set)
+    )  # fmt: skip
 
 
-UNDECLARED_VIEWS = {"_c10d_functional::wait_tensor", "aten::_unsafe_view"}
-"""Ops whose result is the memory of their first argument, which their schemas do not say."""
+UNDECLARED_VIEWS = {
+    "_c10d_functional::wait_tensor": ("tensor",),
+    "aten::_unsafe_view": ("self",),
+    "aten::set_": ("self", "source"),
+}
+"""Ops with a result that is the memory of arguments, which their schemas do not say."""
 
 
 @functools.cache
@@ -407,6 +443,12 @@ class Symbols:
         return all(bool(guard.expr.xreplace(at)) for guard in self.env.guards)
 
 
+def symbolic_number(node: Any) -> Any:
+    """The SymInt, SymFloat or SymBool of a node, by what the node says it is."""
+    kind = torch.SymInt if node.is_int() else torch.SymFloat if node.is_float() else torch.SymBool
+    return kind(node)
+
+
 def is_symbol(value: Any) -> bool:
     """Whether a value in a trace is a symbolic number."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -415,10 +457,8 @@ def is_symbol(value: Any) -> bool:
 # ---- traces by make_fx ------------------------------------------------------------------------
 
 
-def tracer() -> torch.fx.Tracer | None:
-    """What writes down the ops of this thread; None outside a make_fx."""
-    mode = proxy_tensor.get_proxy_mode()
-    return None if mode is None else mode.tracer
+# What writes down the ops of this thread, with its `tracer`; None outside a make_fx.
+proxy_mode = proxy_tensor.get_proxy_mode
 
 
 # Inside, ops run and are not written down.
@@ -445,6 +485,16 @@ def forget_value(x: torch.Tensor, by: torch.fx.Tracer) -> None:
     for other, slot in by.tensor_tracker.items():
         if slot.constant is not None and memory_of(other) == memory_of(x):
             slot.constant = None
+
+
+def in_symbolic_trace() -> bool:
+    """Whether a torch.fx.Tracer runs this code in this thread: symbolic_trace, and the unpickling of a GraphModule."""
+    if not _symbolic_trace._is_fx_tracing_flag:  # of all threads
+        return False
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not torch.fx.Tracer.trace.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def is_faking(*tensors: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from spmd.comm.agree import agree
 from spmd.comm.async_tensor import AsyncTensor, wait
 from spmd.comm.check import check_metadata, checked
+from spmd.comm.comm_tensor import CommTensor, comm_tensors
 from spmd.comm.functional import (
     all_gather_into_tensor_coalesced,
     all_gather_tensor,
@@ -28,8 +29,9 @@ from spmd.comm.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_a
 from spmd.comm.transport import C10dTransport, Transport, transport, use_transport
 
 __all__ = [
-    "AsyncTensor", "C10dTransport", "Group", "Members", "Transport", "agree", "all_gather_into_tensor_coalesced",
-    "all_gather_tensor", "all_reduce", "all_reduce_coalesced", "all_to_all_single", "broadcast", "check_metadata",
-    "checked", "members", "mesh_broadcast", "mesh_scatter", "permute_tensor", "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced", "scatter", "shard_dim_alltoall", "transport", "use_transport", "wait",
+    "AsyncTensor", "C10dTransport", "CommTensor", "Group", "Members", "Transport", "agree",
+    "all_gather_into_tensor_coalesced", "all_gather_tensor", "all_reduce", "all_reduce_coalesced",
+    "all_to_all_single", "broadcast", "check_metadata", "checked", "comm_tensors", "members", "mesh_broadcast",
+    "mesh_scatter", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",
+    "shard_dim_alltoall", "transport", "use_transport", "wait",
 ]  # fmt: skip
