@@ -177,7 +177,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 def wrapper_tensor(
     cls: type, like: torch.Tensor, shape, stride, requires_grad: bool, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A tensor of the subclass with this shape and no data, of the device of `like` and, if none is given, its dtype."""
+    """A tensor of the subclass with this shape and no data, of the device of `like` and, by default, of its dtype."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype or like.dtype, device=like.device, layout=like.layout,
         requires_grad=requires_grad,

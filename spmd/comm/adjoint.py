@@ -123,11 +123,11 @@ class AllReduceCoalesced(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.plain = inputs[:4]
+        ctx.reduce_op, *ctx.to = inputs[:4]
 
     @staticmethod
     def backward(ctx, *gs):
-        return None, None, None, None, *AllReduceCoalesced.apply(*ctx.plain, *gs)
+        return None, None, None, None, *all_reduce_coalesced(gs, ctx.reduce_op, Members(*ctx.to))
 
 
 class AllGatherCoalesced(Function):
@@ -142,7 +142,7 @@ class AllGatherCoalesced(Function):
 
     @staticmethod
     def backward(ctx, *gs):
-        own = ReduceScatterCoalesced.apply("sum", ctx.dims, *ctx.to, *gs)
+        own = reduce_scatter_coalesced(gs, "sum", ctx.dims, Members(*ctx.to))
         return None, None, None, None, *(g.reshape(s) for g, s in zip(own, ctx.shapes, strict=True))
 
 
@@ -159,10 +159,39 @@ class ReduceScatterCoalesced(Function):
 
     @staticmethod
     def backward(ctx, *gs):
-        whole: Sequence[torch.Tensor] = AllGatherCoalesced.apply(ctx.dims, *ctx.to, *gs)
+        whole = all_gather_coalesced(gs, ctx.dims, Members(*ctx.to))
         if ctx.reduce_op == "avg":
             whole = [g / ctx.to[1] for g in whole]
         return None, None, None, None, None, *whole
+
+
+# Where nothing asks for gradients, no Function either: Dynamo takes one of any number of tensors for another there.
+
+
+def all_reduce_coalesced(xs: Sequence[torch.Tensor], reduce_op: str, to: Members) -> list[torch.Tensor]:
+    """Sums and averages with gradients, where they are asked for; the same for the next two."""
+    if not differentiates(*xs):
+        return launch.all_reduce_coalesced(xs, reduce_op, to)
+    return list(AllReduceCoalesced.apply(reduce_op, *to, *xs))
+
+
+def all_gather_coalesced(xs: Sequence[torch.Tensor], dims: Sequence[int], to: Members) -> list[torch.Tensor]:
+    if not differentiates(*xs):
+        return launch.all_gather_coalesced(xs, dims, to)
+    return list(AllGatherCoalesced.apply(dims, *to, *xs))
+
+
+def reduce_scatter_coalesced(
+    xs: Sequence[torch.Tensor], reduce_op: str, dims: Sequence[int], to: Members
+) -> list[torch.Tensor]:
+    if not differentiates(*xs):
+        return launch.reduce_scatter_coalesced(xs, reduce_op, dims, to)
+    return list(ReduceScatterCoalesced.apply(reduce_op, dims, *to, *xs))
+
+
+def differentiates(*xs: torch.Tensor) -> bool:
+    """Whether a gradient of any of them may be asked for."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
 def _share(ctx, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 
 from spmd.comm import adjoint, launch
+from spmd.comm.adjoint import LINEAR, differentiates
 from spmd.comm.group import Group, Members, members
 from spmd.comm.parcel import checked_dim, equal_parts
 
@@ -34,7 +35,7 @@ def all_reduce(input: torch.Tensor, reduce_op: str, group: Group) -> torch.Tenso
     reduce_op: "sum", "avg", "product", "min" or "max"; "band", "bor" or "bxor" for integers. Bools stay bools.
     """
     to = members(group)
-    if _differentiates(input):
+    if differentiates(input):
         return adjoint.AllReduce.apply(input, reduce_op, *to)
     return launch.all_reduce(input, reduce_op, to)
 
@@ -45,7 +46,7 @@ def all_gather_tensor(input: torch.Tensor, gather_dim: int, group: Group) -> tor
     A 0-dim tensor counts as one of a single element.
     """
     to = members(group)
-    if _differentiates(input):
+    if differentiates(input):
         return adjoint.AllGather.apply(input, gather_dim, *to)
     return launch.all_gather(input, gather_dim, to)
 
@@ -53,7 +54,7 @@ def all_gather_tensor(input: torch.Tensor, gather_dim: int, group: Group) -> tor
 def reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, scatter_dim: int, group: Group) -> torch.Tensor:
     """[..., n * r, ...] -> [..., r, ...]: `input` reduced over the group; each rank keeps its n-th of `scatter_dim`."""
     to = members(group)
-    if _differentiates(input):
+    if differentiates(input):
         return adjoint.ReduceScatter.apply(input, reduce_op, scatter_dim, *to)
     return launch.reduce_scatter(input, reduce_op, scatter_dim, to)
 
@@ -75,7 +76,7 @@ def broadcast(input: torch.Tensor, src: int, group: Group) -> torch.Tensor:
     """[...] -> [...]: the tensor of the group's src-th rank; that of other ranks gives only shape and dtype."""
     to = members(group)
     _check_place("broadcast", src, to)
-    return adjoint.Broadcast.apply(input, src, *to) if _differentiates(input) else launch.broadcast(input, src, to)
+    return adjoint.Broadcast.apply(input, src, *to) if differentiates(input) else launch.broadcast(input, src, to)
 
 
 def scatter(input: torch.Tensor | Sequence[torch.Tensor], src: int, group: Group) -> torch.Tensor:
@@ -112,47 +113,35 @@ def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) ->
 
 def all_reduce_coalesced(inputs: Sequence[torch.Tensor], reduce_op: str, group: Group) -> list[torch.Tensor]:
     """`all_reduce` of several tensors, launched as one."""
-    to = members(group)
-    if not any(map(_differentiates, inputs)):
-        return launch.all_reduce_coalesced(inputs, reduce_op, to)
-    if reduce_op not in adjoint.LINEAR:
+    if reduce_op not in LINEAR and differentiates(*inputs):
         return [all_reduce(x, reduce_op, group) for x in inputs]
-    return list(adjoint.AllReduceCoalesced.apply(reduce_op, *to, *inputs))
+    return adjoint.all_reduce_coalesced(inputs, reduce_op, members(group))
 
 
 def all_gather_into_tensor_coalesced(inputs: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """`all_gather_tensor` on dim 0 of several tensors, launched as one."""
-    to, dims = members(group), (0,) * len(inputs)
-    if any(map(_differentiates, inputs)):
-        return list(adjoint.AllGatherCoalesced.apply(dims, *to, *inputs))
-    return launch.all_gather_coalesced(inputs, dims, to)
+    return adjoint.all_gather_coalesced(inputs, (0,) * len(inputs), members(group))
 
 
 def reduce_scatter_tensor_coalesced(
     inputs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: Sequence[int], group: Group
 ) -> list[torch.Tensor]:
     """`reduce_scatter_tensor` of several tensors, each on its own dim, launched as one."""
-    to, dims = members(group), tuple(scatter_dim)
+    dims = tuple(scatter_dim)
     if len(dims) != len(inputs):
         raise ValueError(f"reduce_scatter_tensor_coalesced: {len(dims)} dims for {len(inputs)} tensors; give one each")
-    if not any(map(_differentiates, inputs)):
-        return launch.reduce_scatter_coalesced(inputs, reduce_op, dims, to)
-    if reduce_op not in adjoint.LINEAR:
+    if reduce_op not in LINEAR and differentiates(*inputs):
         return [reduce_scatter_tensor(x, reduce_op, dim, group) for x, dim in zip(inputs, dims, strict=True)]
-    return list(adjoint.ReduceScatterCoalesced.apply(reduce_op, dims, *to, *inputs))
+    return adjoint.reduce_scatter_coalesced(inputs, reduce_op, dims, members(group))
 
 
 # ---- arguments --------------------------------------------------------------------------------
 
 
-def _differentiates(x: torch.Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
-
-
 def _exchanged(
     x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], shape: Sequence[int] | None, to: Members
 ) -> torch.Tensor:
-    if _differentiates(x):
+    if differentiates(x):
         return adjoint.AllToAll.apply(x, tuple(out_splits), tuple(in_splits), shape, *to)
     return launch.all_to_all(x, out_splits, in_splits, to, shape)
 

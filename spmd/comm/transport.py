@@ -63,6 +63,9 @@ class Transport(Protocol):
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The same values, arrived."""
 
+    def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
+        """`finish(start(*args))`, where `start` sends and `finish` waits: for one rank, or for all that are played."""
+
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name of the group along one axis of the mesh through this rank."""
 
@@ -90,6 +93,10 @@ class C10dTransport:
         _torch.c10d_functional.reduce_scatter_tensor_coalesced.default
     )
     wait_tensor: Callable[..., torch.Tensor] = _torch.c10d_functional.wait_tensor.default
+
+    def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
+        """One rank's start and finish."""
+        return finish(start(*args))
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name of the process group along one axis; the group is made by the first collective on it."""

@@ -26,7 +26,7 @@ from spmd.mesh.device_mesh import DeviceMesh, init_device_mesh
 from spmd.mesh.layout import HostGrid
 from spmd.mesh.machine import Link, Machine, Measured, Way
 from spmd.mesh.presets import PRESETS
-from spmd.mesh.rank import as_rank, current_rank, world_size
+from spmd.mesh.rank import as_rank, current_rank, per_rank, world_size
 from spmd.mesh.topology import AxisLink, MeshTopoInfo
 
 __all__ = [
@@ -47,6 +47,7 @@ __all__ = [
     "current_rank",
     "exchange_cost",
     "init_device_mesh",
+    "per_rank",
     "permute_cost",
     "reduce_scatter_cost",
     "scatter_cost",

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from spmd.mesh import groups
 from spmd.mesh.layout import HostGrid
 from spmd.mesh.machine import Machine
-from spmd.mesh.rank import current_rank
+from spmd.mesh.rank import current_rank, per_rank
 from spmd.mesh.topology import MeshTopoInfo
 
 Axis = int | str
@@ -155,16 +155,19 @@ class DeviceMesh:
         """The global rank this code plays, in the mesh or not."""
         return current_rank()
 
+    @per_rank
     def get_coordinate(self) -> Coordinate | None:
         """Where the current rank is; None when it is not in the mesh."""
         return self._at.get(current_rank())
 
+    @per_rank
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
         """The current rank's place along one axis, which a 1-D mesh need not name."""
         if mesh_dim is None and self.ndim != 1:
             raise ValueError(f"get_local_rank: say which axis of {', '.join(self.axis_names)} is meant")
         return self._my_coordinate("get_local_rank")[self.axis(0 if mesh_dim is None else mesh_dim)]
 
+    @per_rank
     def coordinate_of(self, rank: int) -> Coordinate:
         """Where a rank is. ValueError when it is not in the mesh."""
         if rank not in self._at:
@@ -179,6 +182,7 @@ class DeviceMesh:
         """The rank at a coordinate."""
         return self.ranks[self._flat_index(coordinate)]
 
+    @per_rank
     def ranks_along(self, axis: Axis, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The ranks of the group on `axis` that goes through `coordinate`, in order of their place on the axis."""
         i = self.axis(axis)
@@ -201,6 +205,7 @@ class DeviceMesh:
 
     # Parts and views
 
+    @per_rank
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along the named axes, in that order, through the current rank, with the same links.
 

@@ -1,4 +1,7 @@
-"""All ranks in one process, without a network: one thread plays one rank.
+"""All ranks in one process, without a network.
+
+Two ways. `LocalTensorMode`: one thread plays all ranks step by step; tensors that differ between ranks are
+LocalTensors. `run_ranks`: one thread a rank, for code in which ranks go ways of their own:
 
 >>> import torch
 >>> from spmd.comm import transport
@@ -12,6 +15,13 @@
 
 from __future__ import annotations
 
+from spmd.mesh import per_rank
+from spmd.sim.local_mode import LocalTensorMode, localize
+from spmd.sim.local_tensor import LocalTensor
 from spmd.sim.threads import Call, RankStopped, ThreadTransport, ThreadWorld, run_ranks
+from spmd.sim.varying import BranchOnRank, LocalIntNode, PerRank
 
-__all__ = ["Call", "RankStopped", "ThreadTransport", "ThreadWorld", "run_ranks"]
+__all__ = [
+    "BranchOnRank", "Call", "LocalIntNode", "LocalTensor", "LocalTensorMode", "PerRank", "RankStopped",
+    "ThreadTransport", "ThreadWorld", "localize", "per_rank", "run_ranks",
+]  # fmt: skip

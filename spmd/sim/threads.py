@@ -160,6 +160,9 @@ class ThreadTransport:
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
+    def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
+        return finish(start(*args))
+
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name that spells the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))

@@ -297,7 +297,7 @@ class Way:
         """What the op gives on this rank, and whether a view had to be copied."""
         args, kwargs = self._arguments(call, moved)
         if self.lowering.sizes:
-            local = self.lowering.outs[0].local_shape(call.operands[0]._spec.mesh.get_coordinate())
+            local = self.lowering.outs[0].local_shape_here()
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
         if call.op is not aten.view.default:
             return call.op(*args, **kwargs), False

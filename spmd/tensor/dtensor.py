@@ -26,7 +26,7 @@ import torch
 
 from spmd import _torch
 from spmd.comm import transport
-from spmd.mesh import DeviceMesh, device_mesh, topology
+from spmd.mesh import DeviceMesh, device_mesh, per_rank, topology
 from spmd.tensor.dispatch import Memory, block, dispatch
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
@@ -222,6 +222,7 @@ def _on_device(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return tensor if there else tensor.to(mesh.device_type)
 
 
+@per_rank
 def _check_member(asked: str, mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise RuntimeError(f"{asked}: rank {mesh.get_rank()} is not in {mesh!r}; call it on the ranks of the mesh only")
@@ -265,7 +266,7 @@ def _spec_from_local(local, mesh, placements, shape, stride) -> Spec:
                 shape[p.dim] *= mesh.shape[axis]
     stride = _global_stride(local, shape) if stride is None else stride
     spec = spec_of(mesh, placements, shape, local.dtype, stride=stride)
-    want = spec.local_shape(mesh.get_coordinate())
+    want = spec.local_shape_here()
     if tuple(local.shape) != want:
         raise ValueError(
             f"from_local: this rank's block of {spec} has shape {list(want)}, but a tensor of {list(local.shape)} was "

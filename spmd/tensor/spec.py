@@ -25,7 +25,7 @@ from math import prod
 import torch
 
 from spmd.comm.chunk import aligned, block, smallest_unit
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 
 _interned: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()
@@ -137,6 +137,11 @@ class Spec:
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of what the rank at `coordinate` holds."""
         return tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
+
+    @per_rank
+    def local_shape_here(self) -> tuple[int, ...]:
+        """The shape of the current rank's block."""
+        return self.local_shape(self.mesh.get_coordinate())
 
     def local_stride(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Strides of a local tensor laid out in the same order of dims as the global one."""

@@ -74,8 +74,13 @@ class Bucket:
 
     def __call__(self, xs) -> list:
         """Make the reductions on this rank's blocks, now."""
-        coordinate, collectives = self.before[0].mesh.get_coordinate(), transport()
-        return self.finish(self.start(xs, coordinate, collectives), coordinate, collectives)
+        return transport().step(self._start_here, self._finish_here, xs)
+
+    def _start_here(self, xs):
+        return self.start(xs, self.before[0].mesh.get_coordinate(), transport())
+
+    def _finish_here(self, y) -> list:
+        return self.finish(y, self.before[0].mesh.get_coordinate(), transport())
 
     @property
     def _reduce(self) -> AllReduce:

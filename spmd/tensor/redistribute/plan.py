@@ -71,8 +71,13 @@ class Step:
 
     def __call__(self, local):
         """Make the move on this rank's block, now."""
-        coordinate, collectives = self.before.mesh.get_coordinate(), transport()
-        return self.finish(self.start(local, coordinate, collectives), coordinate, collectives)
+        return transport().step(self._start_here, self._finish_here, local)
+
+    def _start_here(self, local):
+        return self.start(local, self.before.mesh.get_coordinate(), transport())
+
+    def _finish_here(self, y):
+        return self.finish(y, self.before.mesh.get_coordinate(), transport())
 
 
 @dataclass(frozen=True)

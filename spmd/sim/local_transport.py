@@ -1,0 +1,204 @@
+"""The collectives of all ranks that one thread plays, in the shape of `spmd.comm.Transport`.
+
+Code that runs once for all ranks calls a collective with LocalTensors (`all_reduce`, ...). Code that has to run once a
+rank, since its way depends on the rank, does so in three beats (`step`): every rank starts and posts what it sends, the
+posts are exchanged, every rank finishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spmd import _torch
+from spmd.mesh import DeviceMesh, current_rank, groups
+from spmd.sim.collectives import Collective
+from spmd.sim.exchange import Post, caller, exchange
+from spmd.sim.local_tensor import LocalTensor, wrap
+from spmd.sim.varying import pick
+
+if TYPE_CHECKING:
+    from spmd.sim.local_mode import LocalTensorMode
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank gave to one collective: the n-th exchange of the simulation."""
+
+    step: int
+    rank: int
+    kind: str
+    group: tuple[int, ...]
+    nbytes: int
+    where: str
+
+
+class _Collectives:
+    """The methods of a transport, all handed to `_call`."""
+
+    def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
+        raise NotImplementedError
+
+    def all_reduce(self, x, op, group):
+        """See `spmd.comm.Transport`, here and below."""
+        return self._call("all_reduce", x, (op,), group)
+
+    def all_gather_into_tensor(self, x, n, group):
+        return self._call("all_gather_into_tensor", x, (n,), group)
+
+    def reduce_scatter_tensor(self, x, op, n, group):
+        return self._call("reduce_scatter_tensor", x, (op, n), group)
+
+    def all_to_all_single(self, x, out_splits, in_splits, group):
+        return self._call("all_to_all_single", x, (tuple(out_splits), tuple(in_splits)), group)
+
+    def broadcast(self, x, src, group):
+        return self._call("broadcast", x, (src,), group)
+
+    def broadcast_(self, x, src, group):
+        came = self.wait_tensor(self.broadcast(x, src, group))
+        with torch.no_grad():
+            return x.copy_(came)
+
+    def all_reduce_coalesced(self, xs, op, group):
+        return [self.all_reduce(x, op, group) for x in xs]
+
+    def all_gather_into_tensor_coalesced(self, xs, n, group):
+        return [self.all_gather_into_tensor(x, n, group) for x in xs]
+
+    def reduce_scatter_tensor_coalesced(self, xs, op, n, group):
+        return [self.reduce_scatter_tensor(x, op, n, group) for x in xs]
+
+    def wait_tensor(self, x):
+        return x
+
+
+class LocalTransport(_Collectives):
+    """Carries the collectives of all ranks of a mode."""
+
+    def __init__(self, mode: LocalTensorMode) -> None:
+        self.mode = mode
+        self.sent: list[Sent] = []
+        self._steps = 0
+
+    def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
+        """`finish(start(*args))` for every rank with its arguments, the collectives of `start` exchanged in between."""
+        where, posting = caller(), {rank: Posting(rank) for rank in self.mode.ranks}
+        started = self.mode.each_with(posting, start, [args] * len(posting), where)
+        self._deliver(posting)
+        return self.mode.joined(self.mode.each_with(posting, finish, [(x,) for x in started], where))
+
+    def _deliver(self, posting: dict[int, Posting]) -> None:
+        for n in range(max(len(p.posts) for p in posting.values())):
+            due = [p for p in posting.values() if n < len(p.posts)]
+            for p, result in zip(due, self.exchange([p.posts[n] for p in due]), strict=True):
+                p.arrived[id(p.tokens[n])] = result
+
+    def exchange(self, posts: list[Post]) -> list[torch.Tensor]:
+        """What each post gets; noted in `sent`."""
+        results = exchange(posts, self.mode.ranks)
+        self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where) for p in posts]
+        self._steps += 1
+        return results
+
+    def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
+        ranks = x.ranks if type(x) is LocalTensor else self.mode.ranks
+        where = caller()
+        with _torch.no_modes():
+            posts = [_post(rank, kind, _own(x, rank), _own(args, rank), _own(group, rank), where) for rank in ranks]
+            return wrap(ranks, self.exchange(posts))
+
+    def op(self, op: Callable, args: tuple, kwargs: dict) -> Any:
+        """One of torch's functional collectives, as traced programs call it."""
+        name = _torch.qualified_name(op).split("::")[1]
+        if name.endswith("_out"):
+            with torch.no_grad():
+                return kwargs["out"].copy_(getattr(self, name.removesuffix("_out"))(*args))
+        if name in ("all_reduce_", "all_reduce_coalesced_"):
+            return _written_back(args[0], getattr(self, name[:-1])(*args, **kwargs))
+        if not hasattr(_Collectives, name):
+            raise NotImplementedError(f"{op} cannot be simulated; use the collectives of spmd.comm")
+        return getattr(self, name)(*args, **kwargs)
+
+    def group(self, mesh: DeviceMesh, axis: int | str) -> Any:
+        """The names of all groups along an axis: each rank's own."""
+        return self.mode.each(_group_here, (mesh, axis))
+
+    def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
+        """Each rank's object; of what all ranks have alike, as many."""
+        return [_own(obj, rank) for rank in mesh.ranks]
+
+    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
+        return self.gather_objects(mark, mesh)
+
+
+class Posting(_Collectives):
+    """One rank's collectives in a step: posted while it starts, arrived when it finishes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.where = rank, ""
+        self.posts: list[Post] = []
+        self.tokens: list[torch.Tensor] = []
+        self.arrived: dict[int, torch.Tensor] = {}
+
+    def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
+        self.posts.append(_post(self.rank, kind, x, args, group, self.where))
+        self.tokens.append(x.new_empty(0))  # stands for the result until it is there
+        return self.tokens[-1]
+
+    def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        return self.arrived.get(id(x), x)
+
+    def group(self, mesh: DeviceMesh, axis: int | str) -> str:
+        return _group_here(mesh, axis)
+
+    def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
+        raise _no_talking(self.rank, "gather_objects")
+
+    gather_marks = gather_objects
+
+    def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
+        raise _no_talking(self.rank, "a step of its own")
+
+
+class Silent(Posting):
+    """The transport of a function that runs once a rank: there nothing can be sent."""
+
+    def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
+        raise _no_talking(self.rank, kind)
+
+
+def _no_talking(rank: int, kind: str) -> RuntimeError:
+    return RuntimeError(
+        f"rank {rank} calls {kind} at {caller()}, in a function that runs once a rank: the other ranks have not come "
+        "there, and a real job might hang. Communicate outside of it, or play whole ranks with spmd.sim.run_ranks."
+    )
+
+
+def _post(rank: int, kind: str, x: torch.Tensor, args: tuple, group: str, where: str) -> Post:
+    ranks = groups.ranks_in(group)
+    if ranks is None:
+        ranks = groups.ranks_of(groups.called(group))
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} calls {kind} on group {list(ranks)} at {where}, which it is not in")
+    return Post(rank, ranks, Collective.of(kind, x.detach(), *args), x.detach(), where)
+
+
+def _own(value: Any, rank: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_own(v, rank) for v in value)
+    return value.local[rank] if type(value) is LocalTensor else pick(value, rank)
+
+
+def _written_back(into: Any, came: Any) -> Any:
+    with torch.no_grad():
+        for x, y in zip(into, came, strict=True) if isinstance(into, (list, tuple)) else [(into, came)]:
+            x.copy_(y)
+    return into
+
+
+def _group_here(mesh: DeviceMesh, axis: int | str) -> str:
+    return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))
