@@ -236,8 +236,26 @@ def is_tracing(x: torch.Tensor) -> bool:
         return True
     if x.is_meta or isinstance(x, (fake_tensor.FakeTensor, functional_tensor.FunctionalTensor)):
         return True
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(k) is not None for k in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+    return in_trace()
+
+
+def in_trace() -> bool:
+    """Whether ops of this thread are being written down, or run on fake tensors."""
+    mode = torch._C._get_dispatch_mode
+    return mode(_FAKE) is not None or mode(_PROXY) is not None or mode(_FUNCTIONAL) is not None
+
+
+_FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, k) for k in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def untraced() -> contextlib.AbstractContextManager:
+    """Inside, ops run on the data and no trace takes note of them."""
+    return _python_dispatch._disable_current_modes() if is_any_mode_on() else contextlib.nullcontext()
+
+
+def is_any_mode_on() -> bool:
+    """Whether ops go through a dispatch mode: of a trace, or a user's."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def guard_on(function: Callable[[], Any]) -> None:

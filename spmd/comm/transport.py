@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from spmd import _torch
 from spmd.mesh import DeviceMesh, current_rank, groups
@@ -66,6 +67,9 @@ class Transport(Protocol):
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
         """`finish(start(*args))`, where `start` sends and `finish` waits: for one rank, or for all that are played."""
 
+    def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
+        """The program that `make` gives this rank, or those that it gives all that are played, as one function."""
+
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name of the group along one axis of the mesh through this rank."""
 
@@ -97,6 +101,10 @@ class C10dTransport:
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
         """One rank's start and finish."""
         return finish(start(*args))
+
+    def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
+        """One rank's program."""
+        return make()
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name of the process group along one axis; the group is made by the first collective on it."""

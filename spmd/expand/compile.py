@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from spmd._torch import pytree
 from spmd.comm import agree, transport
@@ -32,7 +32,7 @@ from spmd.expand.passes.separate import separate_outputs
 from spmd.expand.placing import Patterns, check_patterns, placed_spec, placements_for, require_matches
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
@@ -266,6 +266,7 @@ def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
         )
 
 
+@per_rank
 def _check_memory(tensors: Tensors) -> None:
     """Tensors that share memory would be parted on the mesh: what is written into one would not show in the other."""
     plain = [(slot, t) for slot, t in tensors.items() if not isinstance(t, DTensor) and t.numel() and not t.is_meta]
@@ -335,7 +336,7 @@ class _Bound:
 
     program: Program
     captured: Captured
-    module: fx.GraphModule
+    module: Callable[..., Any]
     dropped: tuple[Slot, ...]
     _held: dict[tuple, bool] = field(default_factory=dict)
 
@@ -346,15 +347,15 @@ class _Bound:
         at = {i: k for k, i in enumerate(captured.inputs)}
         homes = [at.get(o) if isinstance(o, Slot) else None for o in captured.outputs]
         passes = (lambda graph: reuse_memory(graph, owned)), (lambda graph: separate_outputs(graph, homes))
-        module = bind(program, mesh.get_coordinate(), transport(), passes)
-        unread = {n for n in module.graph.nodes if n.op == "placeholder" and not n.users}
-        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        run = transport().bound(lambda: bind(program, mesh.get_coordinate(), transport(), passes))
+        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+        unread = {n for n in placeholders if not n.users}
         dropped = tuple(
             i
             for i, n in zip(captured.inputs, placeholders, strict=True)
             if n in unread and isinstance(i, Slot) and i.kind == "grad"
         )
-        return cls(program, captured, module, dropped)
+        return cls(program, captured, run, dropped)
 
     def holds(self, numbers: dict[str, float]) -> bool:
         """Whether the branches that the trace took on numbers are those it would take now."""

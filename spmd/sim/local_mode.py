@@ -80,6 +80,8 @@ class LocalTensorMode(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if LocalTensor not in types and _torch.in_trace():
+            return op(*args, **kwargs)  # written down for all ranks alike; nothing runs
         for kind in types:
             if kind not in _OWN:
                 return NotImplemented
@@ -97,7 +99,7 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         results = []
         for rank in self.ranks:
             own_args, own_kwargs = pytree.tree_unflatten([own(leaf, rank) for leaf in flat], structure)
-            with self._playing(rank, Silent(rank)):
+            with self.playing(rank, Silent(rank)):
                 results.append(fn(*own_args, **own_kwargs))
         return self.joined(results)
 
@@ -106,12 +108,12 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         results = []
         for (rank, by), given in zip(posting.items(), args, strict=True):
             by.where = where
-            with self._playing(rank, by):
+            with self.playing(rank, by):
                 results.append(fn(*pytree.tree_map(lambda leaf, rank=rank: own(leaf, rank), given)))
         return results
 
     @contextmanager
-    def _playing(self, rank: int, by: Transport) -> Iterator[None]:
+    def playing(self, rank: int, by: Transport) -> Iterator[None]:
         """Be one rank inside the block."""
         with _torch.no_modes(), played_by(None), as_rank(rank, self.world_size), use_transport(by):
             yield

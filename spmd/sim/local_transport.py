@@ -7,17 +7,21 @@ posts are exchanged, every rank finishes.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from spmd import _torch
 from spmd.mesh import DeviceMesh, current_rank, groups
 from spmd.sim.collectives import Collective
 from spmd.sim.exchange import Post, caller, exchange
 from spmd.sim.local_tensor import LocalTensor, wrap
+from spmd.sim.lockstep import Walk, walk_together
 from spmd.sim.varying import pick
 
 if TYPE_CHECKING:
@@ -92,10 +96,14 @@ class LocalTransport(_Collectives):
         return self.mode.joined(self.mode.each_with(posting, finish, [(x,) for x in started], where))
 
     def _deliver(self, posting: dict[int, Posting]) -> None:
-        for n in range(max(len(p.posts) for p in posting.values())):
-            due = [p for p in posting.values() if n < len(p.posts)]
-            for p, result in zip(due, self.exchange([p.posts[n] for p in due]), strict=True):
-                p.arrived[id(p.tokens[n])] = result
+        """Exchange all that was posted, each rank's in its order. What does not fit together is an error."""
+        while any(p.due for p in posting.values()):
+            heads = {rank: p.due[0] for rank, p in posting.items() if p.due}
+            ready = [r for r, (post, _) in heads.items() if all(_comes(heads.get(m), post) for m in post.group)]
+            # Where no group is complete nobody can go on: exchanging what there is says why.
+            results = self.exchange([heads[rank][0] for rank in ready or heads])
+            for rank, result in zip(ready or heads, results, strict=True):
+                posting[rank].deliver(result)
 
     def exchange(self, posts: list[Post]) -> list[torch.Tensor]:
         """What each post gets; noted in `sent`."""
@@ -103,6 +111,27 @@ class LocalTransport(_Collectives):
         self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where) for p in posts]
         self._steps += 1
         return results
+
+    def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
+        """The program that `make` gives each rank, as one function of what differs between ranks."""
+        posting = {rank: Posting(rank) for rank in self.mode.ranks}
+        modules = self.mode.each_with(posting, make, [()] * len(posting), "")
+
+        def run(*inputs: Any) -> Any:
+            where = caller()
+            walks = [
+                Walk(module, by, [_own(x, rank) for x in inputs])
+                for module, (rank, by) in zip(modules, posting.items(), strict=True)
+            ]
+
+            def playing(i: int) -> AbstractContextManager:
+                rank = self.mode.ranks[i]
+                posting[rank].where = where
+                return self.mode.playing(rank, posting[rank])
+
+            return self.mode.joined(walk_together(walks, playing, lambda: self._deliver(posting)))
+
+        return run
 
     def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
         ranks = x.ranks if type(x) is LocalTensor else self.mode.ranks
@@ -140,17 +169,26 @@ class Posting(_Collectives):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.where = rank, ""
-        self.posts: list[Post] = []
-        self.tokens: list[torch.Tensor] = []
-        self.arrived: dict[int, torch.Tensor] = {}
+        self.due: deque[tuple[Post, torch.Tensor]] = deque()  # with what stands for the result until it is there
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
-        self.posts.append(_post(self.rank, kind, x, args, group, self.where))
-        self.tokens.append(x.new_empty(0))  # stands for the result until it is there
-        return self.tokens[-1]
+        token = x.new_empty(0)
+        self.due.append((_post(self.rank, kind, x, args, group, self.where), token))
+        return token
+
+    def deliver(self, result: torch.Tensor) -> None:
+        """The result of what is due first."""
+        _, token = self.due.popleft()
+        self._arrived[id(token)] = (token, result)  # the token is kept, so that no other gets its id
+
+    def has(self, x: torch.Tensor) -> bool:
+        """Whether nothing is still to come for it."""
+        return all(token is not x for _, token in self.due)
 
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return self.arrived.get(id(x), x)
+        _, result = self._arrived.pop(id(x), (x, x))
+        return result
 
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         return _group_here(mesh, axis)
@@ -169,6 +207,10 @@ class Silent(Posting):
 
     def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
         raise _no_talking(self.rank, kind)
+
+
+def _comes(head: tuple[Post, torch.Tensor] | None, post: Post) -> bool:
+    return head is not None and head[0].group == post.group
 
 
 def _no_talking(rank: int, kind: str) -> RuntimeError:

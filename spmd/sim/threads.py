@@ -163,6 +163,9 @@ class ThreadTransport:
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
         return finish(start(*args))
 
+    def bound(self, make: Callable[[], Any]) -> Any:
+        return make()
+
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         """The name that spells the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
