@@ -22,6 +22,7 @@ from torch.autograd import Function
 
 from spmd.comm import launch
 from spmd.comm.group import Members
+from spmd.mesh import per_rank
 
 LINEAR = ("sum", "avg")
 
@@ -108,10 +109,9 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx, g):
         total = AllReduce.apply(g, "sum", *ctx.to)
-        if ctx.to[2] != ctx.src:
-            # Filled and not new zeros: a gradient of this gradient must meet the other ranks again.
-            total = total.masked_fill(torch.ones((), dtype=torch.bool, device=total.device), 0)
-        return total, None, None, None, None
+        # Filled and not new zeros: a gradient of this gradient must meet the other ranks again.
+        elsewhere = torch.full((), _is_other(ctx.to[2], ctx.src), dtype=torch.bool, device=total.device)
+        return total.masked_fill(elsewhere, 0), None, None, None, None
 
 
 class AllReduceCoalesced(Function):
@@ -192,6 +192,11 @@ def reduce_scatter_coalesced(
 def differentiates(*xs: torch.Tensor) -> bool:
     """Whether a gradient of any of them may be asked for."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+
+
+@per_rank
+def _is_other(place: int, src: int) -> int:
+    return int(place != src)
 
 
 def _share(ctx, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,11 @@
     z + y                               # waits, once
 
 Any op that touches it waits by itself; `wait` does so by hand. What comes out of an op is a plain tensor. In a trace
-there are no AsyncTensors: there the wait stands right behind its collective, and passes move it.
+no AsyncTensors are made: there the wait stands right behind its collective, and passes move it. One that is an input
+of a trace has arrived there.
+
+Left out: what torch does not ask it for. `x.data = y` into a plain tensor x and `y.untyped_storage()` find no data;
+write `wait(y)` there.
 """
 
 from __future__ import annotations
@@ -50,9 +54,24 @@ class AsyncTensor(torch.Tensor):
         # What wrote into the value has written into the tensor: autograd wants the same object back.
         return args[0] if _torch.writes_first(op) and isinstance(args[0], cls) else out
 
+    @property
+    def arrived(self) -> torch.Tensor:
+        """Its value, waited for: what AOTAutograd, which reads attributes, hands to what it has compiled."""
+        return _arrived(self)
+
+    def __tensor_flatten__(self):
+        return ["arrived"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, _, shape, stride):
+        t = _torch.wrapper_tensor(cls, inner["arrived"], shape, stride, False)
+        t._sent, t._receive, t._value = None, None, inner["arrived"]
+        return t
+
     def wait(self) -> torch.Tensor:
         """The plain tensor, arrived; gradients flow through."""
-        if self.requires_grad and torch.is_grad_enabled():
+        # An op, where somebody takes note of ops.
+        if _torch.is_tracing(self) or (self.requires_grad and torch.is_grad_enabled()):
             return torch.ops.aten.alias.default(self)
         return _arrived(self)
 
@@ -60,6 +79,14 @@ class AsyncTensor(torch.Tensor):
     def completed(self) -> bool:
         """Whether it has been waited for."""
         return self._value is not None
+
+    @property
+    def data(self):
+        return _arrived(self).data
+
+    @data.setter
+    def data(self, value):
+        raise RuntimeError("x.data = y on a tensor that is on its way; use x = spmd.comm.wait(x) first")
 
     def tolist(self):
         return _arrived(self).tolist()
@@ -70,11 +97,18 @@ class AsyncTensor(torch.Tensor):
     def __array__(self, *args, **kwargs):
         return self.detach().__array__(*args, **kwargs)
 
+    def __dlpack__(self, **kwargs):
+        return _arrived(self).__dlpack__(**kwargs)
+
     def data_ptr(self) -> int:
         return _arrived(self).data_ptr()
 
-    def untyped_storage(self):
-        return _arrived(self).untyped_storage()
+    def storage(self):
+        return _arrived(self).storage()
+
+    def share_memory_(self):
+        _arrived(self).share_memory_()
+        return self
 
     def __deepcopy__(self, memo):
         return _arrived(self).__deepcopy__(memo)
@@ -89,7 +123,7 @@ class AsyncTensor(torch.Tensor):
 
 def _arrived(x: AsyncTensor) -> torch.Tensor:
     if x._value is None:
-        with torch.no_grad():
+        with _torch.untraced(), _torch.below_autograd():
             x._value = x._receive(x._sent)
         x._sent = x._receive = None  # what was sent may be freed
     return x._value

@@ -246,7 +246,7 @@ def _symbolic(nested: Any) -> torch.fx.Tracer | None:
 
 def _group(name: str) -> dist.ProcessGroup:
     """The group of this name; one that spells its ranks is made by its first collective, if need be."""
-    return groups.called(name if groups.ranks_in(name) is None else groups.known(name))
+    return groups.called(name if groups.lists_in(name) is None else groups.known(name))
 
 
 def _options(kind: str, reduce_op: str | None = None, **given: Any) -> Any:

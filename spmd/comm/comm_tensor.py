@@ -195,6 +195,8 @@ def _reduction(boxed: torch.ScriptObject, name: str) -> str:
 
 def _group_name(group: dist.ProcessGroup) -> str:
     """The name that spells the group's ranks, if it leads to this very group; otherwise the one torch gave it."""
+    if groups.lists_in(group.group_name) is not None:
+        return group.group_name
     ranks = groups.ranks_of(group)
     if group is dist.group.WORLD:
         groups.group_of(ranks)  # makes the spelled name known

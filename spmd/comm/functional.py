@@ -18,6 +18,7 @@ gather on any dim stays asynchronous, and each collective has its adjoint.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -25,6 +26,7 @@ from spmd.comm import adjoint, launch
 from spmd.comm.adjoint import LINEAR, differentiates
 from spmd.comm.group import Group, Members, members
 from spmd.comm.parcel import checked_dim, equal_parts
+from spmd.mesh import per_rank
 
 # ---- the collectives --------------------------------------------------------------------------
 
@@ -90,12 +92,10 @@ def scatter(input: torch.Tensor | Sequence[torch.Tensor], src: int, group: Group
     parts = input if isinstance(input, (list, tuple)) else equal_parts("scatter", input, _rows_of(input), to.size)
     if len(parts) != to.size:
         raise ValueError(f"scatter: a list of {len(parts)} tensors for a group of {to.size} ranks; give one a rank")
-    sizes, mine = [part.numel() for part in parts], parts[to.place]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    sends = to.place == src
-    out_splits = [mine.numel() if i == src else 0 for i in range(to.size)]
+    out_splits, in_splits, shape = _scattered([tuple(part.shape) for part in parts], src, to)
     # An empty part where nothing is sent, so that every rank takes part in the backward.
-    return _exchanged(flat if sends else flat[:0], out_splits, sizes if sends else [0] * to.size, mine.shape, to)
+    return _exchanged(flat[: sum(in_splits)], out_splits, in_splits, shape, to)
 
 
 def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) -> torch.Tensor:
@@ -104,11 +104,8 @@ def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) ->
     -1 sends nothing, and who gets nothing has zeros.
     """
     to = members(group)
-    dst, src = _ends("permute_tensor", src_dst, to)
-    n, flat = input.numel(), input.reshape(-1)
-    out_splits = [n if i == src else 0 for i in range(to.size)]
-    in_splits = [n if i == dst else 0 for i in range(to.size)]
-    return _exchanged(flat if dst >= 0 else flat[:0], out_splits, in_splits, input.shape, to)
+    out_splits, in_splits = _permuted(src_dst, input.numel(), to)
+    return _exchanged(input.reshape(-1)[: sum(in_splits)], out_splits, in_splits, tuple(input.shape), to)
 
 
 def all_reduce_coalesced(inputs: Sequence[torch.Tensor], reduce_op: str, group: Group) -> list[torch.Tensor]:
@@ -178,13 +175,23 @@ def _check_place(kind: str, src: int, to: Members) -> None:
         raise ValueError(f"{kind}: src {src} is not in 0..{to.size - 1}: it is a place in the group, no global rank")
 
 
-def _ends(kind: str, src_dst: Sequence[int], to: Members) -> tuple[int, int]:
-    """Where this rank's tensor goes, and from where it gets one; -1 for nowhere."""
+@per_rank
+def _scattered(shapes: Sequence[tuple[int, ...]], src: int, to: Members) -> tuple[list[int], list[int], tuple]:
+    """How much comes to this rank from each, how much goes from it to each, and the shape of what comes."""
+    sizes = [prod(shape) for shape in shapes]
+    out_splits = [sizes[to.place] if i == src else 0 for i in range(to.size)]
+    return out_splits, sizes if to.place == src else [0] * to.size, shapes[to.place]
+
+
+@per_rank
+def _permuted(src_dst: Sequence[int], numel: int, to: Members) -> tuple[list[int], list[int]]:
+    """How much comes to this rank from each, and how much goes from it to each."""
     targets = [dst for dst in src_dst if dst != -1]
     if len(src_dst) != to.size or len(set(targets)) < len(targets) or not all(0 <= dst < to.size for dst in targets):
         raise ValueError(
-            f"{kind}: src_dst is {list(src_dst)}; for a group of {to.size} ranks it must have {to.size} entries: for "
-            f"each rank the one it sends to, 0..{to.size - 1} and each at most once, or -1 to send nothing"
+            f"permute_tensor: src_dst is {list(src_dst)}; for a group of {to.size} ranks it must have {to.size} "
+            f"entries: for each rank the one it sends to, 0..{to.size - 1} and each at most once, or -1 to send nothing"
         )
-    src = next((i for i, dst in enumerate(src_dst) if dst == to.place), -1)
-    return src_dst[to.place], src
+    out_splits = [numel if dst == to.place else 0 for dst in src_dst]
+    in_splits = [numel if i == src_dst[to.place] else 0 for i in range(to.size)]
+    return out_splits, in_splits

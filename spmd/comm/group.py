@@ -25,7 +25,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from spmd import _torch
 from spmd.mesh import DeviceMesh, current_rank, groups
+from spmd.mesh.rank import players
 
 Group = Sequence[int] | Sequence[Sequence[int]] | DeviceMesh | tuple[DeviceMesh, int | str] | dist.ProcessGroup | str
 """All spellings of a group."""
@@ -41,34 +43,58 @@ class Members(NamedTuple):
 
 def members(group: Group) -> Members:
     """What the spelling of a group means on this rank. ValueError where the rank is in no such group."""
+    who = players()
+    return _members(group) if who is None else who.each(_members, (group,), {})
+
+
+def _members(group: Group) -> Members:
     if isinstance(group, DeviceMesh):
-        return Members(*_along_axis(group, None))
+        return Members(*_along_axis((group,), None))
     if isinstance(group, str):
         return Members(*_by_name(group))
     if isinstance(group, dist.ProcessGroup):
         return Members(group.group_name, group.size(), group.rank())
     if isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        return Members(*_along_axis(group[0], group[1]))
+        axis = group[1]
+        return Members(*_along_axis((group[0],), axis if isinstance(axis, str) else _constant(axis)))
     if not isinstance(group, (list, tuple)) or len(group) == 0:
-        raise TypeError(
-            f"group is {group!r}; give a list of ranks, a list of such lists, a 1-D DeviceMesh, (mesh, axis), "
-            "a ProcessGroup or a group's name"
-        )
-    if isinstance(group[0], (list, tuple)):
-        # One flat row of plain ints, for Dynamo takes no nested lists for constants.
-        lengths = [len(ranks) for ranks in group]
-        return Members(*_in_lists(len(lengths), *lengths, *[int(rank) for ranks in group for rank in ranks]))
-    return Members(*_in_lists(1, len(group), *[int(rank) for rank in group]))
+        raise _no_group(group)
+    lists = group if isinstance(group[0], (list, tuple)) else [group]
+    if not all(isinstance(ranks, (list, tuple)) for ranks in lists):
+        raise _no_group(group)
+    # One flat row of plain ints, for Dynamo takes no nested lists for constants.
+    lengths = [len(ranks) for ranks in lists]
+    return Members(*_in_lists(len(lengths), *lengths, *[_constant(rank) for ranks in lists for rank in ranks]))
+
+
+def _no_group(group: object) -> TypeError:
+    return TypeError(
+        f"group is {group!r}; give a list of ranks, a list of such lists, a 1-D DeviceMesh, (mesh, axis), "
+        "a ProcessGroup or a group's name"
+    )
+
+
+def _constant(n: int) -> int:
+    """n, a plain int. Dynamo makes symbols of numbers that change, but guards the ends of a range as constants."""
+    try:
+        return range(n, n + 1)[0]
+    except TypeError:
+        raise TypeError(f"group: {n!r} is no rank; ranks are whole numbers") from None
+
+
+# Dynamo guards a mesh in a tuple by its value. By itself it would guard its address, which the next mesh may get.
+_torch.pytree.register_constant(DeviceMesh)
 
 
 @torch.compiler.assume_constant_result
-def _along_axis(mesh: DeviceMesh, axis: int | str | None) -> tuple[str, int, int]:
+def _along_axis(mesh_alone: tuple[DeviceMesh], axis: int | str | None) -> tuple[str, int, int]:
+    [mesh] = mesh_alone
     if axis is None and mesh.ndim != 1:
         raise ValueError(
             f"group: a mesh with axes {', '.join(mesh.axis_names)} is no group; say which axis, such as "
             f"(mesh, {mesh.axis_names[-1]!r})"
         )
-    name, size, place = _of_mesh(mesh, 0 if axis is None else axis, current_rank())
+    name, size, place = _of_mesh(mesh, 0 if axis is None else axis, _own_rank())
     return groups.known(name), size, place
 
 
@@ -83,7 +109,7 @@ def _by_name(name: str) -> tuple[str, int, int]:
 
 @torch.compiler.assume_constant_result
 def _in_lists(count: int, *numbers: int) -> tuple[str, int, int]:
-    name, size, place = _of_lists(current_rank(), count, *numbers)
+    name, size, place = _of_lists(_own_rank(), count, *numbers)
     return groups.known(name), size, place
 
 
@@ -118,8 +144,14 @@ def _check_ranks(ranks: Sequence[int]) -> None:
         raise ValueError(f"group: {wrong}; each rank may be in one group, once, counted from 0")
 
 
+def _own_rank() -> int:
+    """The current rank; what Dynamo compiles with it holds for this rank only."""
+    _torch.guard_on(current_rank)
+    return current_rank()
+
+
 def _place(ranks: Sequence[int]) -> int:
-    rank = current_rank()
+    rank = _own_rank()
     if rank not in ranks:
         raise ValueError(f"group: rank {rank} is not in the group of ranks {list(ranks)}; call on its ranks only")
     return ranks.index(rank)

@@ -10,6 +10,7 @@ A rank of an axis is meant by its place on the axis. Nothing is done for tensors
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 
@@ -22,7 +23,7 @@ from spmd.comm.group import Members, members
 from spmd.comm.padding import chunks
 from spmd.comm.parcel import checked_dim
 from spmd.comm.transport import transport
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 
 
 class Arrival:
@@ -79,7 +80,7 @@ def mesh_scatter(
     _check_place("mesh_scatter", group_src, to)
     flat, sizes = _scattered(output, scatter_list, group_src, to)
     expected = [output.numel() if i == group_src else 0 for i in range(to.size)]
-    came = launch.all_to_all(flat, expected, sizes, to, output.shape)
+    came = launch.all_to_all(flat, expected, sizes, to, tuple(output.shape))
     return _arrival(lambda: output.detach().copy_(wait(came)), async_op)
 
 
@@ -107,8 +108,8 @@ def shard_dim_alltoall(
     rows = _sizes(input, gather, to) if gather_sizes is None else _checked_sizes(gather_sizes, input, gather, to)
     parts = chunks(input, shard, to.size)
     flat = torch.cat([part.reshape(-1) for part in parts])
-    shapes = [_resized(parts[to.place].shape, gather, r) for r in rows]
-    expected = [shape.numel() for shape in shapes]
+    shapes = _pieces([tuple(part.shape) for part in parts], gather, rows, to)
+    expected = [prod(shape) for shape in shapes]
     pieces = all_to_all_single(flat, expected, [part.numel() for part in parts], to.name).split(expected)
     return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], gather)
 
@@ -131,6 +132,7 @@ def _arrival(finish: Callable[[], object], async_op: bool) -> Arrival | None:
     return None
 
 
+@per_rank
 def _scattered(
     output: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, to: Members
 ) -> tuple[torch.Tensor, list[int]]:
@@ -167,8 +169,11 @@ def _checked_sizes(sizes: Sequence[int], x: torch.Tensor, dim: int, to: Members)
     return sizes
 
 
-def _resized(shape: torch.Size, dim: int, size: int) -> torch.Size:
-    return torch.Size((*shape[:dim], size, *shape[dim + 1 :]))
+@per_rank
+def _pieces(parts: Sequence[tuple[int, ...]], dim: int, rows: Sequence[int], to: Members) -> list[tuple[int, ...]]:
+    """The shapes of what comes to this rank: its part of what each rank has `rows` of on dim."""
+    mine = parts[to.place]
+    return [(*mine[:dim], r, *mine[dim + 1 :]) for r in rows]
 
 
 def _check_place(kind: str, src: int, to: Members) -> None:

@@ -78,9 +78,9 @@ def without_marks(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 def as_rows_of_bytes(x: torch.Tensor) -> torch.Tensor:
     """[rows, ...] -> uint8 [rows, bytes of a row]."""
-    return x.contiguous().reshape(x.shape[0], prod(x.shape[1:])).view(torch.uint8)
+    return x.resolve_conj().contiguous().reshape(x.shape[0], prod(x.shape[1:])).view(torch.uint8)
 
 
 def from_rows_of_bytes(y: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...]) -> torch.Tensor:
     """uint8 [rows, bytes] -> [rows, *row] of the dtype."""
-    return y.view(dtype).reshape(y.shape[0], *row)
+    return y.reshape(-1).view(dtype).reshape(y.shape[0], *row)  # flat, for rows may have no bytes

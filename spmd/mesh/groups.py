@@ -4,6 +4,8 @@
     ('ranks:0-3', 'ranks:0-6:2', 'ranks:5,1')
     >>> ranks_in("ranks:0-6:2")
     (0, 2, 4, 6)
+    >>> ranks_in("ranks:0,1|2,3", 2)    # several groups: each rank is in the one that lists it
+    (2, 3)
 
 The name of a group spells its ranks, in the order of their places. It is equal on all ranks and in all runs and needs
 no process group, so it can stand in a graph traced long before there is one. torch finds a group by its name when a
@@ -20,6 +22,9 @@ import functools
 import json
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -27,6 +32,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from spmd import _torch
+from spmd.mesh.rank import current_rank, per_rank
 
 if TYPE_CHECKING:
     from spmd.mesh.device_mesh import DeviceMesh
@@ -51,9 +57,29 @@ def name_of(ranks: Ranks) -> str:
     return PREFIX + ",".join(parts)
 
 
-def ranks_in(name: str) -> Ranks | None:
-    """The ranks that the name spells; None for a name that torch gave."""
-    return _spelled(name[len(PREFIX) :]) if name.startswith(PREFIX) else None
+def name_of_lists(lists: Iterable[Ranks]) -> str:
+    """The name that spells several groups, of which each rank uses the one that lists it."""
+    return PREFIX + "|".join(dict.fromkeys(name_of(ranks).removeprefix(PREFIX) for ranks in lists))
+
+
+def lists_in(name: str) -> tuple[Ranks, ...] | None:
+    """The ranks of each group that the name spells; None for a name that torch gave."""
+    return tuple(map(_spelled, name[len(PREFIX) :].split("|"))) if name.startswith(PREFIX) else None
+
+
+def ranks_in(name: str, rank: int | None = None) -> Ranks | None:
+    """The ranks that the name spells; None for a name that torch gave.
+
+    Of several groups that of `rank`, by default the current one. ValueError where none lists it.
+    """
+    lists = lists_in(name)
+    if lists is None or len(lists) == 1:
+        return lists and lists[0]
+    rank = current_rank() if rank is None else rank
+    mine = next((ranks for ranks in lists if rank in ranks), None)
+    if mine is None:
+        raise ValueError(f"rank {rank} is in none of the groups of {name!r}; use it on its ranks only")
+    return mine
 
 
 def named(ranks: Ranks) -> str:
@@ -63,13 +89,16 @@ def named(ranks: Ranks) -> str:
 
 def known(name: str) -> str:
     """The name that `name_of` gave, known to torch from now on."""
-    if not _torch.is_group(name):
+    if _maker.get() is None and not _torch.is_group(name):
         _torch.register_group(name, _placeholder(name))
     return name
 
 
 def called(name: str) -> dist.ProcessGroup:
     """The process group that torch knows by this name. ValueError when there is none."""
+    make = _maker.get()
+    if make is not None and name.startswith(PREFIX):
+        return make(name)
     if not _torch.is_group(name):
         raise ValueError(
             f"there is no process group of name {name!r}. Give ProcessGroup.group_name of a group that exists, or its "
@@ -98,10 +127,22 @@ def _spelled(text: str) -> Ranks:
 
 @functools.cache
 def _placeholder(name: str) -> dist.ProcessGroup:
-    return _torch.GroupToBe(lambda: group_of(ranks_in(name)), len(ranks_in(name)))
+    return _torch.GroupToBe(lambda: group_of(ranks_in(name)), len(lists_in(name)[0]))
 
 
 # ---- groups -----------------------------------------------------------------------------------
+
+_maker: ContextVar[Callable[[str], dist.ProcessGroup] | None] = ContextVar("spmd_group_maker", default=None)
+
+
+@contextmanager
+def made_by(make: Callable[[str], dist.ProcessGroup]) -> Iterator[None]:
+    """Inside the block, in this thread only, `make` gives the group of a name that spells ranks: nobody meets."""
+    token = _maker.set(make)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
 
 
 @dataclass
@@ -118,6 +159,9 @@ _lock = threading.RLock()
 
 def group_of(ranks: Ranks) -> dist.ProcessGroup:
     """The process group of these ranks in this order, among them the current one; made if there is none yet."""
+    make = _maker.get()
+    if make is not None:
+        return make(name_of(ranks))
     registry = _registry()
     with _lock:
         if ranks in registry.group_of:
@@ -129,17 +173,20 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup:
         return registry.group_of[ranks]
 
 
+@per_rank
 def axis_group(mesh: DeviceMesh, axis: int) -> dist.ProcessGroup:
     """The group along one axis through the current rank."""
     return group_of(mesh.ranks_along(axis, mesh.coordinate_of(_own_rank(mesh))))
 
 
+@per_rank
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of all ranks of the mesh, in row-major order."""
     _own_rank(mesh)
     return group_of(mesh.ranks)
 
 
+@per_rank
 def make_groups(mesh: DeviceMesh) -> None:
     """Make the groups of all axes through the current rank now; nothing to do for a rank outside the mesh."""
     _registry()
@@ -156,6 +203,8 @@ def ranks_of(group: dist.ProcessGroup) -> Ranks:
 def adopt(group: dist.ProcessGroup) -> Ranks:
     """Use this group wherever a group of its ranks is asked for; gives its ranks. All its members must do so."""
     ranks = ranks_of(group)
+    if _maker.get() is not None:  # who gives the same group for the same ranks
+        return ranks
     registry = _registry()
     with _lock:
         if group is not dist.group.WORLD:  # which the registry may not keep alive

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 _played: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_played_rank", default=None)
@@ -70,7 +71,7 @@ _players: ContextVar[Players | None] = ContextVar("spmd_players", default=None)
 
 def players() -> Players | None:
     """Who plays several ranks in this thread; None where there is one rank, as on a real job."""
-    return _players.get()
+    return None if torch.compiler.is_dynamo_compiling() else _players.get()  # Dynamo compiles for one rank
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def per_rank(fn: Fn) -> Fn:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        who = _players.get()
+        who = players()
         return fn(*args, **kwargs) if who is None else who.each(fn, args, kwargs)
 
     return run

@@ -12,6 +12,7 @@ to with values that differ. Where shapes differ between ranks, the sizes that do
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
@@ -66,7 +67,7 @@ class LocalTensor(torch.Tensor):
         return local_int(dict(zip(self.ranks, (x.data_ptr() for x in self._of), strict=True)))
 
     def tolist(self):
-        return self.reconcile().tolist()
+        return _joined(self.ranks, [x.tolist() for x in self._of])
 
     def numpy(self, *, force: bool = False):
         return self.reconcile().numpy(force=force)
@@ -122,21 +123,54 @@ def difference(rank: int, a: torch.Tensor, other: int, b: torch.Tensor) -> str:
 
 def run_op(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The op on every rank's own arguments; at least one of them must differ between ranks."""
-    ranks = None
+    kind = _kind(op)
+    if kwargs or kind is _OTHER:
+        return _run_nested(op, args, kwargs)
+    ranks, columns = None, []
     for arg in args:
+        column = _column(arg)
+        if column is None:
+            return _run_nested(op, args, kwargs)
         if type(arg) is LocalTensor:
             ranks = arg.ranks if ranks is None else _common(ranks, arg.ranks, op)
-        elif not isinstance(arg, _PLAIN):
-            return _run_nested(op, args, kwargs)
-    if ranks is None or kwargs:
+        elif type(column) is not repeat:
+            for x in arg:
+                ranks = x.ranks if ranks is None else _common(ranks, x.ranks, op)
+        columns.append(column)
+    if ranks is None or (kind is _IN_PLACE and type(args[0]) is not LocalTensor):
         return _run_nested(op, args, kwargs)
-    if _torch.written(op):
-        return _run_nested(op, args, kwargs)
-    columns = [arg._of if type(arg) is LocalTensor else repeat(arg) for arg in args]
-    return _joined(ranks, [op(*row) for row in zip(*columns)])  # noqa: B905  (repeat has no end)
+    results = [op(*row) for row in zip(*columns)]  # noqa: B905  (repeat has no end)
+    return args[0] if kind is _IN_PLACE else _joined(ranks, results)
 
 
-_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None))
+_PURE, _IN_PLACE, _OTHER = "pure", "in place", "other"
+
+
+@functools.cache
+def _kind(op: Callable) -> str:
+    """Whether an op only makes new tensors, writes its first argument alone, or does anything else."""
+    written = _torch.written(op)
+    if torch.Tag.inplace_view in op.tags or (written and not (_torch.writes_first(op) and len(written) == 1)):
+        return _OTHER
+    return _IN_PLACE if written else _PURE
+
+
+def _column(arg: Any) -> Any:
+    """What each rank gets for an argument, one after the other; None where that takes a closer look."""
+    if type(arg) is LocalTensor:
+        return arg._of
+    if type(arg) in _PLAIN:
+        return repeat(arg)
+    if isinstance(arg, (list, tuple)):
+        kinds = set(map(type, arg))
+        if kinds <= _PLAIN:
+            return repeat(arg)
+        if kinds == {LocalTensor}:
+            return list(zip(*(x._of for x in arg), strict=True))
+    return None
+
+
+_PLAIN = {int, float, bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout, type(None), torch.Tensor}
 
 
 def _run_nested(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
