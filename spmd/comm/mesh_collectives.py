@@ -156,7 +156,7 @@ def _sizes(x: torch.Tensor, dim: int, to: Members) -> list[int]:
     """How much of dim each rank has, told by all; taken for even where nothing can be told."""
     if _torch.is_tracing(x):
         return [x.shape[dim]] * to.size
-    mine = torch.tensor([x.shape[dim]], device=x.device)
+    mine = torch.full((1,), x.shape[dim], device=x.device)
     return all_gather_tensor(mine, 0, to.name).tolist()
 
 

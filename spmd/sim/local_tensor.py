@@ -63,6 +63,18 @@ class LocalTensor(torch.Tensor):
                 raise ValueError(f"ranks differ: {difference(self.ranks[0], first, rank, x)}")
         return first
 
+    @property
+    def data(self) -> LocalTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, LocalTensor):
+            other = wrap(self.ranks, [other.detach().clone() for _ in self.ranks])
+        _common(self.ranks, other.ranks, "x.data = y")
+        torch.Tensor.data.__set__(self, other)  # shape, strides and dtype
+        self._of = other._of
+
     def data_ptr(self):
         return local_int(dict(zip(self.ranks, (x.data_ptr() for x in self._of), strict=True)))
 
@@ -207,7 +219,7 @@ def _ranks_of(flat: Sequence[Any], op: Callable) -> Ranks | None:
     return ranks
 
 
-def _common(a: Ranks, b: Ranks, op: Callable) -> Ranks:
+def _common(a: Ranks, b: Ranks, op: object) -> Ranks:
     if a != b:
         raise RuntimeError(f"{op}: tensors of ranks {list(a)} and of ranks {list(b)} meet; use those of the same ranks")
     return a

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank gave to one collective: the n-th exchange of the simulation."""
+    """What one rank gave to one collective: the n-th exchange of the simulation. `args`: as in `Collective`."""
 
     step: int
     rank: int
@@ -38,6 +38,7 @@ class Sent:
     group: tuple[int, ...]
     nbytes: int
     where: str
+    args: tuple = ()
 
 
 class _Collectives:
@@ -96,19 +97,31 @@ class LocalTransport(_Collectives):
         return self.mode.joined(self.mode.each_with(posting, finish, [(x,) for x in started], where))
 
     def _deliver(self, posting: dict[int, Posting]) -> None:
-        """Exchange all that was posted, each rank's in its order. What does not fit together is an error."""
-        while any(p.due for p in posting.values()):
-            heads = {rank: p.due[0] for rank, p in posting.items() if p.due}
-            ready = [r for r, (post, _) in heads.items() if all(_comes(heads.get(m), post) for m in post.group)]
-            # Where no group is complete nobody can go on: exchanging what there is says why.
-            results = self.exchange([heads[rank][0] for rank in ready or heads])
-            for rank, result in zip(ready or heads, results, strict=True):
+        """Exchange all that was posted. What does not fit together is an error."""
+        while self._deliver_some(posting):
+            pass
+        self._check_delivered(posting)
+
+    def _deliver_some(self, posting: dict[int, Posting]) -> bool:
+        """Exchange what the groups have that are complete, each rank's posts in their order; whether there was any."""
+        heads = {rank: p.due[0] for rank, p in posting.items() if p.due}
+        ready = [r for r, (post, _) in heads.items() if all(_comes(heads.get(m), post) for m in post.group)]
+        if ready:
+            results = self.exchange([heads[rank][0] for rank in ready])
+            for rank, result in zip(ready, results, strict=True):
                 posting[rank].deliver(result)
+        return bool(ready)
+
+    def _check_delivered(self, posting: dict[int, Posting]) -> None:
+        """Nothing may be left over: exchanging it says why it does not fit."""
+        heads = [p.due[0][0] for p in posting.values() if p.due]
+        if heads:
+            self.exchange(heads)
 
     def exchange(self, posts: list[Post]) -> list[torch.Tensor]:
         """What each post gets; noted in `sent`."""
         results = exchange(posts, self.mode.ranks)
-        self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where) for p in posts]
+        self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where, p.call.args) for p in posts]
         self._steps += 1
         return results
 
@@ -129,7 +142,9 @@ class LocalTransport(_Collectives):
                 posting[rank].where = where
                 return self.mode.playing(rank, posting[rank])
 
-            return self.mode.joined(walk_together(walks, playing, lambda: self._deliver(posting)))
+            results = walk_together(walks, playing, lambda: self._deliver_some(posting))
+            self._check_delivered(posting)
+            return self.mode.joined(results)
 
         return run
 

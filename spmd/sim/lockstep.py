@@ -6,7 +6,8 @@ uneven shards make them. When all ranks wait, what they have posted is exchanged
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,14 +31,16 @@ class Walk:
         """Whether the program has returned its result."""
         return self._next == len(self._nodes)
 
-    def go(self) -> None:
-        """Run until a wait for something that has not arrived, or the end."""
+    def go(self) -> bool:
+        """Run until a wait for something that has not arrived, or the end; whether it went on at all."""
+        start = self._next
         while not self.ended:
             node = self._nodes[self._next]
             if node.target == self._by.wait_tensor and not self._by.has(self._values[node.args[0]]):
-                return
+                break
             self._run(node)
             self._next += 1
+        return self._next > start
 
     def _run(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -76,12 +79,19 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     return spent
 
 
-def walk_together(walks: Sequence[Walk], playing: Any, deliver: Any) -> list[Any]:
-    """The results of all ranks. `playing(i)` is the context of the i-th rank; `deliver()` exchanges what was posted."""
+def walk_together(
+    walks: Sequence[Walk], playing: Callable[[int], AbstractContextManager], deliver: Callable[[], bool]
+) -> list[Any]:
+    """The results of all ranks, as far as they get.
+
+    `playing(i)` is the context of the i-th rank; `deliver()` exchanges what it can and says whether there was any.
+    """
     with torch.no_grad():
-        while not all(walk.ended for walk in walks):
+        moving = True
+        while moving:
+            moving = False
             for i, walk in enumerate(walks):
                 with playing(i):
-                    walk.go()
-            deliver()
+                    moving |= walk.go()
+            moving |= deliver()
     return [walk.result for walk in walks]
