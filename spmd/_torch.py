@@ -6,12 +6,14 @@ Every other module imports them from here, so that one page shows what a new ver
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -228,6 +230,17 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 def in_backward() -> bool:
     """Whether this thread is in a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
+
+
+def last_node() -> int:
+    """The number of the node that autograd made last in this thread: inside a mode, that of the op being run."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def running_node() -> int | None:
+    """The number of the node whose backward runs in this thread; None outside of a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
 
 
 def is_tracing(x: torch.Tensor) -> bool:
@@ -559,3 +572,111 @@ def register_work(x: torch.Tensor, work: dist.Work) -> None:
 def works_in_flight() -> int:
     """How many tensors have work that nobody has waited for."""
     return c10d._get_work_registry_size()
+
+
+# ---- torch.distributed in a simulation --------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Distributed:
+    """What torch.distributed knows of process groups, and the functions that a simulation has of its own."""
+
+    default_pg: dist.ProcessGroup | None = None
+    pg_map: dict = dataclasses.field(default_factory=dict)
+    pg_names: dict = dataclasses.field(default_factory=dict)
+    pg_group_ranks: dict = dataclasses.field(default_factory=dict)
+    pg_backend_config: dict = dataclasses.field(default_factory=dict)
+    group_count: int = 0
+    tags_to_pg: dict = dataclasses.field(default_factory=dict)
+    pg_to_tag: dict = dataclasses.field(default_factory=dict)
+    pg_coalesce_state: dict = dataclasses.field(default_factory=dict)
+    comms: list = dataclasses.field(default_factory=list)
+    functions: dict[str, Callable] = dataclasses.field(default_factory=dict)
+
+    def add(self, group: dist.ProcessGroup, ranks: Mapping, backend: str) -> None:
+        """Let torch.distributed know the group."""
+        self.pg_map[group] = (backend, self.store)
+        self.pg_names[group], self.pg_group_ranks[group] = group.group_name, ranks
+        self.pg_backend_config[group] = f"cpu:{backend}"
+
+    @functools.cached_property
+    def store(self) -> dist.Store:
+        """The store of all groups."""
+        return dist.HashStore()
+
+
+class _DistributedHere(distributed_c10d._World):
+    """The tables of the simulation that this code is in; elsewhere the process's own."""
+
+    def __init__(self, outside: Any) -> None:
+        super().__init__()
+        self.outside = outside
+
+
+def _here(name: str) -> property:
+    def read(self: _DistributedHere) -> Any:
+        return getattr(_simulated.get() or self.outside, name)
+
+    def write(self: _DistributedHere, value: Any) -> None:
+        setattr(_simulated.get() or self.outside, name, value)
+
+    return property(read, write)
+
+
+for _field in dataclasses.fields(Distributed):
+    if hasattr(distributed_c10d._World, _field.name):
+        setattr(_DistributedHere, _field.name, _here(_field.name))
+
+_simulated: ContextVar[Distributed | None] = ContextVar("spmd_simulated_distributed", default=None)
+_hooks_lock, _hooks_in_use, _unhook = threading.Lock(), 0, contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def simulated_distributed(known: Distributed) -> Iterator[None]:
+    """Inside the block, in this thread only, torch.distributed has these tables and functions.
+
+    What is process-wide while any such block is open: torch's table of tables, at the point where torch lets it be
+    replaced, and the functions of these names. Both ask where they are called from, and elsewhere do what they did.
+    """
+    _hook(known.functions)
+    token = _simulated.set(known)
+    try:
+        yield
+    finally:
+        _simulated.reset(token)
+        _unhook_if_last()
+
+
+def _hook(names: Iterable[str]) -> None:
+    global _hooks_in_use
+    with _hooks_lock:
+        _hooks_in_use += 1
+        if _hooks_in_use == 1:
+            _replace(distributed_c10d, "_world", _DistributedHere(distributed_c10d._world))
+            for name in names:
+                function = _function_here(name, getattr(distributed_c10d, name))
+                for module in (distributed_c10d, dist):
+                    if hasattr(module, name):
+                        _replace(module, name, function)
+
+
+def _unhook_if_last() -> None:
+    global _hooks_in_use
+    with _hooks_lock:
+        _hooks_in_use -= 1
+        if not _hooks_in_use:
+            _unhook.close()
+
+
+def _replace(module: Any, name: str, value: Any) -> None:
+    _unhook.callback(setattr, module, name, getattr(module, name))
+    setattr(module, name, value)
+
+
+def _function_here(name: str, outside: Callable) -> Callable:
+    @functools.wraps(outside)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        known = _simulated.get()
+        return outside(*args, **kwargs) if known is None else known.functions[name](*args, **kwargs)
+
+    return call
