@@ -284,6 +284,7 @@ class DeviceMesh:
     # Process groups
 
     @classmethod
+    @per_rank
     def from_group(
         cls,
         group: ProcessGroup | Sequence[ProcessGroup],

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -119,10 +120,18 @@ def _end_of_run(ranks: Ranks, i: int) -> int:
 def _spelled(text: str) -> Ranks:
     ranks: list[int] = []
     for part in text.split(","):
-        run, _, step = part.partition(":")
-        first, _, last = run.partition("-")
+        run = _RUN.fullmatch(part)
+        if run is None:
+            raise ValueError(
+                f"'{PREFIX}{text}' names no group: {part!r} is neither a rank nor a run first-last:step. "
+                f"'{PREFIX}0,2-5,8-14:2' would be one."
+            )
+        first, last, step = run.groups()
         ranks += range(int(first), int(last or first) + 1, int(step or 1))
     return tuple(ranks)
+
+
+_RUN = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
 
 
 @functools.cache

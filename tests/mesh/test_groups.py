@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,6 +37,12 @@ def test_a_name_spells_its_ranks(ranks: tuple[int, ...]) -> None:
 )
 def test_names_of_regular_groups_are_short(ranks: tuple[int, ...], name: str) -> None:
     assert groups.name_of(ranks) == name
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "0-", "0-3:0", "-1", "0-3:x", "0..3"])
+def test_a_name_that_spells_nothing_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="names no group"):
+        groups.ranks_in("ranks:" + text)
 
 
 def test_a_name_that_torch_gave_spells_no_ranks() -> None:
@@ -159,11 +168,8 @@ def late_rank(rank: int) -> str:
 
 
 def a_short_timeout(rank: int) -> str:
-    store = _torch.default_store()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("short", store), rank=rank, world_size=4,
-                            timeout=_torch.datetime.timedelta(seconds=1))  # fmt: skip
-    return late_rank(rank)
+    with mock.patch.object(_torch, "group_timeout", lambda: timedelta(seconds=1)):
+        return late_rank(rank)
 
 
 def test_a_rank_that_never_comes_is_named_in_time(gloo4: Pool) -> None:
