@@ -1,5 +1,6 @@
 """spmd: write a PyTorch model and a train step for one device, run them on a mesh of ranks with the same numbers."""
 
+from spmd import debug
 from spmd.comm import CommTensor, mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from spmd.expand.compile import CompiledStep, compile
 from spmd.expand.program import Program
@@ -13,6 +14,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "LocalTensor", "LocalTensorMode", "MeshTopoInfo",
-    "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "distribute_tensor",
+    "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug", "distribute_tensor",
     "implicit_replication", "init_device_mesh", "mesh_broadcast", "mesh_scatter", "shard_dim_alltoall",
 ]  # fmt: skip

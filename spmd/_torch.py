@@ -593,6 +593,20 @@ class Distributed:
     comms: list = dataclasses.field(default_factory=list)
     functions: dict[str, Callable] = dataclasses.field(default_factory=dict)
 
+    def clear(self) -> None:
+        """Forget all groups."""
+        self.default_pg = None
+        for table in (self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config):
+            table.clear()
+
+    def add_outside(self) -> None:
+        """Let torch say what is wrong with a group of the process, which has none of the simulated ranks."""
+        outside = distributed_c10d._world
+        self.pg_map.update(outside.pg_map)
+        self.pg_names.update(outside.pg_names)
+        self.pg_group_ranks.update({group: _Elsewhere(ranks) for group, ranks in outside.pg_group_ranks.items()})
+        self.pg_backend_config.update(outside.pg_backend_config)
+
     def add(self, group: dist.ProcessGroup, ranks: Mapping, backend: str) -> None:
         """Let torch.distributed know the group."""
         self.pg_map[group] = (backend, self.store)
@@ -603,6 +617,16 @@ class Distributed:
     def store(self) -> dist.Store:
         """The store of all groups."""
         return dist.HashStore()
+
+
+class _Elsewhere(dict):
+    """The places of ranks in a group of the process: no simulated rank has one, and -1 is what torch says then."""
+
+    def __contains__(self, rank: object) -> bool:
+        return True
+
+    def __getitem__(self, rank: object) -> int:
+        return -1
 
 
 class _DistributedHere(distributed_c10d._World):
@@ -639,11 +663,13 @@ def simulated_distributed(known: Distributed) -> Iterator[None]:
     replaced, and the functions of these names. Both ask where they are called from, and elsewhere do what they did.
     """
     _hook(known.functions)
+    known.add_outside()
     token = _simulated.set(known)
     try:
         yield
     finally:
         _simulated.reset(token)
+        known.clear()  # which must not keep a group of the process alive
         _unhook_if_last()
 
 
@@ -654,10 +680,15 @@ def _hook(names: Iterable[str]) -> None:
         if _hooks_in_use == 1:
             _replace(distributed_c10d, "_world", _DistributedHere(distributed_c10d._world))
             for name in names:
-                function = _function_here(name, getattr(distributed_c10d, name))
+                here = _PART_THAT_DIFFERS.get(name, name)
+                function = _function_here(name, getattr(distributed_c10d, here))
                 for module in (distributed_c10d, dist):
-                    if hasattr(module, name):
-                        _replace(module, name, function)
+                    if hasattr(module, here):
+                        _replace(module, here, function)
+
+
+_PART_THAT_DIFFERS = {"new_group": "_new_group_with_tag"}
+"""What a public function calls by this name, so that it also holds where the function was imported by its own."""
 
 
 def _unhook_if_last() -> None:

@@ -143,6 +143,7 @@ def _exchanged(
     return launch.all_to_all(x, out_splits, in_splits, to, shape)
 
 
+@per_rank
 def _splits(
     x: torch.Tensor, out_splits: Sequence[int] | None, in_splits: Sequence[int] | None, to: Members
 ) -> tuple[Sequence[int], Sequence[int]]:

@@ -15,8 +15,7 @@ LocalTensors. `run_ranks`: one thread a rank, for code in which ranks go ways of
 
 from __future__ import annotations
 
-from spmd.mesh import per_rank
-from spmd.sim.local_mode import LocalTensorMode, localize
+from spmd.sim.local_mode import LocalTensorMode, localize, per_rank
 from spmd.sim.local_tensor import LocalTensor
 from spmd.sim.threads import Call, RankStopped, ThreadTransport, ThreadWorld, run_ranks
 from spmd.sim.varying import BranchOnRank, LocalIntNode, PerRank

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 Tensors = list[torch.Tensor]
 
 REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add, "product": torch.mul, "min": torch.fmin, "max": torch.fmax,
+    "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.fmin, "max": torch.fmax,
+    "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
-"""A maximum may lose a NaN, as it may on gloo: who needs it must send it some other way."""
+"""A maximum may lose a NaN, as it may on gloo: who needs it must send it some other way. "avg" divides at the end."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,20 @@ class Collective:
 
     @property
     def common(self) -> tuple:
-        """What must be equal on all ranks of the group; an all-to-all's rows may differ."""
-        if self.kind == "all_to_all_single":
+        """What must be equal on all ranks of the group; an all-to-all's rows and an object's bytes may differ."""
+        if self.kind in ALL_TO_ALL:
             return (self.kind, self.dtype, self.shape[1:])
+        if self.kind in OBJECTS:
+            return (self.kind, self.args)
         return (self.kind, self.args, self.dtype, self.shape)
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(map(str, (f'{self.dtype} {list(self.shape)}', *self.args)))})"
+
+
+ALL_TO_ALL = ("all_to_all_single", "all_to_all")
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+"""Collectives whose tensors are pickled objects."""
 
 
 def disagreement(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
@@ -52,7 +61,7 @@ def disagreement(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
     for call, rank in zip(calls, ranks, strict=True):
         if call.common != calls[0].common:
             return f"rank {ranks[0]} calls {calls[0]}, but rank {rank} calls {call}"
-    return _unlike_splits(calls, ranks) if calls[0].kind == "all_to_all_single" else None
+    return _unlike_splits(calls, ranks) if calls[0].kind in ALL_TO_ALL else None
 
 
 def complaint(call: Collective, n: int) -> str | None:
@@ -71,8 +80,9 @@ def _unlike_splits(calls: list[Collective], ranks: tuple[int, ...]) -> str | Non
         for j, receiver in enumerate(calls):
             sent, expected = sender.args[1][j], receiver.args[0][i]
             if sent != expected:
+                what = "rows" if sender.kind == "all_to_all_single" else "elements"
                 return (
-                    f"all_to_all_single: rank {ranks[i]} sends {sent} rows to rank {ranks[j]}, which expects {expected}"
+                    f"{sender.kind}: rank {ranks[i]} sends {sent} {what} to rank {ranks[j]}, which expects {expected}"
                 )
     return None
 
@@ -105,8 +115,16 @@ def _check_splits(call: Collective, n: int) -> str | None:
     return None
 
 
+def _check_reduce(call: Collective, n: int) -> str | None:
+    return _check_reduce_op(call, n) or _check_src(call, n)
+
+
+def _check_nothing(call: Collective, n: int) -> None:
+    return None
+
+
 def _check_src(call: Collective, n: int) -> str | None:
-    src = call.args[0]
+    src = call.args[-1]
     return None if 0 <= src < n else f"src {src} is not in 0..{n - 1}: it is a place in the group, no global rank"
 
 
@@ -116,6 +134,17 @@ CHECKS: dict[str, Callable[[Collective, int], str | None]] = {
     "reduce_scatter_tensor": _check_reduce_scatter,
     "all_to_all_single": _check_splits,
     "broadcast": _check_src,
+    "all_gather": _check_nothing,
+    "reduce": _check_reduce,
+    "reduce_scatter": _check_reduce_op,
+    "all_to_all": _check_splits,
+    "gather": _check_src,
+    "scatter": _check_src,
+    "barrier": _check_nothing,
+    "all_gather_object": _check_nothing,
+    "gather_object": _check_src,
+    "broadcast_object_list": _check_src,
+    "scatter_object_list": _check_src,
 }
 
 
@@ -126,6 +155,8 @@ def _reduced(call: Collective, xs: Tensors) -> torch.Tensor:
     out = xs[0].clone()
     for x in xs[1:]:
         out = REDUCE[call.args[0]](out, x)
+    if call.args[0] == "avg":
+        return out / len(xs) if out.is_floating_point() or out.is_complex() else out // len(xs)
     return out
 
 
@@ -151,10 +182,53 @@ def _broadcast(calls: list[Collective], xs: Tensors) -> Tensors:
     return [xs[calls[0].args[0]].clone() for _ in xs]
 
 
+def _all_stacked(calls: list[Collective], xs: Tensors) -> Tensors:
+    return [torch.stack(xs) for _ in xs]
+
+
+def _reduce(calls: list[Collective], xs: Tensors) -> Tensors:
+    dst = calls[0].args[1]
+    return [_reduced(calls[0], xs) if i == dst else x for i, x in enumerate(xs)]  # others may be left with anything
+
+
+def _reduce_lists(calls: list[Collective], xs: Tensors) -> Tensors:
+    shapes = calls[0].args[1]
+    parts = _reduced(calls[0], xs).split([prod(shape) for shape in shapes])
+    return [part.clone().view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _gather(calls: list[Collective], xs: Tensors) -> Tensors:
+    return [torch.stack(xs) if i == calls[0].args[0] else x for i, x in enumerate(xs)]
+
+
+def _scatter(calls: list[Collective], xs: Tensors) -> Tensors:
+    parts = xs[calls[0].args[0]].reshape(len(xs), *calls[0].shape)
+    return [part.clone() for part in parts]
+
+
+def _nothing(calls: list[Collective], xs: Tensors) -> Tensors:
+    return xs
+
+
+def _every(calls: list[Collective], xs: Tensors) -> list:
+    return [list(xs) for _ in xs]
+
+
 PLAYS: dict[str, Callable[[list[Collective], Tensors], Tensors]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
     "all_to_all_single": _all_to_all,
     "broadcast": _broadcast,
+    "all_gather": _all_stacked,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_lists,
+    "all_to_all": _all_to_all,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _nothing,
+    "all_gather_object": _every,
+    "gather_object": _every,
+    "broadcast_object_list": _every,
+    "scatter_object_list": _every,
 }

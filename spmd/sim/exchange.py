@@ -80,7 +80,7 @@ def _check(members: list[Post]) -> None:
 def caller() -> str:
     """`train.py:12`: the innermost line that is neither torch's nor spmd's own."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -88,5 +88,6 @@ def caller() -> str:
 _LIBRARY = (str(Path(__file__).resolve().parents[1]), str(Path(torch.__file__).resolve().parent), "<")
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is torch's or spmd's own, or none at all."""
     return file.startswith(_LIBRARY) or "/contextlib.py" in file or "/functools.py" in file

@@ -19,18 +19,24 @@ Modes nest: inside `with LocalTensorMode({0, 1})` only those ranks play.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
 from spmd.comm import Transport, use_transport
-from spmd.mesh.rank import as_rank, played_by, players
+from spmd.mesh import DeviceMesh
+from spmd.mesh.rank import as_rank, current_rank, played_by, players
+from spmd.sim.local_distributed import LocalDistributed
+from spmd.sim.local_groups import joined_groups, joined_names
 from spmd.sim.local_random import Randomness
 from spmd.sim.local_tensor import LocalTensor, joined_values, run_op, wrap
 from spmd.sim.local_transport import LocalTransport, Posting, Silent
+from spmd.sim.report import Report, report
 from spmd.sim.varying import local_int, pick, values_of
 
 pytree = _torch.pytree
@@ -58,18 +64,27 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         """What each rank gave to each collective, in order."""
         return self.transport.sent
 
+    def report(self, mesh: DeviceMesh | None = None) -> Report:
+        """The same with bytes and modelled time, as a table and a timeline; mesh: whose links (`sim/report.py`)."""
+        return report(self.sent, self.ranks, mesh)
+
     def __enter__(self) -> LocalTensorMode:
         outer = players()
         if isinstance(outer, LocalTensorMode) and not set(self.ranks) <= set(outer.ranks):
             raise ValueError(f"LocalTensorMode: ranks {list(self.ranks)} are not all among those played, {outer.ranks}")
+        self._nested = isinstance(outer, LocalTensorMode)
         self.world_size = outer.world_size if isinstance(outer, LocalTensorMode) else self.ranks[-1] + 1
         self.random = outer.random if isinstance(outer, LocalTensorMode) else Randomness(self.ranks)
+        self.distributed = outer.distributed if self._nested else LocalDistributed(self.world_size)
         with ExitStack() as stack:
+            if not self._nested:
+                stack.enter_context(self.distributed.around())
             stack.enter_context(as_rank(local_int({r: r for r in self.ranks}), self.world_size))
             stack.enter_context(played_by(self))
             stack.enter_context(use_transport(self.transport))
             if self.random.owner is None:
                 stack.enter_context(self.random.owned_by(self))
+            stack.enter_context(_Constructors())
             super().__enter__()
             self._open.append(stack.pop_all())
         return self
@@ -85,6 +100,14 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         for kind in types:
             if kind not in _OWN:
                 return NotImplemented
+        if self._nested:  # the mode around would make tensors of all its ranks
+            with _torch.no_modes():
+                return self._run(op, types, args, kwargs)
+        return self._run(op, types, args, kwargs)
+
+    def _run(self, op: Callable, types: Iterable[type], args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        if op.namespace == "c10d":
+            raise _no_such_group(op)
         if op.namespace == "_c10d_functional":
             return self.transport.op(op, args, kwargs)
         if torch.Tag.nondeterministic_seeded in op.tags:
@@ -129,7 +152,8 @@ class LocalTensorMode(_torch.TorchDispatchMode):
     def _leaf(self, column: tuple) -> Any:
         if all(isinstance(x, torch.Tensor) for x in column):
             return column[0] if all(x is column[0] for x in column) else wrap(self.ranks, list(column))
-        return joined_values(self.ranks, column)
+        group = joined_names(column) or joined_groups(self.ranks, column)
+        return group if group is not None else joined_values(self.ranks, column)
 
     def _random(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         generator = kwargs.get("generator")
@@ -155,8 +179,58 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         return op(*args, **kwargs)
 
 
+class _Constructors(TorchFunctionMode):
+    """torch.tensor of numbers that differ between ranks: it reads them before any op is called."""
+
+    def __torch_function__(self, fn, types, args=(), kwargs=None):
+        if fn in _CONSTRUCTORS and any(values_of(leaf) is not None for leaf in pytree.tree_leaves(args)):
+            who = players()
+            if who is not None:
+                return who.each(fn, args, kwargs)
+        return fn(*args, **(kwargs or {}))
+
+
+_CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray)
+
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 """How torch.tensor brings in a new tensor."""
+
+
+def _no_such_group(op: Callable) -> RuntimeError:
+    return RuntimeError(
+        f"{op} on a process group that was made outside of LocalTensorMode, which knows nothing of the simulated "
+        "ranks. Inside, use the default group, mesh.get_group(...) or dist.new_group(...); in a trace, CommTensor "
+        "and tracing_mode=\"fake\"."
+    )
+
+
+def per_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function whose way depends on the rank: where one thread plays several, it runs once for each.
+
+    Each call draws from that rank's random numbers, and what the function gives is put together again. It may not
+    communicate nor have other effects; on a real rank it is called as it is.
+
+        >>> @per_rank
+        ... def share(rows, n):
+        ...     return rows // n + (1 if current_rank() < rows % n else 0)
+        >>> with LocalTensorMode(2):
+        ...     share(5, 2)
+        LocalInt({0: 3, 1: 2})
+    """
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        mode = players()
+        if not isinstance(mode, LocalTensorMode):
+            return fn(*args, **kwargs)
+
+        def drawing(*own_args: Any, **own_kwargs: Any) -> Any:
+            with mode.random.of(current_rank()):
+                return fn(*own_args, **own_kwargs)
+
+        return mode.each(drawing, args, kwargs)
+
+    return run
 
 
 def own(value: Any, rank: int) -> Any:

@@ -121,9 +121,13 @@ class LocalTransport(_Collectives):
     def exchange(self, posts: list[Post]) -> list[torch.Tensor]:
         """What each post gets; noted in `sent`."""
         results = exchange(posts, self.mode.ranks)
+        self.note(posts)
+        return results
+
+    def note(self, posts: list[Post]) -> None:
+        """Write down what each rank sends."""
         self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where, p.call.args) for p in posts]
         self._steps += 1
-        return results
 
     def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
         """The program that `make` gives each rank, as one function of what differs between ranks."""
@@ -163,6 +167,8 @@ class LocalTransport(_Collectives):
                 return kwargs["out"].copy_(getattr(self, name.removesuffix("_out"))(*args))
         if name in ("all_reduce_", "all_reduce_coalesced_"):
             return _written_back(args[0], getattr(self, name[:-1])(*args, **kwargs))
+        if name == "_wrap_tensor_autograd":  # torch's own asynchronous tensor: here nothing is on its way
+            return wrap(args[0].ranks, args[0]._of)
         if not hasattr(_Collectives, name):
             raise NotImplementedError(f"{op} cannot be simulated; use the collectives of spmd.comm")
         return getattr(self, name)(*args, **kwargs)
@@ -208,6 +214,10 @@ class Posting(_Collectives):
     def group(self, mesh: DeviceMesh, axis: int | str) -> str:
         return _group_here(mesh, axis)
 
+    def refuse(self, kind: str) -> None:
+        """RuntimeError: this rank may not communicate now."""
+        raise _no_talking(self.rank, kind)
+
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         raise _no_talking(self.rank, "gather_objects")
 
@@ -236,7 +246,7 @@ def _no_talking(rank: int, kind: str) -> RuntimeError:
 
 
 def _post(rank: int, kind: str, x: torch.Tensor, args: tuple, group: str, where: str) -> Post:
-    ranks = groups.ranks_in(group)
+    ranks = groups.ranks_in(group, rank)
     if ranks is None:
         ranks = groups.ranks_of(groups.called(group))
     if rank not in ranks:

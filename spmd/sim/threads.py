@@ -30,6 +30,8 @@ import torch
 from spmd.comm import use_transport
 from spmd.mesh import DeviceMesh, as_rank, groups
 from spmd.sim.collectives import Collective, complaint, disagreement, play
+from spmd.sim.exchange import caller
+from spmd.sim.report import Report, meetings, report
 
 Ranks = tuple[int, ...]
 
@@ -75,6 +77,10 @@ class ThreadWorld:
             raise ValueError(f"world_size is {world_size}; it must be at least 1")
         self.world_size = world_size
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
+
+    def report(self, mesh: DeviceMesh | None = None) -> Report:
+        """What the last run sent, with bytes and modelled time, as a table and a timeline (`sim/report.py`)."""
+        return report(meetings(self.calls), tuple(range(self.world_size)), mesh)
 
     def run(self, fn: Callable[[int], Any], timeout: float = 60.0) -> list:
         """See `run_ranks`."""
@@ -184,7 +190,8 @@ class ThreadTransport:
         if wrong is not None:
             raise ValueError(f"{call} on group {_group_name(ranks)}: {wrong}")
         self.calls.append(Call(kind, _group_name(ranks), x.numel() * x.element_size()))
-        return self._board.meet(self._rank, ranks, str(call), (call, x.detach()), _all_tensors)
+        where = caller()
+        return self._board.meet(self._rank, ranks, f"{call} at {where}", (call, x.detach(), where), _all_tensors)
 
     def _ranks(self, group: str) -> Ranks:
         ranks = groups.ranks_in(group)
@@ -204,10 +211,10 @@ def _all_objects(ranks: Ranks, objects: list) -> list:
 
 
 def _all_tensors(ranks: Ranks, given: list) -> list:
-    calls, xs = [call for call, _ in given], [x for _, x in given]
+    calls, xs, where = ([part[i] for part in given] for i in range(3))
     wrong = disagreement(calls, ranks)
     if wrong is not None:
-        raise RuntimeError(f"group {_group_name(ranks)}: {wrong}")
+        raise RuntimeError(f"group {_group_name(ranks)}: {wrong}; at {' and '.join(sorted(set(where)))}")
     return play(calls, xs)
 
 

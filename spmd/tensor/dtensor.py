@@ -27,6 +27,7 @@ import torch
 from spmd import _torch
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh, device_mesh, per_rank, topology
+from spmd.sim import LocalTensor
 from spmd.tensor.dispatch import Memory, block, dispatch
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
@@ -55,7 +56,7 @@ class DTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         for t in types:
-            if not issubclass(t, DTensor):
+            if not issubclass(t, _DISPATCHED):
                 return NotImplemented
         return dispatch(op, args, kwargs or {}, DTensor)
 
@@ -163,6 +164,10 @@ class DTensor(torch.Tensor):
     def __tensor_unflatten__(inner, made_of, outer_size, outer_stride):
         spec, requires_grad = made_of
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+
+_DISPATCHED = (DTensor, LocalTensor)
+"""What an op on DTensors takes; a LocalTensor is the simulator's plain tensor."""
 
 
 def _rebuilt(local: torch.Tensor, spec: Spec, requires_grad: bool, attributes: dict[str, Any]) -> DTensor:

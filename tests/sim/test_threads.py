@@ -140,7 +140,7 @@ def circle(rank: int) -> None:
 
 
 def unknown_op(rank: int) -> None:
-    transport().all_reduce(torch.ones(2), "avg", transport().group(LINE, 0))
+    transport().all_reduce(torch.ones(2), "median", transport().group(LINE, 0))
 
 
 def foreign_group(rank: int) -> None:
@@ -165,7 +165,7 @@ def global_source(rank: int) -> None:
         (other_splits, RuntimeError, "rank 3 sends 1 rows to rank 0, which expects 2"),
         (one_ends_early, RuntimeError, r"others have ended: rank 3 waits in all_reduce.* on group 1,3 for rank 1"),
         (circle, RuntimeError, "all ranks wait: rank 0 waits in .* on group 0,2 for rank 2; rank 1 waits in"),
-        (unknown_op, ValueError, "op 'avg' is none of sum, product, min, max"),
+        (unknown_op, ValueError, "op 'median' is none of sum, avg, product, min, max"),
         (foreign_group, ValueError, "rank 0 calls a collective on group 1,2, which it is not in"),
         (uneven_scatter, ValueError, "4 ranks cannot share evenly; pad it first"),
         (global_source, ValueError, r"src 3 is not in 0..1: it is a place in the group"),

@@ -13,6 +13,8 @@ import functools
 import heapq
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,6 +22,19 @@ from spmd.comm import Transport, transport
 from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, At, Move, ReduceScatter, Slice, ToPartial
 from spmd.tensor.spec import Spec
+
+_made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=None)
+
+
+@contextmanager
+def steps_made() -> Iterator[list[Step]]:
+    """What eager ops move inside the block, in order: a list that grows."""
+    steps: list[Step] = []
+    token = _made.set(steps)
+    try:
+        yield steps
+    finally:
+        _made.reset(token)
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,8 @@ class Step:
 
     def __call__(self, local):
         """Make the move on this rank's block, now."""
+        if (made := _made.get()) is not None:
+            made.append(self)
         return transport().step(self._start_here, self._finish_here, local)
 
     def _start_here(self, local):
