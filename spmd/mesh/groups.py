@@ -91,7 +91,9 @@ def named(ranks: Ranks) -> str:
 def known(name: str) -> str:
     """The name that `name_of` gave, known to torch from now on."""
     if _maker.get() is None and not _torch.is_group(name):
-        _torch.register_group(name, _placeholder(name))
+        with _lock:  # simulated ranks are threads, and ask for one name at once
+            if not _torch.is_group(name):
+                _torch.register_group(name, _placeholder(name))
     return name
 
 
