@@ -9,9 +9,11 @@ Each collective is launched and waited for in three ways, on the same tensors an
 - torch: `torch.distributed._functional_collectives`, whose result is waited for;
 - spmd: `spmd.comm`, whose result is waited for.
 
-The ways take turns: a round runs each of them some hundred times, in a new order, between barriers. A call's time is
-the round's, of the slowest rank, divided by the calls; the table has medians over the rounds. With one rank nothing is
-sent and what remains is overhead; with four the network's noise is larger than the difference. torch's gather on dim 1
+The ways take turns: a round runs each of them a few times, in a new order, between barriers. A call's time is the
+round's, of the slowest rank, divided by the calls; the table has medians over the rounds, and as ratios the medians of
+each round's ratio, which other programs disturb less. With one rank nothing is
+sent and what remains is overhead, so there the calling thread's CPU time counts, which is the same on a busy machine;
+with four ranks it is the wall clock, and the network's noise is larger than the difference. torch's gather on dim 1
 waits before it returns, spmd's does not; here both are waited for at once.
 
 Left out: tensors that need a gradient, and groups spelled in other ways than as a ProcessGroup (see --group).
@@ -138,29 +140,34 @@ def play(rank: int, ranks: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def measure(found: dict[str, Way], x: Tensor, ranks: int, args: argparse.Namespace) -> dict[str, float]:
-    """Medians over the rounds, in microseconds a call, of the slowest rank."""
+    """Medians over the rounds, in microseconds a call, of the slowest rank; "spmd / torch" and the like of ratios."""
     times: dict[str, list[float]] = {way: [] for way in found}
+    clock = time.thread_time if ranks == 1 else time.perf_counter
     order, shuffle = list(found), random.Random(0)  # the same order on all ranks
     for each in range(args.rounds + 1):
         shuffle.shuffle(order)
         for way in order:
             dist.barrier()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(args.calls):
                 found[way](x)
-            took = torch.tensor((time.perf_counter() - start) / args.calls * 1e6)
+            took = torch.tensor((clock() - start) / args.calls * 1e6)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if each:  # the first round warms up
                 times[way].append(took.item())
-    return {way: statistics.median(values) for way, values in times.items()}
+    medians = {way: statistics.median(values) for way, values in times.items()}
+    for way in set(found) - {"spmd"}:
+        pairs = zip(times["spmd"], times[way], strict=True)
+        medians[f"spmd / {way}"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return medians
 
 
 def report(args: argparse.Namespace, busy: float, found: dict[int, list]) -> str:
     rows, ratios = [], []
     for ranks, results in found.items():
         for kind, size, us in results:
-            ratios.append(us["spmd"] / us["torch"])
-            over = [f"{us['spmd'] / us[way]:.2f}" if way in us else "" for way in ("c10d", "torch")]
+            ratios.append(us["spmd / torch"])
+            over = [f"{us[ratio]:.2f}" if ratio in us else "" for ratio in ("spmd / c10d", "spmd / torch")]
             rows.append([str(ranks), kind, str(size), *[f"{us[way]:.1f}" if way in us else "" for way in WAYS], *over])
     cores = len(os.sched_getaffinity(0))
     return "\n".join([
@@ -177,13 +184,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="1,4", help="numbers of ranks, such as 1,4")
     parser.add_argument("--sizes", default="1024,1048576", help="bytes of the input on a rank")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=61)
+    parser.add_argument("--calls", type=int, default=15)
     parser.add_argument("--group", choices=["group", "mesh", "list"], default="group", help="how to spell spmd's group")
     parser.add_argument("--short", action="store_true", help="for CI")
     args = parser.parse_args()
     if args.short:
-        args.sizes, args.rounds, args.calls = "1024", 5, 30
+        args.sizes, args.rounds, args.calls = "1024", 15, 10
     args.ranks, args.sizes = ([int(n) for n in text.split(",")] for text in (args.ranks, args.sizes))
     return args
 

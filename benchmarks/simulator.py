@@ -5,8 +5,8 @@
 
 Each op runs on LocalTensors of 4 x 4 elements a rank: small, so that what is measured is the simulator. The two
 simulators take turns: a round runs each of them for a while, in a new order; the table has medians over the rounds, in
-microseconds an op and rank, beside the same op on one plain tensor. The last rows are 8 and 64 ranks of a GPT's compiled
-training step (examples/gpt.py), which torch's simulator does not run, in milliseconds a step.
+microseconds an op and rank, beside the same op on one plain tensor. The last rows are 8 and 64 ranks of a GPT's
+compiled training step (examples/gpt.py), which torch's simulator does not run, in milliseconds a step.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def scatter(input: torch.Tensor | Sequence[torch.Tensor], src: int, group: Group
     flat = torch.cat([part.reshape(-1) for part in parts])
     out_splits, in_splits, shape = _scattered([tuple(part.shape) for part in parts], src, to)
     # An empty part where nothing is sent, so that every rank takes part in the backward.
-    return _exchanged(flat[: sum(in_splits)], out_splits, in_splits, shape, to)
+    return _exchanged(_first(flat, sum(in_splits)), out_splits, in_splits, shape, to)
 
 
 def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) -> torch.Tensor:
@@ -105,7 +105,7 @@ def permute_tensor(input: torch.Tensor, src_dst: Sequence[int], group: Group) ->
     """
     to = members(group)
     out_splits, in_splits = _permuted(src_dst, input.numel(), to)
-    return _exchanged(input.reshape(-1)[: sum(in_splits)], out_splits, in_splits, tuple(input.shape), to)
+    return _exchanged(_first(input.reshape(-1), sum(in_splits)), out_splits, in_splits, tuple(input.shape), to)
 
 
 def all_reduce_coalesced(inputs: Sequence[torch.Tensor], reduce_op: str, group: Group) -> list[torch.Tensor]:
@@ -141,6 +141,11 @@ def _exchanged(
     if differentiates(x):
         return adjoint.AllToAll.apply(x, tuple(out_splits), tuple(in_splits), shape, *to)
     return launch.all_to_all(x, out_splits, in_splits, to, shape)
+
+
+def _first(x: torch.Tensor, n: int) -> torch.Tensor:
+    """The first n entries: where that is a plain number, and all of them, x itself."""
+    return x if isinstance(n, int) and n == x.numel() else x[:n]
 
 
 @per_rank

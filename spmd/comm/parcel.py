@@ -36,7 +36,7 @@ def to_reduce(x: torch.Tensor, reduce_op: str, n: int) -> Parcel:
     sent_as, op = wire.reduced_as(x.dtype, reduce_op)
     shape = x.shape
     if wire.marks_nan(x.dtype, op):
-        return Parcel(wire.with_marks(x, op), op, shape, x.dtype, lambda y: wire.without_marks(y, shape))
+        return Parcel(wire.with_marks(x, x.dtype, op), op, shape, x.dtype, lambda y: wire.without_marks(y, shape))
     return Parcel(x.to(sent_as).contiguous(), op, shape, x.dtype, _restored(x.dtype, sent_as, reduce_op, n))
 
 
@@ -61,7 +61,7 @@ def to_reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, n: int) -> Parc
     parts = equal_parts("reduce_scatter_tensor", x, dim, n)
     shape = parts[0].shape
     if wire.marks_nan(x.dtype, op):
-        sent = torch.stack([wire.with_marks(part, op) for part in parts])
+        sent = torch.stack([wire.with_marks(part, x.dtype, op) for part in parts])
         return Parcel(sent, op, shape, x.dtype, lambda y: wire.without_marks(y.reshape(-1), shape))
     sent = torch.cat(parts) if dim else x.contiguous()
     return Parcel(sent.to(sent_as), op, shape, x.dtype, _restored(x.dtype, sent_as, reduce_op, n))
@@ -80,7 +80,7 @@ def to_exchange(x: torch.Tensor, rows: int, shape: Shape | None) -> Parcel:
             return y
         return y.reshape(shape) if rows else y.new_zeros(shape)
 
-    plain = shape is None and not as_bytes
+    plain = not as_bytes and (shape is None or tuple(shape) == (rows, *row))
     return Parcel(_rows(x), "", (rows, *row) if shape is None else shape, dtype, None if plain else opened)
 
 

@@ -64,16 +64,26 @@ def marks_nan(dtype: torch.dtype, op: str) -> bool:
     return op in ("max", "min") and dtype.is_floating_point
 
 
-def with_marks(x: torch.Tensor, op: str) -> torch.Tensor:
+def with_marks(x: torch.Tensor, dtype: torch.dtype, op: str) -> torch.Tensor:
     """[...] -> [2 * numel]: the elements, and for each whether it is NaN, so that one NaN anywhere wins."""
     sign = 1 if op == "max" else -1
-    return torch.cat([x.reshape(-1), torch.isnan(x).reshape(-1).to(x.dtype) * sign], 0)
+    return torch.cat([x.reshape(-1), torch.isnan(x).reshape(-1).to(dtype) * sign], 0)
 
 
 def without_marks(y: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """What came back of what `with_marks` sent, as a tensor of this shape."""
-    value, mark = y.split([prod(shape)] * 2, 0)
-    return value.masked_fill(mark != 0, torch.nan).view(shape)
+    halves = y.split([prod(shape)] * 2, 0)
+    return halves[0].masked_fill(halves[1] != 0, torch.nan).view(shape)
+
+
+def as_reals(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n] complex -> [2 * n] real; any other as it is."""
+    return torch.view_as_real(x).reshape(-1) if dtype.is_complex else x
+
+
+def from_reals(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The other way."""
+    return torch.view_as_complex(y.reshape(-1, 2)) if dtype.is_complex else y
 
 
 def as_rows_of_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def test_a_marked_nan_wins_where_the_wire_loses_it(rows: list[list[float]], op: 
     """fmax and fmin drop NaN, as gloo may."""
     xs = [torch.tensor(row) for row in rows]
     lossy, lossless = {"max": (torch.fmax, torch.maximum), "min": (torch.fmin, torch.minimum)}[op]
-    came, expected = wire.with_marks(xs[0], op), xs[0]
+    came, expected = wire.with_marks(xs[0], xs[0].dtype, op), xs[0]
     for x in xs[1:]:
-        came, expected = lossy(came, wire.with_marks(x, op)), lossless(expected, x)
+        came, expected = lossy(came, wire.with_marks(x, x.dtype, op)), lossless(expected, x)
     assert torch.allclose(wire.without_marks(came, (3,)), expected, rtol=0, atol=0, equal_nan=True)

@@ -41,8 +41,31 @@ def test_a_reduction_keeps_nan_and_narrow_integers(kind, dtype, terms, want):
             torch.testing.assert_close(got, want, equal_nan=True, rtol=0, atol=0)
 
 
+MOVED = [torch.complex64, torch.int16, torch.bool, torch.float16, torch.uint8]
+
+
+def turned(rank: int, dtype: torch.dtype) -> bool:
+    """Rows to columns and back; uneven."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
+    layouts = ([(0,), ()], [(), (0,)], None)
+    rows, columns, all_of_it = (Spec.of(mesh, whole.shape, dtype).with_layout(dims) for dims in layouts)
+    mine = plan(all_of_it, rows).run(whole)
+    there = plan(rows, columns).run(mine)
+    back = plan(columns, rows).run(there)
+    return torch.equal(there, plan(all_of_it, columns).run(whole)) and torch.equal(back, mine)
+
+
 def all_cases(rank: int) -> list:
     return [reduced(rank, kind, dtype, terms) for kind, dtype, terms, _ in CASES]
+
+
+def all_turned(rank: int) -> list[bool]:
+    return [turned(rank, dtype) for dtype in MOVED]
+
+
+def test_all_dtypes_turn_on_gloo(gloo4: Pool):
+    assert gloo4.run(all_turned) == [[True] * len(MOVED)] * 4
 
 
 def test_so_it_is_on_gloo(gloo4: Pool):

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import torch
 
-from spmd.comm import Transport
+from spmd.comm import Transport, wire
 from spmd.comm.chunk import chunk, smallest_unit
 from spmd.mesh import MeshTopoInfo, cost
 from spmd.tensor.spec import Spec, commute
@@ -122,7 +122,7 @@ class ReduceScatter(Move):
     def apply(self, spec):
         if not spec.on(self.axis).is_partial() or spec.on(self.axis).reduce_op not in ("sum", "avg"):
             return None
-        if spec.dtype in WIDENED:
+        if spec.dtype in wire.WIDENED:
             return None
         return _with_shard(_without_partial(spec, self.axis), self.axis, self.dim, self.unit)
 
@@ -216,15 +216,18 @@ class AllToAll(Move):
             return x.new_zeros(at.shape_after())
         sizes, shapes = self._pieces(at)
         flat = torch.cat([p.reshape(-1) for p in _split(x, sizes, self.shard_dim)], 0)
-        sent = [prod(_resized(at.shape_before(), self.shard_dim, s)) for s in sizes]
-        received = [prod(shape) for shape in shapes]
-        return at.transport.all_to_all_single(_widened(flat, at), received, sent, at.group(self.axis))
+        each = 2 if at.before.dtype.is_complex else 1  # numbers an element
+        sent = [each * prod(_resized(at.shape_before(), self.shard_dim, s)) for s in sizes]
+        received = [each * prod(shape) for shape in shapes]
+        flat = wire.as_reals(_widened(flat, at), at.before.dtype)
+        return at.transport.all_to_all_single(flat, received, sent, at.group(self.axis))
 
     def finish(self, y, at):
         if self._idle(at):
             return y
         _, shapes = self._pieces(at)
-        pieces = _split(_narrowed(at.transport.wait_tensor(y), at), [prod(shape) for shape in shapes], 0)
+        y = wire.from_reals(_narrowed(at.transport.wait_tensor(y), at), at.before.dtype)
+        pieces = _split(y, [prod(shape) for shape in shapes], 0)
         return torch.cat([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], self.gather_dim)
 
 
@@ -347,40 +350,24 @@ def _averaged(y, at: At, axis: int):
     return y / at.size(axis) if at.before.on(axis).reduce_op == "avg" else y
 
 
-WIDENED = {torch.int16: torch.int32}
-"""Dtypes that gloo cannot send, and those they are sent as."""
-
-
 def _widened(x, at: At):
-    return x.to(WIDENED[at.before.dtype]) if at.before.dtype in WIDENED else x
+    dtype = at.before.dtype
+    return x.to(wire.WIDENED[dtype]) if dtype in wire.WIDENED else x
 
 
 def _narrowed(y, at: At):
-    return y.to(at.before.dtype) if at.before.dtype in WIDENED else y
+    return y.to(at.before.dtype) if at.before.dtype in wire.WIDENED else y
 
 
 def _sent(x, at: At, op: str):
-    """What goes on the wire for an all-reduce.
-
-    A maximum on the wire may lose a NaN, so that goes along as a mark: behind the tensor, in the same buffer, stands
-    for each element whether it is one.
-    """
+    """What goes on the wire for an all-reduce."""
     dtype = at.before.dtype
-    if not _marks_nan(at, op):
-        return _widened(x, at).contiguous()
-    sign = 1 if op == "max" else -1
-    return torch.cat([x.reshape(-1), torch.isnan(x).reshape(-1).to(dtype) * sign], 0)
+    return wire.with_marks(x, dtype, op) if wire.marks_nan(dtype, op) else _widened(x, at).contiguous()
 
 
 def _received(y, at: At, axis: int):
     """The reduced block, from what came back of what `_sent` sent."""
     y = _narrowed(y, at)
-    if _marks_nan(at, _wire_op(at, axis)):
-        shape = at.shape_before()
-        value, mark = _split(y, [prod(shape)] * 2, 0)
-        y = value.masked_fill(mark != 0, torch.nan).view(shape)
+    if wire.marks_nan(at.before.dtype, _wire_op(at, axis)):
+        y = wire.without_marks(y, at.shape_before())
     return _averaged(y, at, axis)
-
-
-def _marks_nan(at: At, op: str) -> bool:
-    return op in ("max", "min") and at.before.dtype.is_floating_point

@@ -1,0 +1,260 @@
+"""How much of torch distributed tensors can do: spmd's DTensor beside torch's own, over all of torch's op database.
+
+    python benchmarks/coverage.py                    # all of it, about 20 minutes
+    python benchmarks/coverage.py --short            # every so manieth op, one sample each, under a minute
+    python benchmarks/coverage.py --op conv2d        # one entry, every case that is not right
+    python benchmarks/coverage.py --side spmd        # without the peer
+
+Each entry of `op_db` that runs on CPU in float32 is run, forward and backward, and where it has them in place and with
+`out=`, on simulated ranks of the meshes (4,) and (2, 2): its tensors replicated, sharded on every dim (most sizes do not
+divide), partial sums and maxima, and placed at random. Results and gradients must be those of one device
+(`tests/tensor/sweep.py`). The table counts
+
+    right         on every rank
+    wrong         another number, shape or dtype, and nothing said so
+    crashed       an error where one device has none; a dead or silent process, too
+    unsupported   NotImplementedError
+    shared        of the right ones whose result could be shared out, as an operand was: those that are
+
+Ops that draw random numbers are counted apart and not judged here. torch's DTensor runs under its own LocalTensorMode.
+Cases run in a process of their own, which is started anew after the case that it died of. Exits 1 if spmd is not right
+somewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from _table import table
+
+from spmd.tensor.placement import Partial, Shard
+
+from tests.tensor.sweep import Case, Ours, Verdict, ask, cases, entries, name_of
+
+SILENCE = 60.0  # seconds after which a case counts as hanging
+KINDS = ("right", "wrong", "crashed", "unsupported")
+
+
+class Torchs:
+    """torch's DTensor in torch's LocalTensorMode."""
+
+    def __init__(self, mesh: tuple[int, ...]):
+        import torch.distributed as dist
+        from torch.distributed import _local_tensor, tensor
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if not dist.is_initialized():
+            dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+        self.tensor, self.local = tensor, _local_tensor.LocalTensor
+        self.make = lambda: _local_tensor.LocalTensorMode(math.prod(mesh))
+        self.shape = mesh
+        with self.make():
+            self.mesh = init_device_mesh("cpu", mesh)
+
+    def __enter__(self):
+        self.mode = self.make()
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        self.mode.__exit__(*exc)
+
+    def place(self, parts, placing, like):
+        ranks = {int(self.mesh.mesh[at]): x for at, x in parts.items()}
+        made = self.tensor.DTensor.from_local(
+            self.local(ranks), self.mesh, [self._placement(p) for p in placing],
+            run_check=False, shape=like.shape, stride=torch.empty(like.shape).stride(),
+        )  # fmt: skip
+        return made.detach().requires_grad_(like.requires_grad)
+
+    def _placement(self, p):
+        if isinstance(p, Shard):
+            return self.tensor.Shard(p.dim)
+        return self.tensor.Partial(p.reduce_op) if isinstance(p, Partial) else self.tensor.Replicate()
+
+    def whole(self, x):
+        full = x.detach().full_tensor() if isinstance(x, self.tensor.DTensor) else x.detach()
+        return full._local_tensors if isinstance(full, self.local) else {0: full}
+
+    def is_shared(self, x):
+        return isinstance(x, self.tensor.DTensor) and not all(p.is_replicate() for p in x.placements)
+
+
+SIDES = {"spmd": Ours, "torch": Torchs}
+
+
+# ---- the process that runs cases --------------------------------------------------------------
+
+
+def all_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The same ones in the same order, in every process."""
+    chosen = entries()
+    if args.op:
+        chosen = [e for e in chosen if args.op in (e.name, name_of(e))]
+    elif args.short:
+        chosen = chosen[:: args.every]
+    for entry in chosen:
+        yield from list(cases(entry, 1, 2) if args.short else cases(entry, args.samples))
+
+
+def work(args: argparse.Namespace) -> None:
+    """Ask one case after the other, a line of JSON each."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    sides = {}
+    for number, case in enumerate(all_cases(args)):
+        if number < args.start:
+            continue
+        if case.mesh not in sides:
+            sides[case.mesh] = SIDES[args.worker](case.mesh)
+        say(number=number, op=case.op + case.variant, case=str(case))
+        verdict = ask(case, sides[case.mesh])
+        say(number=number, verdict=verdict and asdict(verdict))
+
+
+def say(**what) -> None:
+    print("::" + json.dumps(what), flush=True)
+
+
+# ---- the process that counts ------------------------------------------------------------------
+
+
+@dataclass
+class Count:
+    """What became of the cases on one side."""
+
+    kinds: Counter = field(default_factory=Counter)
+    able: int = 0
+    shared: int = 0
+    by_op: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
+    example: dict[str, str] = field(default_factory=dict)
+    whole: Counter = field(default_factory=Counter)
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, op: str, case: str, verdict: Verdict) -> None:
+        self.kinds[verdict.kind] += 1
+        self.by_op[op][verdict.kind] += 1
+        if verdict.shared is not None:
+            self.able += 1
+            self.shared += verdict.shared
+            self.whole[op] += not verdict.shared
+        if verdict.kind not in ("right", "random"):
+            self.lines.append(f"{verdict.kind}: {case}: {verdict.why}")
+            self.example.setdefault(op, self.lines[-1])
+
+    @property
+    def failing(self) -> int:
+        return sum(self.kinds[k] for k in KINDS[1:])
+
+
+def count(side: str, args: argparse.Namespace) -> Count:
+    """Run all cases on a side, in as many processes as it takes."""
+    found, start = Count(), 0
+    while start is not None:
+        start = _count_from(start, side, args, found)
+    return found
+
+
+def _count_from(start: int, side: str, args: argparse.Namespace, found: Count) -> int | None:
+    """Count until the process ends; where it died of a case, the number of the next one."""
+    given = [f"--samples={args.samples}", f"--every={args.every}", *(["--short"] if args.short else [])]
+    given += [f"--op={args.op}"] if args.op else []
+    command = [sys.executable, __file__, f"--worker={side}", f"--start={start}", *given]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    lines: queue.Queue = queue.Queue()
+    threading.Thread(target=lambda: [lines.put(x) for x in [*process.stdout, None]] and None, daemon=True).start()
+    asked: dict = {}
+    try:
+        for said in _said(process, lines):
+            if "case" in said:
+                asked = said
+                continue
+            if said["verdict"] is not None:
+                found.add(asked["op"], asked["case"], Verdict(**said["verdict"]))
+            asked = {}
+        how = f"exit status {process.wait()}"
+    except queue.Empty:
+        how = f"no answer for {SILENCE:.0f} s"
+    finally:
+        process.kill()
+        process.wait()
+    if not asked:
+        if process.returncode:
+            raise RuntimeError(f"the worker failed between cases, {how}: {' '.join(command)}")
+        return None
+    found.add(asked["op"], asked["case"], Verdict("crashed", f"the process: {how}"))
+    return asked["number"] + 1
+
+
+def _said(process, lines: queue.Queue) -> Iterator[dict]:
+    while (line := lines.get(timeout=SILENCE)) is not None:
+        if line.startswith("::"):
+            yield json.loads(line[2:])
+
+
+def report(counts: dict[str, Count], args: argparse.Namespace) -> None:
+    rows = []
+    for side, c in counts.items():
+        asked = sum(c.kinds[k] for k in KINDS)
+        share = f"{100 * c.shared / c.able:.1f} %" if c.able else ""
+        ops = sum(1 for of in c.by_op.values() if any(of[k] for k in KINDS[1:]))
+        rows.append([side, str(asked), *(str(c.kinds[k]) for k in KINDS), share, f"{ops} of {len(c.by_op)}", str(c.kinds["random"])])
+    print(table(["DTensor", "cases", *KINDS, "shared", "ops not right", "random"], rows))
+    if set(counts) == {"spmd", "torch"}:
+        worst = sorted(counts["torch"].by_op, key=lambda op: -sum(counts["torch"].by_op[op][k] for k in KINDS[1:]))
+        del worst[:]
+    for side, c in counts.items():
+        if side == "torch" and not args.verbose and not args.op:
+            continue
+        for op, of in sorted(c.by_op.items()):
+            if any(of[k] for k in KINDS[1:]):
+                print(f"\n{side} {op}: {', '.join(f'{of[k]} {k}' for k in KINDS if of[k])}\n    {c.example[op]}")
+        if args.op:
+            print("\n".join(["", *c.lines]))
+        if args.verbose:
+            print(f"\n{side}, whole though they could be shared:", dict(c.whole.most_common(200)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="a sample, for CI")
+    parser.add_argument("--op", help="one entry of the database, by its name")
+    parser.add_argument("--side", choices=SIDES, help="one of the two only")
+    parser.add_argument("--samples", type=int, default=3, help="of each entry (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=3, help="of --short: every so manieth entry (default: %(default)s)")
+    parser.add_argument("--verbose", action="store_true", help="failing ops of torch's DTensor too, and whole results")
+    parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return 0
+    counts = {}
+    for side in [args.side] if args.side else SIDES:
+        began = time.perf_counter()
+        counts[side] = count(side, args)
+        print(f"{side}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    print(f"{date.today()}, torch {torch.__version__}\n")
+    report(counts, args)
+    return int("spmd" in counts and counts["spmd"].failing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
