@@ -24,7 +24,7 @@ from spmd.comm.functional import (
     reduce_scatter_tensor_coalesced,
     scatter,
 )
-from spmd.comm.group import Group, Members, members
+from spmd.comm.group import Group, Members, members, use_groups
 from spmd.comm.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from spmd.comm.transport import C10dTransport, Transport, transport, use_transport
 
@@ -33,5 +33,5 @@ __all__ = [
     "all_gather_into_tensor_coalesced", "all_gather_tensor", "all_reduce", "all_reduce_coalesced",
     "all_to_all_single", "broadcast", "check_metadata", "checked", "comm_tensors", "members", "mesh_broadcast",
     "mesh_scatter", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",
-    "shard_dim_alltoall", "transport", "use_transport", "wait",
+    "shard_dim_alltoall", "transport", "use_groups", "use_transport", "wait",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from spmd import _torch
 from spmd.mesh import DeviceMesh, current_rank, groups
@@ -155,3 +156,17 @@ def _place(ranks: Sequence[int]) -> int:
     if rank not in ranks:
         raise ValueError(f"group: rank {rank} is not in the group of ranks {list(ranks)}; call on its ranks only")
     return ranks.index(rank)
+
+
+def use_groups(program: fx.GraphModule) -> fx.GraphModule:
+    """Let torch know the groups that a program names, and give the program back.
+
+    Needed once for a program that was traced in another process: a name is known where it was first spelled.
+
+        program = use_groups(pickle.load(file))
+    """
+    for node in program.graph.nodes:
+        for value in _torch.pytree.tree_leaves((node.args, node.kwargs)):
+            if isinstance(value, str) and value.startswith(groups.PREFIX):
+                groups.known(value)
+    return program

@@ -93,7 +93,8 @@ def test_a_group_is_usable_after_all_errors(gloo4: Pool) -> None:
 
 
 def first(ys: list[torch.Tensor]) -> torch.Tensor:
-    return [wait(y) for y in ys][0]
+    every = [wait(y) for y in ys]
+    return every[0]
 
 
 # What rank 1 calls while the others call with `odd` False, and what the error says of both.
