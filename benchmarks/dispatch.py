@@ -169,10 +169,10 @@ def report(args: argparse.Namespace) -> str:
         rows.append([name, f"{us['torch']:.1f}", f"{us['spmd']:.1f}", f"{ratios[name]:.2f}"])
     us, ratio = hot({"spmd": train_step(ours), "torch": train_step(theirs)}, args.rounds, max(1, args.calls // 20))
     rows.append(["MLP step", f"{us['torch']:.0f}", f"{us['spmd']:.0f}", f"{ratio:.2f}"])
-    first = [
-        [f"first add on {n} axes, ms", *[f"{statistics.median(cold(lib, n, s) for s in range(3, 8)):.2f}" for lib in (theirs, ours)], ""]
-        for n in (1, 2, 3, 4)
-    ]
+    first = []
+    for n in (1, 2, 3, 4):
+        ms = [statistics.median(cold(lib, n, size) for size in range(3, 8)) for lib in (theirs, ours)]
+        first.append([f"first add on {n} axes, ms", *[f"{x:.2f}" for x in ms], ""])
     return "\n".join([
         table(["op", "torch", "spmd", "spmd / torch"], [*rows, *first]),
         "",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
@@ -52,6 +53,12 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
         world.bound_device_id = device
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def default_rank() -> int | None:
+    """The rank in the default process group, None before there is one: dist.get_rank without its ceremony."""
+    group = distributed_c10d._world.default_pg
+    return None if group is None else group.rank()
 
 
 def group_timeout() -> datetime.timedelta:
@@ -126,6 +133,9 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Inside, ops are not seen by the modes around.
 no_modes = _python_dispatch._disable_current_modes
 
+# Inside, an op on a subclass runs on what it wraps for torch: of a wrapper without data, its shape alone.
+no_dispatch = torch._C._DisableTorchDispatch
+
 # Nested arguments as flat lists, and back.
 pytree = _pytree
 
@@ -174,6 +184,10 @@ def quiet_fakes() -> Iterator[None]:
 
 # For subclasses that take part in dispatch only, not in __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+# A tensor of a subclass, with a shape and no data: wrapper_tensor without its conveniences.
+new_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def wrapper_tensor(
@@ -362,6 +376,12 @@ UNDECLARED_VIEWS = {
 
 
 @functools.cache
+def written_places(op) -> tuple[int, ...]:
+    """Where the arguments stand that the op writes into."""
+    return tuple(argument_index(op, name) for name in written(op))
+
+
+@functools.cache
 def returned(op) -> tuple[str | None, ...]:
     """For each result the name of the written argument that it is, None for a new tensor or a view."""
     writing = [a for a in arguments(op) if a.alias_info and a.alias_info.is_write]
@@ -394,6 +414,36 @@ def with_argument(op, args: tuple, kwargs: dict, name: str, value: Any) -> tuple
     if i < len(args):
         return (*args[:i], value, *args[i + 1 :]), kwargs
     return args, {**kwargs, name: value}
+
+
+def without_out(op: OpOverload) -> OpOverload | None:
+    """`aten.add.Tensor` for `aten.add.out`; None where the op has no `out`, or where no op is the same without."""
+    outs = [a for a in arguments(op) if a.is_out]
+    wanted = [(a.name, str(a.type)) for a in arguments(op) if not a.is_out]
+    if not outs or any(str(a.type) != "Tensor" for a in outs):
+        return None
+    return _overload_of(qualified_name(op).split("::")[1], wanted, len(outs))
+
+
+def not_in_place(op: OpOverload) -> OpOverload | None:
+    """`aten.t.default` for `aten.t_.default`; None where no op is the same but for the writing."""
+    name = qualified_name(op).split("::")[1]
+    wanted = [(a.name, str(a.type)) for a in arguments(op)]
+    return _overload_of(name.removesuffix("_"), wanted, 1) if name.endswith("_") else None
+
+
+def _overload_of(name: str, wanted: list[tuple[str, str]], results: int) -> OpOverload | None:
+    """The overload that takes these arguments, gives so many tensors and writes nothing."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        if (
+            [(a.name, str(a.type)) for a in arguments(op)] == wanted
+            and [str(r.type) for r in op._schema.returns] == ["Tensor"] * results
+            and not written(op)
+        ):
+            return op
+    return None
 
 
 def returns_nothing(op: OpOverload) -> bool:
@@ -711,3 +761,29 @@ def _function_here(name: str, outside: Callable) -> Callable:
         return outside(*args, **kwargs) if known is None else known.functions[name](*args, **kwargs)
 
     return call
+
+
+# ---- random numbers ---------------------------------------------------------------------------
+
+
+class Twister:
+    """A generator of torch's CPU kernels that starts from a state given as bytes, not from a seed of 32 bits.
+
+    `get_state` is a C struct: seed, left and seeded, next, the 624 words of the Mersenne twister in 64 bits each, and
+    what is kept of normal numbers.
+    """
+
+    nbytes = 624 * 4
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5489)  # the seed is the first word of the state
+        self._state = self._generator.get_state()
+        fields = self._state.numpy().view(np.uint64)
+        self._words = fields[3 : 3 + 624]
+        assert fields[0] == self._words[0] == 5489 and self._words[-1] and len(fields) == 632, "another layout"
+
+    def started(self, state: bytes) -> torch.Generator:
+        """The generator at the start of the numbers that follow from these `nbytes` bytes."""
+        self._words[:] = np.frombuffer(state, "<u4")
+        self._generator.set_state(self._state)
+        return self._generator

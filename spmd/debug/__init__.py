@@ -1,12 +1,15 @@
 """Tools for finding what went wrong.
 
 `check` runs a function on one device and on the simulated ranks of a mesh, side by side, and names the first op whose
-results differ.
+results differ. `fallbacks` lists the ops that had to see whole tensors, and `on_fallback` warns of them or refuses.
 """
 
 from __future__ import annotations
 
 from spmd.debug.check import Checked, Difference, check
 from spmd.debug.compare import Gap
+from spmd.tensor.fallback import Fallback, FallbackError, FallbackWarning, fallbacks, on_fallback
 
-__all__ = ["Checked", "Difference", "Gap", "check"]
+__all__ = [
+    "Checked", "Difference", "Fallback", "FallbackError", "FallbackWarning", "Gap", "check", "fallbacks", "on_fallback",
+]  # fmt: skip

@@ -2,7 +2,8 @@
 
 Moves are written out by running their own code (`Move.start`, `Move.finish`) over fx proxies; axes become the
 names of this rank's groups; local shapes become numbers. What is left is torch ops and functional collectives: no
-mesh, no spec, no process group object, ready for Inductor or for running as it is.
+mesh, no spec, no process group object, ready for Inductor or for running as it is. Only a draw of random numbers keeps
+its spec, from which it knows the rank's tiles.
 
 A collective is launched where its move stands and waited for just before its first reader.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
 from spmd.comm import Transport
 from spmd.expand.program import LocalShape, Program
+from spmd.tensor.random import Draw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -84,7 +86,8 @@ class _Binder:
     def _copy(self, node: fx.Node) -> None:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
         kwargs = _localized(fx.map_arg(node.kwargs, self._ready), self.coordinate)
-        new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+        target = replace(node.target, at=self.coordinate) if isinstance(node.target, Draw) else node.target
+        new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta["spec"] = node.meta.get("spec")
         self.at[node] = new
 

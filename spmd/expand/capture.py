@@ -29,7 +29,9 @@ from spmd._torch import pytree
 from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
 from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
+from spmd.tensor.random import Draw
 from spmd.tensor.rules.decompositions import decompositions
+from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.spec import contiguous
 
@@ -49,17 +51,27 @@ class Argument:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """An input of the graph: the seed of the random numbers, and the number of the first of so many draws."""
+
+    count: int
+
+    def __str__(self):
+        return f"random numbers, {self.count} draws"
+
+
+@dataclass(frozen=True)
 class Captured:
     """A single-device function as a graph.
 
-    inputs: one `Slot` or `Argument` per placeholder. results: where each output goes: a `Slot`, or the index of
-    a leaf of what the function returns. leaves and tree: that return value, None where a tensor goes. fixed: float
-    arguments that could not stay symbols, with the values that the graph is for.
+    inputs: one `Slot` or `Argument` per placeholder, and `Draws` last where the function draws. results: where each
+    output goes: a `Slot`, or the index of a leaf of what the function returns. leaves and tree: that return value, None
+    where a tensor goes. fixed: float arguments that could not stay symbols, with the values that the graph is for.
     """
 
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
-    inputs: tuple[Slot | Argument, ...]
+    inputs: tuple[Slot | Argument | Draws, ...]
     outputs: tuple[Slot | int, ...]
     leaves: tuple[Any, ...]
     tree: Any
@@ -77,7 +89,8 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
 
     Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one, where it decides on a
     value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
-    numbers or makes tensors of sizes that only the run knows. The arguments and what is in them are left as they are.
+    numbers that cannot be numbered, or makes tensors of sizes that only the run knows. The arguments and what is in
+    them are left as they are.
     """
     _check_hooks(state)
     floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
@@ -125,7 +138,8 @@ def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, 
         ) from error
     constants = _attributes(gm)
     _clean(gm.graph)
-    return Captured(gm.graph, constants, tuple(inputs), trace.outputs, trace.leaves, trace.tree, symbols, fixed)
+    inputs = (*inputs, *_number_draws(gm.graph))
+    return Captured(gm.graph, constants, inputs, trace.outputs, trace.leaves, trace.tree, symbols, fixed)
 
 
 ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos}
@@ -250,7 +264,7 @@ def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 class _Normal(_torch.TorchDispatchMode):
     """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them.
 
-    Random ops are refused, and sizes that only the run knows.
+    Draws that cannot be numbered are refused, and sizes that only the run knows.
     """
 
     table = list_decompositions()
@@ -258,10 +272,7 @@ class _Normal(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if Call(op, args, kwargs, ()).draws:
-            raise NotImplementedError(
-                f"{op}: random ops are not supported in a compiled step yet (dropout: set p to 0 or call "
-                f"model.eval()){_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
-            )
+            _check_draw(op, kwargs)
         out = self.table.get(op, op)(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
@@ -269,6 +280,19 @@ class _Normal(_torch.TorchDispatchMode):
                 f"sizes, such as torch.where{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
             )
         return out
+
+
+def _check_draw(op, kwargs: dict[str, Any]) -> None:
+    """Random numbers in a program are those of `spmd.manual_seed`, in the order in which the function draws."""
+    why = None
+    if _torch.in_backward():
+        why = "draws in a backward pass, as activation checkpointing does that computes again what drew; leave it out"
+    elif kwargs.get("generator") is not None:
+        why = "draws from a generator of its own, which would be frozen; use spmd.manual_seed, or draw outside the step"
+    elif op not in FILLS and op not in decompositions:
+        why = "draws in its kernel, which is not supported in a compiled step; use uniform_, normal_ or dropout"
+    if why is not None:
+        raise NotImplementedError(f"{op}: {why}{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}")
 
 
 def _has_symbolic_size(out: Any) -> bool:
@@ -293,6 +317,24 @@ def _at_user_line(frames: Iterable[FrameType]) -> str:
         if os.path.isfile(where) and not where.startswith(NOT_USERS):
             return f"\n  at {where}:{frame.f_lineno}, in {frame.f_code.co_name}"
     return ""
+
+
+# ---- random numbers ---------------------------------------------------------------------------
+
+
+def _number_draws(graph: fx.Graph) -> tuple[Draws, ...]:
+    """Number the draws of a graph in their order; the numbers count from an input, which moves on between calls."""
+    drawing = [n for n in graph.nodes if n.target in FILLS]
+    if not drawing:
+        return ()
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
+    with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
+        rng = graph.placeholder("rng")
+    for number, node in enumerate(drawing):
+        node.args = (node.args[0], rng, *node.args[1:])
+        node.kwargs = {name: x for name, x in node.kwargs.items() if name != "generator"}
+        node.target = Draw(node.target, number)
+    return (Draws(len(drawing)),)
 
 
 # ---- cleaning ---------------------------------------------------------------------------------

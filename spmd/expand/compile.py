@@ -23,7 +23,7 @@ from torch import nn
 from spmd._torch import pytree
 from spmd.comm import agree, transport
 from spmd.expand.bind import bind
-from spmd.expand.capture import Argument, Captured, capture
+from spmd.expand.capture import Argument, Captured, Draws, capture
 from spmd.expand.expand import expand
 from spmd.expand.likeness import ambient, likeness
 from spmd.expand.passes.bucket import bucket_all_reduces
@@ -33,6 +33,7 @@ from spmd.expand.placing import Patterns, check_patterns, placed_spec, placement
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh, per_rank
+from spmd.tensor import random
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
@@ -127,6 +128,7 @@ class CompiledStep:
         if error is not None:
             agree("", self.mesh, what, error)
         text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
+        text += _random_state(bound.captured) if bound else ""
         agree("\n".join([text, *(f"{path}: {value!r}" for path, value in call.numbers.items())]), self.mesh, what)
 
     @property
@@ -141,7 +143,7 @@ class CompiledStep:
         text, error = "", None
         try:
             captured, program = self._expanded(call)
-            text = str(program)
+            text = str(program) + _random_state(captured)
         except Exception as e:
             error = e
         agree(text, self.mesh, self._what, error)
@@ -163,6 +165,12 @@ class CompiledStep:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
+
+
+def _random_state(captured: Captured) -> str:
+    """What ranks compare before they draw random numbers."""
+    draws = any(isinstance(i, Draws) for i in captured.inputs)
+    return f"\nrandom numbers: {random.get_rng_state()}" if draws else ""
 
 
 # ---- one call ---------------------------------------------------------------------------------
@@ -302,7 +310,9 @@ def _block(x: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> Program:
-    def given(i: Slot | Argument) -> Spec | None:
+    def given(i: Slot | Argument | Draws) -> Spec | None:
+        if isinstance(i, Draws):
+            return None
         return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
 
     inputs = [(str(i), given(i)) for i in captured.inputs]
@@ -382,9 +392,11 @@ class _Bound:
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
         return pytree.tree_unflatten(values, self.captured.tree)
 
-    def _input(self, i: Slot | Argument, tensors: Tensors, leaves, numbers) -> Any:
+    def _input(self, i: Slot | Argument | Draws, tensors: Tensors, leaves, numbers) -> Any:
         if i in self.dropped:
             return None
+        if isinstance(i, Draws):
+            return random.take(self.program.mesh, i.count)
         if isinstance(i, Slot):
             return tensors[i]._local_tensor
         return numbers[i.path] if i.path in numbers else leaves[i.path]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.program import LocalShape, Program
 from spmd.mesh import DeviceMesh
+from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import SCALAR, Call, TensorMeta
 from spmd.tensor.dispatch import READS_VALUE
 from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.random import Draw
 from spmd.tensor.redistribute.moves import AllReduce, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.spec import Spec, replicated
@@ -92,7 +94,9 @@ class _Expander:
 
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
-        if not isinstance(node.target, _torch.OpOverload):
+        if isinstance(node.target, Draw):
+            self._draw(node)
+        elif not isinstance(node.target, _torch.OpOverload):
             self._plain(node)
         elif not any(self._spec(n) is not None for n in node.all_input_nodes):
             self._factory(node)
@@ -122,6 +126,16 @@ class _Expander:
 
         self._done(node, self.graph.node_copy(node, whole), None)
 
+    def _draw(self, node: fx.Node) -> None:
+        """Random numbers in the shape of the first operand, which is not read."""
+        x, rng, *args = node.args
+        draw, specs = node.target, fx.map_arg((x, *args), lambda n: self._spec(n) or SCALAR)
+        lowering = lower(Call(draw.op, specs, dict(node.kwargs), _metas(node)))
+        operands = self.move(self._now(x), lowering.plans[0]), self._now(rng), *fx.map_arg(args, self._now)
+        target = replace(draw, spec=lowering.outs[0])
+        new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
+        self._done(node, new, lowering.outs[0])
+
     def _op(self, node: fx.Node) -> None:
         lowering = self._lowering(node)
         plans, now = iter(lowering.plans), {n: self._now(n) for n in node.all_input_nodes}
@@ -132,7 +146,8 @@ class _Expander:
 
         args, kwargs = _in_schema_order(node, operand)
         if lowering.gathered:
-            self.gathered.append((str(node.target), sum(p.src.nbytes for p in lowering.plans if p.steps)))
+            self.gathered.append((str(node.target), lowering.nbytes_gathered))
+            fallback.note(node.target, lowering.nbytes_gathered)
         if lowering.sizes:
             shape = LocalShape(lowering.outs[0])
             args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)

@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from spmd import _torch
+
 _played: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_played_rank", default=None)
 
 
@@ -28,7 +30,8 @@ def current_rank() -> int:
     played = _played.get()
     if played is not None:
         return played[0]
-    return dist.get_rank() if _initialised() else _from_env("RANK", 0)
+    rank = _torch.default_rank()
+    return _from_env("RANK", 0) if rank is None else rank
 
 
 def world_size() -> int:
@@ -52,6 +55,31 @@ def as_rank(rank: int, world_size: int | None = None) -> Iterator[int]:
         yield rank
     finally:
         _played.reset(token)
+
+
+# ---- what a rank keeps for itself -------------------------------------------------------------
+
+_process: dict[str, Any] = {}
+_place: ContextVar[dict[str, Any]] = ContextVar("spmd_place", default=_process)
+
+
+def place() -> dict[str, Any]:
+    """What the rank that this code plays keeps for itself: one a process, which all its threads share.
+
+    Ranks that are threads of one process have one each (`own_place`); ranks that one thread plays share it. Values are
+    replaced and never changed.
+    """
+    return _place.get()
+
+
+@contextmanager
+def own_place() -> Iterator[None]:
+    """Inside, in this thread, the rank keeps its own; it starts with what the place around holds."""
+    token = _place.set(dict(_place.get()))
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 # ---- several ranks in one thread --------------------------------------------------------------

@@ -29,6 +29,7 @@ import torch
 
 from spmd.comm import use_transport
 from spmd.mesh import DeviceMesh, as_rank, groups
+from spmd.mesh.rank import own_place
 from spmd.sim.collectives import Collective, complaint, disagreement, play
 from spmd.sim.exchange import caller
 from spmd.sim.report import Report, meetings, report
@@ -105,6 +106,7 @@ class ThreadWorld:
                 torch.inference_mode(inference),
                 torch.set_grad_enabled(grad),
                 as_rank(rank, self.world_size),
+                own_place(),
                 use_transport(ThreadTransport(board, rank, self.calls[rank])),
             ):
                 results[rank] = fn(rank)

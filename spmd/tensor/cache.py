@@ -20,33 +20,33 @@ class Cache:
     def __init__(self, maxsize: int):
         self.maxsize = maxsize
         self.hits = self.misses = 0
-        self._entries: dict[Hashable, Any] = {}
+        self.entries: dict[Hashable, Any] = {}  # for who cannot wait for a call of `get`
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What is kept under the key; made, and kept, where there is nothing."""
-        found = self._entries.get(key)
+        found = self.entries.get(key)
         if found is not None:
             self.hits += 1
             return found
         made = make()  # by two threads at once, perhaps: they make the same
         with self._lock:
             self.misses += 1
-            while len(self._entries) >= self.maxsize:
-                del self._entries[next(iter(self._entries))]
-            self._entries[key] = made
+            while len(self.entries) >= self.maxsize:
+                del self.entries[next(iter(self.entries))]
+            self.entries[key] = made
         return made
 
     def clear(self) -> None:
         with self._lock:
-            self._entries.clear()
+            self.entries.clear()
             self.hits = self.misses = 0
 
     def __len__(self):
-        return len(self._entries)
+        return len(self.entries)
 
     def __repr__(self):
-        return f"Cache({len(self._entries)} of {self.maxsize} entries, {self.hits} hits, {self.misses} misses)"
+        return f"Cache({len(self.entries)} of {self.maxsize} entries, {self.hits} hits, {self.misses} misses)"
 
 
 def frozen(value: Any) -> Hashable:

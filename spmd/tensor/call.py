@@ -77,7 +77,7 @@ class Call:
     @property
     def draws(self) -> bool:
         """Whether the call takes random numbers; one that is told to drop nothing does not."""
-        if torch.Tag.nondeterministic_seeded not in self.op.tags:
+        if torch.Tag.nondeterministic_seeded not in self.op.tags and self.name not in UNTAGGED:
             return False
         chance = [self[a.name] for a in _torch.arguments(self.op) if a.name in ("p", "dropout_p")]
         return not any(isinstance(p, float) and p == 0 for p in chance)
@@ -90,6 +90,10 @@ class Call:
     def name(self) -> str:
         """The base name of the op: `aten.add_.Tensor`, `aten.add.out` and `aten.add.Tensor` are all `add`."""
         return base_name(self.op)
+
+
+UNTAGGED = {"binomial", "_sample_dirichlet"}
+"""Ops that draw, which torch does not say."""
 
 
 def base_name(op) -> str:

@@ -11,7 +11,8 @@ Three things make writes come out as on one device:
     a view of what had to be gathered is a copy: writing into it is an error
     reading such a copy after its base was written is an error too, for it no longer shows the base
 
-Ops that no rule knows run on whole tensors on every rank; so do ops whose result's shape is in the data.
+Ops that no rule knows run on whole tensors on every rank; so do ops whose result's shape is in the data. They are
+counted (`spmd.tensor.fallback`). Ops that write another shape have ways of their own (`spmd.tensor.in_place`).
 """
 
 from __future__ import annotations
@@ -28,21 +29,40 @@ import torch
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.mesh import DeviceMesh
+from spmd.tensor import fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
+from spmd.tensor.hot import memory_of
+from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided
 from spmd.tensor.lower import READS_STORAGE, Lowering, lower
 from spmd.tensor.meta import out_metas
-from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.redistribute.plan import plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
+from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec, replicated
+from spmd.tensor.vocabulary import ByRows, is_by_rows
 
 lowerings = Cache(maxsize=16384)
 """How eager calls are run, by op, specs and static arguments."""
 
+
+
+def forget() -> None:
+    """Decide anew how every call is run; nothing but time depends on it."""
+    for cache in (lowerings, hot.seen, hot.aligned):
+        cache.clear()
+
+
 aten = torch.ops.aten
+SUMS_OF_PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default}
+"""Ops whose decomposition uses no global size: done on blocks it is the op on blocks."""
+
 READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 """Ops that return a Python value: every rank needs the whole tensor."""
+
+BITS = {aten._conj.default, aten._neg_view.default}
+"""Views that only set a bit, which says how to read the memory."""
 
 _implicit = contextvars.ContextVar("spmd_implicit_replication", default=False)
 
@@ -75,7 +95,7 @@ class Eager(NamedTuple):
 def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     """Run an op of which some operand is a `dtensor` (the DTensor class, handed down to keep imports in a line)."""
     if op in decompositions:
-        out = decompositions[op](*args, **kwargs)
+        out = decompositions[op](*args, **kwargs) if op not in SUMS_OF_PRODUCTS else _summed(op, args, kwargs, dtensor)
         if out is not NotImplemented:
             return out
     given = operands = _tensors(args, kwargs)
@@ -92,6 +112,15 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     return lowerings.get(key, lambda: _way(call, which)).run(call)
 
 
+def _summed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
+    """The op by its decomposition; the next one alike by itself, if each of its ops was done on the blocks alone."""
+    with steps_made() as steps:
+        out = decompositions[op](*args, **kwargs)
+    if out is not NotImplemented and not steps and not out._spec.partial:
+        hot.remember(op, args, kwargs, hot.Hot(True, op, (out._spec,), True, False, False, -1), dtensor)
+    return out
+
+
 # ---- operands ---------------------------------------------------------------------------------
 
 
@@ -99,6 +128,8 @@ def _key(x: Any) -> Any:
     """What tells an argument from others: of a tensor, its spec."""
     if isinstance(x, torch.Tensor):
         return x._spec
+    if isinstance(x, torch.Generator):
+        return torch.Generator  # how a call is run does not depend on which
     return (list, *map(_key, x)) if isinstance(x, (list, tuple)) else frozen(x)
 
 
@@ -152,7 +183,7 @@ def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
 
     RuntimeError elsewhere: torch's operators turn a TypeError into "unsupported operand type(s)".
     """
-    if x.ndim and not (_implicit.get() or _torch.in_backward()):
+    if x.numel() > 1 and not (_implicit.get() or _torch.in_backward() or _is_internal(x, mesh)):
         raise RuntimeError(
             f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor. If it is the same on all ranks write "
             "distribute_tensor(t, mesh, [Replicate(), ...]) or run under spmd.implicit_replication(); if it is this "
@@ -164,6 +195,11 @@ def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
             "would not come back as a plain tensor. Make it a DTensor first, with distribute_tensor or from_local."
         )
     return dtensor(x, _whole_spec(mesh, tuple(x.shape), x.stride(), x.dtype))
+
+
+def _is_internal(x: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Whether torch made x inside of an op, alike on all ranks."""
+    return plain.is_torchs_own(x) and plain.is_same_everywhere(x, mesh)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,11 +214,15 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     """How calls like this one are run: read off the op and the specs alone."""
     op = eager.op
     args, kwargs = _with_tensors(eager.args, eager.kwargs, [x._spec for x in eager.operands])
+    kwargs.pop("generator", None)
     call = Call(op, args, kwargs, (), which)
-    if call.draws:
-        raise NotImplementedError(f"{op}: random ops on DTensors are not supported yet; draw before distributing")
     if _torch.is_composite(op):
         return Decomposed()
+    if call.draws and op not in FILLS:
+        return WholeDraw.of(op)
+    special = _special(op)
+    if special is not None:
+        return special
     if op in READS_VALUE or not (_torch.returns_tensors(op) or _torch.written(op)):
         return Whole()
     try:
@@ -191,9 +231,24 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
         return Whole()
     _refuse_memory_tricks(call, outs)
     call = Call(op, args, kwargs, outs, which)
+    if is_by_rows(call):
+        return ByRows()
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return Whole()
     return Way.of(call, lower(call, in_place=_torch.writes_first(op)))
+
+
+def _special(op) -> Any:
+    """How ops are run that change the shape of what they write into, or look at memory; None for all others."""
+    if op in STRIDED:
+        return Strided()
+    if op in RESIZES:
+        return Turned(resized)
+    functional = _torch.without_out(op)
+    if functional is not None:
+        return IntoOut(op, functional)
+    turned = _torch.not_in_place(op) if torch.Tag.inplace_view in op.tags else None
+    return None if turned is None else Turned(turned)
 
 
 def _refuse_memory_tricks(call: Call, outs: tuple[TensorMeta | None, ...]) -> None:
@@ -224,20 +279,58 @@ class Decomposed:
         return call.op.decompose(*call.args, **call.kwargs)
 
 
+class Strided:
+    """`as_strided` and its kin, which look at memory."""
+
+    def run(self, call: Eager) -> Any:
+        out, copied = strided(call)
+        x = call.operands[0]
+        shown = call.dtensor(out, _whole_spec(x._spec.mesh, tuple(out.shape), out.stride(), out.dtype))
+        if _torch.is_view(call.op):
+            _mark_views((shown,), x, copied)
+        return shown
+
+
 class Whole:
     """The op runs on whole tensors: no rule knows it, it gives a Python value, or its result's shape is in the data."""
 
     def run(self, call: Eager) -> Any:
         if _torch.written(call.op):
             raise NotImplementedError(f"{call.op}: writes, and its shapes are not known before it runs")
-        whole = [plan(x._spec, replicated(x._spec)).run(block(x)) for x in call.operands]
+        plans = [plan(x._spec, replicated(x._spec)) for x in call.operands]
+        nbytes = sum(p.src.nbytes for p in plans if p.steps)
+        if nbytes and call.op is not aten._local_scalar_dense.default:
+            fallback.note(call.op, nbytes)
+        whole = [p.run(block(x)) for p, x in zip(plans, call.operands, strict=True)]
         args, kwargs = _with_tensors(call.args, call.kwargs, whole)
         mesh = call.operands[0]._spec.mesh
 
         def wrapped(x: torch.Tensor):
             return call.dtensor(x, _whole_spec(mesh, tuple(x.shape), x.stride(), x.dtype))
 
-        return pytree.tree_map_only(torch.Tensor, wrapped, call.op(*args, **kwargs))
+        return pytree.tree_map_only(torch.Tensor, wrapped, self._result(call, args, kwargs))
+
+    def _result(self, call: Eager, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return call.op(*args, **kwargs)
+
+
+class WholeDraw(Whole):
+    """An op that draws as many numbers as its operands' values ask for, so that no rank can do a part: poisson."""
+
+    @classmethod
+    def of(cls, op) -> WholeDraw:
+        if any(a.name == "generator" for a in _torch.arguments(op)):
+            return cls()
+        raise NotImplementedError(
+            f"{op}: draws random numbers in its kernel, on each rank for its own block. Attention: run it under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which is made of ops that draw for all ranks together, "
+            "or set dropout_p to 0. Else write it with uniform_, bernoulli_ or torch.nn.functional.dropout."
+        )
+
+    def _result(self, call: Eager, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = dict(zip((a.name for a in _torch.arguments(call.op)), args, strict=False)) | kwargs
+        key = random.next_key(call.op, call.operands[0]._spec.mesh, given.get("generator"))
+        return random.run_seeded(call.op, args, kwargs, call.operands[0].device, key)
 
 
 # ---- running a lowered call -------------------------------------------------------------------
@@ -249,7 +342,8 @@ class Way:
 
     moves: whether any operand is moved. writes: the operands that the op writes into. returns: for each result the
     operand that it is, None for a new tensor; empty when all are new. views: the results show the first operand.
-    flat: the places of the operands among the arguments; None where some are in lists or given by keyword.
+    flat: the places of the operands among the arguments; None where some are in lists or given by keyword. draws: the
+    op fills its result with random numbers.
     """
 
     lowering: Lowering
@@ -259,6 +353,7 @@ class Way:
     returns: tuple[int | None, ...]
     views: bool
     flat: tuple[int, ...] | None
+    draws: bool
 
     @classmethod
     def of(cls, call: Call, lowering: Lowering) -> Way:
@@ -268,16 +363,40 @@ class Way:
             lowering, call.which, any(p.steps for p in lowering.plans),
             tuple(i for i, (name, _) in enumerate(call.named_tensors) if name in written),
             returns if any(i is not None for i in returns) else (), _torch.is_view(call.op), _places(call),
+            call.op in FILLS,
         )  # fmt: skip
 
     def run(self, call: Eager) -> Any:
         for i in self.writes:
             _check_writable(call, i)
+        if self.lowering.gathered:
+            fallback.note(call.op, self.lowering.nbytes_gathered)
         moved = self._moved(call.operands)
         out, copied = self._local_call(call, moved)
         for i in self.writes:
             self._write_back(i, call.operands[i], moved[i])
+        self._remember(call, out, copied)
         return self._results(call, out, copied)
+
+    def _remember(self, call: Eager, out: Any, copied: bool) -> None:
+        """Let calls like this one be run at a glance, if there is no twist to them."""
+        single = isinstance(out, torch.Tensor)
+        plain = not self.draws and not copied and (not self.moves or (self.flat is not None and not self.which))
+        in_place = self.writes == (0,) == self.returns and single
+        if not plain or call.given is not call.operands or (not in_place and (self.writes or self.returns)):
+            return
+        moves = tuple((at, way) for at, way in zip(self.flat or (), self.lowering.plans, strict=False) if way.steps)
+        if (moves and (in_place or self.views)) or self.lowering.gathered:
+            return
+        if not single and type(out) not in (list, tuple):
+            return
+        sizes = _torch.argument_index(call.op, self.lowering.sizes) if self.lowering.sizes else -1
+        if sizes < len(call.args):
+            local = hot.SAME.get(call.op, call.op)
+            outs = self.lowering.outs
+            plain = single and not self.views and not in_place and sizes < 0 and not moves
+            kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves)
+            hot.remember(call.op, call.args, call.kwargs, kind, call.dtensor)
 
     def _moved(self, operands: list) -> list[torch.Tensor]:
         """The blocks of the operands, each moved to where the op wants it; one tensor in two places moves once."""
@@ -299,6 +418,10 @@ class Way:
         if self.lowering.sizes:
             local = self.lowering.outs[0].local_shape_here()
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
+        if self.draws:
+            return random.draw(call.op, args[0], args[1:], kwargs, self.lowering.outs[0]), False
+        if call.op in BITS:  # the global tensor has no bit that says so
+            return call.op(*args, **kwargs).resolve_conj().resolve_neg(), True
         if call.op is not aten.view.default:
             return call.op(*args, **kwargs), False
         try:
@@ -353,21 +476,11 @@ def _places(call: Call) -> tuple[int, ...] | None:
 # ---- memory -----------------------------------------------------------------------------------
 
 
-class Memory:
-    """What a DTensor shares with its views: how often it was written."""
-
-    __slots__ = ("writes",)
-
-    def __init__(self):
-        self.writes = 0
-
-
 def _mark_views(views: Sequence, base, copied: bool) -> None:
     """Tie views to the memory of their base; a copy remembers how it stood when it was made."""
-    if base._memory is None:
-        base._memory = Memory()
+    memory = memory_of(base)
     for view in views:
-        view._memory = base._memory
+        view._memory = memory
         if copied or base._copied_at is not None:
             view._copied_at = base._memory.writes
 

@@ -19,6 +19,7 @@ Left out: moves from one mesh to another; gradients of `from_local` with Partial
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,9 +27,12 @@ import torch
 
 from spmd import _torch
 from spmd.comm import transport
-from spmd.mesh import DeviceMesh, device_mesh, per_rank, topology
+from spmd.mesh import DeviceMesh, current_rank, device_mesh, per_rank, topology
+from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
-from spmd.tensor.dispatch import Memory, block, dispatch
+from spmd.tensor import hot
+from spmd.tensor.dispatch import block, dispatch
+from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
@@ -41,20 +45,23 @@ class DTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: Spec
-    _memory: Memory | None  # shared with its views, once there are any
-    _copied_at: int | None  # of a view that had to be copied: how often its base had been written
+    _memory: Memory | None = None  # shared with its views, once there are any
+    _copied_at: int | None = None  # of a view that had to be copied: how often its base had been written
 
-    __slots__ = ("_copied_at", "_local_tensor", "_memory", "_spec")
+    __slots__ = ("_local_tensor", "_spec")
     __torch_function__ = _torch.disabled_torch_function
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
         out = _torch.wrapper_tensor(cls, local_tensor, spec.shape, spec.stride, requires_grad)
-        out._local_tensor, out._spec, out._memory, out._copied_at = local_tensor, spec, None, None
+        out._local_tensor, out._spec = local_tensor, spec
         return out
 
     @classmethod
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        out = hot.run(op, args, kwargs, DTensor)
+        if out is not hot.MISS:
+            return out
         for t in types:
             if not issubclass(t, _DISPATCHED):
                 return NotImplemented
@@ -105,7 +112,10 @@ class DTensor(torch.Tensor):
         spec = _checked_together(run_check, device_mesh, lambda: _spec_from_local(
             local_tensor, device_mesh, placements, shape, stride
         ))  # fmt: skip
-        return _FromLocal.apply(_on_device(local_tensor, device_mesh), spec)
+        local_tensor = _on_device(local_tensor, device_mesh)
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            return _FromLocal.apply(local_tensor, spec)
+        return DTensor(local_tensor.view_as(local_tensor), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's block. `grad_placements`: how the gradients that come back lie; as this tensor, by default.
@@ -114,7 +124,7 @@ class DTensor(torch.Tensor):
         the loss of its own, say `grad_placements=[Partial()]`. A Partial gives its unreduced part; its gradient is
         taken as replicated.
         """
-        if not torch.is_grad_enabled():
+        if not (self.requires_grad and torch.is_grad_enabled()):
             return block(self)
         return _ToLocal.apply(self, _gradient_spec(self._spec, grad_placements))
 
@@ -130,7 +140,11 @@ class DTensor(torch.Tensor):
                 f"redistribute from {self._spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
             )
         target = _placed(self._spec, placements or [REPLICATE] * self._spec.mesh.ndim)
-        return aten.alias.default(self) if target is self._spec else _Redistribute.apply(self, target)
+        if target is self._spec:
+            return aten.alias.default(self)
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Redistribute.apply(self, target)
+        return _moved(self, target)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
@@ -155,7 +169,8 @@ class DTensor(torch.Tensor):
 
     # ---- copies -------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol):
-        return _rebuilt, (block(self), self._spec, self.requires_grad, self.__dict__)
+        attributes = {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copied_at")}
+        return _rebuilt, (block(self), self._spec, self.requires_grad, attributes)
 
     def __tensor_flatten__(self):
         return ["_local_tensor"], (self._spec, self.requires_grad)
@@ -252,6 +267,11 @@ def _or_replicated(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> 
 
 def _placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
     """The spec of the same tensor placed so: itself where it lies so already, contiguous where it has to move."""
+    return _placed_so(spec, tuple(placements))
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed_so(spec: Spec, placements: tuple[Placement, ...]) -> Spec:
     target = spec_of(spec.mesh, placements, spec.shape, spec.dtype)
     return spec if spec.lies_as(target) else target
 
@@ -262,6 +282,20 @@ def _gradient_spec(spec: Spec, placements: Sequence[Placement] | None) -> Spec:
 
 
 def _spec_from_local(local, mesh, placements, shape, stride) -> Spec:
+    if shape is None and stride is None and players() is None:
+        placed = None if placements is None else tuple(placements)
+        return _spec_of_even(mesh, placed, tuple(local.shape), local.stride(), local.dtype, current_rank())
+    return _checked_spec(local, mesh, placements, shape, stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of_even(mesh, placements, local_shape, local_stride, dtype, rank: int) -> Spec:
+    """The spec of blocks like this one, which the rank has; what is found right once stays right."""
+    local = torch.empty_strided(local_shape, local_stride, dtype=dtype, device="meta")
+    return _checked_spec(local, mesh, placements, None, None)
+
+
+def _checked_spec(local, mesh, placements, shape, stride) -> Spec:
     _check_member("from_local", mesh)
     placements = _or_replicated(placements, mesh)
     if shape is None:
@@ -357,14 +391,19 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, ctx.spec), None
 
 
+def _moved(x: DTensor, target: Spec) -> DTensor:
+    """x lying otherwise; with memory of its own for its history."""
+    local = plan(x._spec, target).run(block(x))
+    return DTensor(local.view_as(local) if local is x._local_tensor else local, target)
+
+
 class _Redistribute(torch.autograd.Function):
     """Globally the identity. The cotangent goes to where the input lies, and never becomes Partial again."""
 
     @staticmethod
     def forward(ctx, x, target):
         ctx.spec = x._spec
-        local = plan(x._spec, target).run(block(x))
-        return DTensor(local.view_as(local) if local is x._local_tensor else local, target)
+        return _moved(x, target)
 
     @staticmethod
     def backward(ctx, grad):

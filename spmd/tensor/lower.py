@@ -54,6 +54,11 @@ class Lowering:
     def modelled_us(self) -> float:
         return sum(p.modelled_us for p in self.plans)
 
+    @property
+    def nbytes_gathered(self) -> int:
+        """Bytes of the operands that are made whole, where the op is `gathered`."""
+        return sum(p.src.nbytes for p in self.plans if p.steps)
+
     def __str__(self):
         ins = ", ".join(f"{p.src} -> {p.dst}" if p.steps else str(p.dst) for p in self.plans)
         return f"({ins}) -> {', '.join(map(str, self.outs))}"
@@ -128,7 +133,7 @@ def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place
     which = call.which or range(len(moved))
     paid = {(w, want): i for i, (w, want, m) in enumerate(zip(which, row.ins, moved, strict=True)) if m}
     moves = [_transition(call, choice, axis, i, want) for (_, want), i in paid.items()]
-    inherited = any(want.is_shard() and not m for want, m in zip(row.ins, moved, strict=True))
+    inherited = any(want.is_shard() and x.on(axis).is_shard() for want, x in zip(row.ins, call.tensors, strict=True))
     owed = [_owed(call, choice, axis, j, p, inherited) for j, p in enumerate(row.outs) if call.outs[j]]
     # Rounded: sums that are equal on paper must tie, and on every machine alike.
     us = round(sum(moves) + sum(owed), 6)

@@ -134,9 +134,17 @@ class Spec:
         ns = tuple(self.mesh.shape[a] for a in self.dims[dim])
         return aligned(self.shape[dim], self.units[dim], ns, unit)
 
+    @cached_property
+    def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        return {}
+
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of what the rank at `coordinate` holds."""
-        return tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
+        found = self._local_shapes.get(coordinate)
+        if found is None:
+            found = tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
+            self._local_shapes[tuple(coordinate)] = found
+        return found
 
     @per_rank
     def local_shape_here(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn, optim
+from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import Partial, Replicate, Shard
@@ -145,12 +146,16 @@ def grows_a_weight(model, optimizer, x, y):
     return x.sum()
 
 
-def drops_out(model, optimizer, x, y):
-    return train_step(model, optimizer, F.dropout(x, 0.5), y)
+def draws_from_its_own(model, optimizer, x, y):
+    return train_step(model, optimizer, x.clone().uniform_(generator=torch.Generator()), y)
 
 
-def draws(model, optimizer, x, y):
-    return train_step(model, optimizer, x + torch.randn_like(x), y)
+def draws_by_values(model, optimizer, x, y):
+    return train_step(model, optimizer, torch.poisson(x.abs()), y)
+
+
+def computes_again(model, optimizer, x, y):
+    return train_step(model, optimizer, checkpoint(F.dropout, x * model.down.bias.sum(), use_reentrant=False), y)
 
 
 def branches_on_the_loss(model, optimizer, x, y):
@@ -190,11 +195,12 @@ def of_wrong_shapes(model, optimizer, x, y):
         (counts_in_python, RuntimeError, r"changes a Python value in model .*counts in tensors"),
         (leaves_training, RuntimeError, r"changes a Python value.*set flags outside the step"),
         (
-            drops_out,
+            draws_from_its_own,
             NotImplementedError,
-            r"(?s)bernoulli.*: random ops.*dropout.*model.eval\(\).*test_errors.py:\d+, in drops_out",
+            r"(?s)uniform.*: draws from a generator of its own.*test_errors.py:\d+, in draws_from",
         ),
-        (draws, NotImplementedError, r"(?s)aten.randn_like.*: random ops.*test_errors.py:\d+, in draws"),
+        (draws_by_values, NotImplementedError, r"(?s)poisson.*: draws in its kernel.*test_errors.py:\d+, in draws_by"),
+        (computes_again, NotImplementedError, r"(?s)bernoulli.*: draws in a backward pass.*checkpointing"),
         (
             branches_on_the_loss,
             RuntimeError,
@@ -317,7 +323,7 @@ def test_after_an_error_the_right_step_works():
         with pytest.raises(IndexError):
             compiled(*mine, X[0], Y)
         with pytest.raises(NotImplementedError):
-            spmd.compile(drops_out, mesh_of(2, 1))(*mine, X, Y)
+            spmd.compile(draws_by_values, mesh_of(2, 1))(*mine, X, Y)
         same([values(compiled(*mine, *batch)) for batch in case.batches], want, "returned")
 
     run_ranks(rank, 2)

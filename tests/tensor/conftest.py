@@ -11,7 +11,7 @@ def honest_specs(monkeypatch):
     make = DTensor.__new__
 
     def checked(cls, local_tensor, spec, *, requires_grad=False):
-        shape = spec.local_shape(spec.mesh.get_coordinate())
+        shape = spec.local_shape_here()
         assert tuple(local_tensor.shape) == shape, f"{spec}: block {list(local_tensor.shape)}, not {list(shape)}"
         assert local_tensor.dtype == spec.dtype, f"{spec}: block of {local_tensor.dtype}"
         assert type(local_tensor) is not DTensor

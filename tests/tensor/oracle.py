@@ -241,12 +241,12 @@ def local_shape(shape, placements, ns, at) -> list[int]:
 
 
 def noise(x: torch.Tensor) -> torch.Tensor:
-    """Random numbers of the shape and dtype of x, small, and none of them zero."""
+    """Random numbers of the shape and dtype of x, small, none of them zero, of few digits: their sums are exact."""
     if x.dtype == torch.bool:
         return torch.rand(x.shape) < 0.5
     if not x.is_floating_point() and not x.is_complex():
         return torch.randint(1, 4, x.shape).to(x.dtype)
-    real = (torch.rand(x.shape, dtype=torch.float64) + 0.25) * (2 * (torch.rand(x.shape) < 0.5) - 1)
+    real = torch.randint(16, 80, x.shape) / 64 * (2 * (torch.rand(x.shape) < 0.5) - 1)
     return real.to(x.dtype)
 
 

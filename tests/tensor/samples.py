@@ -422,7 +422,126 @@ def attention():
     yield Sample(forward.default, (q, q, q), {"attn_mask": f(1, 3, 3, 3)})
 
 
-PARTS = (contractions, algebra, gradients, factories, reductions, one_dim_whole, views, indexing, networks)
+def matrices():
+    a, x = f(4, 3, 3), f(4, 3, 2)
+    square = a @ a.mT + torch.eye(3)
+    lower = torch.linalg.cholesky(square)
+    for name in """linalg_inv_ex linalg_cholesky_ex cholesky _linalg_eigh linalg_eig linalg_qr linalg_lu
+                   linalg_lu_factor_ex linalg_ldl_factor_ex _linalg_det _linalg_slogdet linalg_matrix_exp
+                   geqrf""".split():
+        yield s(name, square)
+        yield s(name, square[:1])
+    yield s("_linalg_svd", f(5, 4, 3))
+    yield s("linalg_pinv.atol_rtol_tensor", f(4, 3, 2))
+    yield s("cholesky_inverse", lower)
+    yield s("cholesky_solve", x, lower)
+    for b in (x, f(1, 3, 2), f(3, 3), f(3)):
+        yield s("_linalg_solve_ex", square[:3] if b.shape == (3, 3) else square, b)
+    yield s("linalg_solve_triangular", lower, x, upper=False)
+    yield s("triangular_solve", x, lower, False)
+    lu, pivots = torch.linalg.lu_factor(square)
+    yield s("lu_unpack", lu, pivots)
+    yield s("linalg_lu_solve", lu, pivots, x)
+    ld, at = torch.linalg.ldl_factor(square)
+    yield s("linalg_ldl_solve", ld, at, x)
+    q, tau = torch.geqrf(f(4, 3, 3))
+    yield s("linalg_householder_product", q, tau)
+    yield s("ormqr", q, tau, x)
+    yield s("linalg_cross", f(4, 3), f(4, 3), dim=-1)
+    yield s("linalg_cross", f(4, 3), f(1, 3), dim=-1)
+    for rows in ((2, 4, 3), (4, 3)):
+        yield s("_cdist_forward", f(*rows), f(*rows[:-2], 5, 3), 2.0, None)
+    yield s("_cdist_forward", f(1, 4, 3), f(2, 5, 3), 1.0, None)
+
+
+def signals():
+    c = f(4, 5, 6, dtype=torch.complex64)
+    yield s("_fft_r2c", f(4, 5, 6), [1], 0, True)
+    yield s("_fft_c2c", c, [2, 0], 1, True)
+    yield s("_fft_c2r", c, [2], 0, 10)
+    yield s("view_as_real", c)
+    yield s("view_as_complex", f(4, 5, 2))
+    for dim in (0, -1):
+        yield s("unfold", f(4, 5), dim, 3, 1)
+        yield s("unfold_backward", f(*((2, 5, 3) if dim == 0 else (4, 3, 3))), [4, 5], dim, 3, 1)
+        yield s("slice_scatter", f(4, 5), f(*((2, 5) if dim == 0 else (4, 2))), dim, 1, 3)
+        yield s("select_scatter", f(4, 5), f(5 if dim == 0 else 4), dim, 1)
+        yield s("renorm", f(4, 5), 2, dim, 1.0)
+        yield s("_safe_softmax", f(4, 5), dim)
+        yield s("glu", f(4, 6), dim)
+        yield s("glu_backward", f(*((2, 6) if dim == 0 else (4, 3))), f(4, 6), dim)
+    yield s("unfold", f(), 0, 1, 1)
+    yield s("rot90", f(4, 5, 3), 1, [0, 2])
+    yield s("isin.Tensor_Tensor", i(4, 5), i(3))
+    yield s("isin.Tensor_Scalar", i(4, 5), 2)
+    table = f(6).sort().values
+    yield s("searchsorted.Tensor", table, f(4, 5))
+    yield s("searchsorted.Tensor", f(4, 6).sort(-1).values, f(4, 5))
+    yield s("searchsorted.Scalar", table, 0.5)
+    yield s("bucketize.Tensor", f(4, 5), table)
+    yield s("take", f(4, 5), i(3, 2, high=20))
+    index = i(4, 5, high=4)
+    for kind in ("sum", "prod", "mean", "amax"):
+        yield s("scatter_reduce.two", f(4, 5), 0, index, f(4, 5), kind)
+        yield s("index_reduce", f(4, 5), 1, i(3), f(4, 3), {"sum": "prod"}.get(kind, kind).replace("sum", "prod"))
+    yield s("_unsafe_index.Tensor", f(4, 5), [None, i(3)])
+    for mode in (0, 1, 2):
+        yield s("_embedding_bag", f(7, 4), i(6), torch.tensor([0, 2, 5]), False, mode)
+        yield s("_embedding_bag_forward_only", f(7, 4), i(6), torch.tensor([0, 2, 5]), False, mode)
+
+
+def images():
+    for n in (1, 2, 3):
+        yield from _resized(n)
+        x = f(4, 3, *[5, 6, 7][:n])
+        for kind in ("reflection", "replication"):
+            name, pad = f"{kind}_pad{n}d", [1, 2] * n
+            yield s(name, x, pad)
+            yield s(name, x[0], pad)
+            out = getattr(aten, name)(x, pad)
+            yield s(f"{name}_backward", f(*out.shape), x, pad)
+    for n in (2, 3):
+        yield from _pooled(n, f(4, 3, *[6] * n))
+        yield from _pooled(n, f(3, *[6] * n))
+        yield s(f"grid_sampler_{n}d", f(4, 2, *[5] * n), f(4, *[3] * n, n), 0, 0, False)
+    for name in ("bilinear2d", "bicubic2d"):
+        yield s(f"_upsample_{name}_aa", f(4, 3, 6, 6), [4, 4], False)
+        yield s(f"_upsample_{name}_aa_backward", f(4, 3, 4, 4), [4, 4], [4, 3, 6, 6], False)
+    yield s("pixel_shuffle", f(4, 8, 3, 3), 2)
+    yield s("pixel_unshuffle", f(4, 2, 4, 6), 2)
+    yield s("im2col", f(4, 2, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1])
+    yield s("im2col", f(2, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1])
+    yield s("col2im", f(4, 8, 16), [5, 5], [2, 2], [1, 1], [0, 0], [1, 1])
+
+
+def _resized(n: int):
+    sizes, x = [4, 5, 6][:n], f(4, 3, *[3] * n)
+    smooth = {1: ["linear"], 2: ["bilinear", "bicubic"], 3: ["trilinear"]}[n]
+    for name in [*(f"upsample_{kind}{n}d" for kind in smooth)]:
+        yield s(name, x, sizes, False)
+        yield s(f"{name}_backward", f(4, 3, *sizes), sizes, list(x.shape), False)
+    for name in (f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"):
+        yield s(name, x, sizes)
+        yield s(f"{name}_backward", f(4, 3, *sizes), sizes, list(x.shape))
+
+
+def _pooled(n: int, x):
+    window, step, pad = [2] * n, [2] * n, [0] * n
+    out, at = getattr(aten, f"max_pool{n}d_with_indices")(x, window, step)
+    yield s(f"max_pool{n}d_with_indices", x, window, step)
+    yield s(f"max_pool{n}d_with_indices_backward", f(*out.shape), x, window, step, pad, [1] * n, False, at)
+    yield s(f"max_unpool{n}d", out, at, [6] * n, *([step, pad] if n == 3 else []))
+    yield s(f"avg_pool{n}d", x, window, step)
+    yield s(f"avg_pool{n}d_backward", f(*out.shape), x, window, step, pad, False, True, None)
+    out, at = getattr(aten, f"adaptive_max_pool{n}d")(x, [4] * n)
+    yield s(f"adaptive_max_pool{n}d", x, [4] * n)
+    yield s(f"adaptive_max_pool{n}d_backward", f(*out.shape), x, at)
+    yield s(f"_adaptive_avg_pool{n}d", x, [4] * n)
+    yield s(f"_adaptive_avg_pool{n}d_backward", f(*out.shape), x)
+
+
+PARTS = (contractions, algebra, gradients, factories, reductions, one_dim_whole, views, indexing, networks,
+         matrices, signals, images)  # fmt: skip
 
 
 def samples_of(part) -> list[Sample]:
@@ -442,5 +561,9 @@ ELSEWHERE = dict.fromkeys(
        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward""".split(),
     "has no CPU kernel; the rule is that of native_layer_norm_backward, or of the CPU's attention",
+)
+ELSEWHERE |= dict.fromkeys(
+    "uniform normal normal_functional exponential cauchy log_normal geometric bernoulli random".split(),
+    "draws random numbers; on each rank those of its block, see test_random",
 )
 """Ops of the book that no sample here runs, with the reason."""

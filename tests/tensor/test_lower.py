@@ -139,8 +139,8 @@ flash_attention_for_cpu_backward(5 x f32[8@dp, 4@tp, 8, 8], f32[8@dp, 4@tp, 8]) 
 embedding(f32[256, 32], i64[8@dp, 8]) -> f32[8@dp, 8, 32]
 embedding_dense_backward(f32[8@dp, 8, 32], i64[8@dp, 8]) -> f32[256, 32] +sum@dp
 _log_softmax(f32[64@dp, 256]) -> f32[64@dp, 256]
-_log_softmax(f32[64@dp, 256@tp]) -> f32[64@dp, 256]
-    f32[64@dp, 256@tp]: all_gather(tp, 1)
+_log_softmax(f32[64@dp, 256@tp]) -> f32[64@dp,tp, 256]
+    f32[64@dp, 256@tp]: all_to_all(tp, 1, 0)
 nll_loss_forward(f32[64@dp, 256], i64[64@dp]) -> 2 x f32[] +sum@dp
 div(2 x f32[] +sum@dp) -> f32[] +sum@dp
     f32[] +sum@dp: all_reduce(dp)

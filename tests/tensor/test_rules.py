@@ -11,6 +11,7 @@ import torch
 
 from spmd.tensor.rules.book import book, rule_of
 from spmd.tensor.rules.decompositions import decompose, decompositions
+from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.families import groups
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.rule import Factor, Law, Rule, laws, rows
@@ -332,8 +333,9 @@ def test_a_decomposition_is_its_op(sample, quiet):
 
 
 def test_each_decomposition_has_a_sample():
-    """Those of list ops are tested in test_lists."""
-    assert set(decompositions) - set(list_decompositions()) == {sample.op for sample in DECOMPOSED}
+    """Those of list ops are tested in test_lists, those of ops that draw in test_random."""
+    elsewhere = set(list_decompositions()) | set(random_decompositions)
+    assert set(decompositions) - elsewhere == {sample.op for sample in DECOMPOSED}
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,13 @@ _made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=Non
 def steps_made() -> Iterator[list[Step]]:
     """What eager ops move inside the block, in order: a list that grows."""
     steps: list[Step] = []
-    token = _made.set(steps)
+    around, token = _made.get(), _made.set(steps)
     try:
         yield steps
     finally:
         _made.reset(token)
+        if around is not None:
+            around += steps
 
 
 @dataclass(frozen=True)

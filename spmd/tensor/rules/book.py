@@ -11,7 +11,9 @@ pointwise need no row unless a law holds for them. What stands here in one line 
 
 and rows that read more of the call than that, as functions in `indexing`, `networks` and `movement`.
 
-Not here: random ops, ops whose local call needs the rank's offset (a vocabulary-sharded embedding), and ops
+Ops that draw random numbers lie as `zeros_like` does; the numbers are the recipe's (`spmd.tensor.random`).
+
+Not here: ops whose local call needs the rank's offset (a vocabulary-sharded embedding), and ops
 that are spelled in a way that is not safe locally (mean: see `decompositions`).
 """
 
@@ -24,7 +26,8 @@ import torch
 
 from spmd import _torch
 from spmd.tensor.call import Call
-from spmd.tensor.rules import families, indexing, movement, networks
+from spmd.tensor.rules import batches, families, indexing, movement, networks
+from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.rules.laws import (
     ADDCDIV,
     ADDCMUL,
@@ -123,6 +126,18 @@ def move(names: str, source: Callable[[Call, int], list]) -> None:
     enter(names, lambda call: families.moved(call, lambda ndim: source(call, ndim)))
 
 
+def batch_of(last: int, names: str) -> None:
+    enter(names, lambda call: batches.batched(call, last))
+
+
+def windows(last: int, names: str) -> None:
+    enter(names, lambda call: batches.windows(call, last))
+
+
+def look_up(table: str, what: str, names: str) -> None:
+    enter(names, lambda call: batches.found_in(call, table, what))
+
+
 # ---- contraction ------------------------------------------------------------------------------
 
 contract("mm",   "m k, k n -> m n", BILINEAR)
@@ -160,6 +175,8 @@ enter("div true_divide", networks.division)
 enter("masked_fill", networks.masked_fill)
 enter("zeros_like ones_like full_like empty_like fill", families.like)
 elementwise(UNREAD + FILLS_ZERO, "zero")  # in place a sum stays one
+enter("uniform normal normal_functional exponential cauchy log_normal geometric bernoulli random",
+      lambda call: families.like(call) if call.op in FILLS else None)  # bernoulli(p) reads
 enter("new_zeros new_ones new_full new_empty", families.new)
 
 # ---- reduction --------------------------------------------------------------------------------
@@ -232,3 +249,49 @@ enter("""_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_a
 enter("""_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_flash_attention_backward
          _scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward""",
       networks.attention_backward)
+
+# ---- batches: of matrices, signals, images ----------------------------------------------------
+
+batch_of(2, """linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse cholesky_solve _linalg_svd _linalg_eigh
+    linalg_eig linalg_qr linalg_lu linalg_lu_factor_ex lu_unpack linalg_lu_solve linalg_ldl_factor_ex linalg_ldl_solve
+    _linalg_det
+    _linalg_slogdet linalg_matrix_exp linalg_householder_product _linalg_solve_ex linalg_solve_triangular
+    triangular_solve linalg_pinv geqrf ormqr""")
+enter("_fft_r2c _fft_c2c _fft_c2r", batches.transformed)
+enter("view_as_real", batches.as_real)
+enter("view_as_complex", batches.as_complex)
+enter("unfold", batches.unfolded)
+enter("unfold_backward", batches.folded)
+enter("slice_scatter select_scatter", batches.scattered_into)
+windows(1, """reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward
+    upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
+    upsample_linear1d upsample_linear1d_backward""")
+windows(2, """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
+    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward max_unpool2d
+    reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward
+    upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
+    upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward
+    _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward""")
+windows(3, """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
+    _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward max_unpool3d
+    reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward
+    upsample_nearest3d upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward
+    upsample_trilinear3d upsample_trilinear3d_backward pixel_shuffle pixel_unshuffle""")
+enter("grid_sampler_2d grid_sampler_3d", batches.resampled)
+enter("im2col col2im", lambda call: batches.leading(call, 1 if call.tensors[0].ndim > 2 else 0, nonempty=True))
+
+# ---- look-ups ---------------------------------------------------------------------------------
+
+look_up("test_elements", "elements", "isin")
+look_up("sorted_sequence", "self", "searchsorted")
+look_up("boundaries", "self", "bucketize")
+look_up("self", "index", "take")
+enter("_cdist_forward", batches.distances)
+enter("_embedding_bag _embedding_bag_forward_only", batches.bags)
+keep_whole("dim", "_safe_softmax glu glu_backward")
+enter("linalg_cross", batches.crossed)
+enter("renorm", batches.renormed)
+keep_whole("dims", "rot90")
+enter("scatter_reduce", indexing.scatter_reduced)
+enter("index_reduce", indexing.index_reduced)
+enter("_unsafe_index", indexing.indexed)

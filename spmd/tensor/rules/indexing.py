@@ -86,6 +86,10 @@ def scatter_added(call: Call) -> Rule:
     return _scatter(call, SCATTER_ADD, ("index", "src"))
 
 
+def scatter_reduced(call: Call) -> Rule:
+    return _scatter(call, (), ("index", "src"))
+
+
 def _filling(value):
     return FILLS_ZERO if is_zero(value) else FILLS
 
@@ -114,6 +118,10 @@ def _along(call: Call, law) -> Rule:
 
 def index_added(call: Call) -> Rule:
     return _along(call, SCATTER_ADD)
+
+
+def index_reduced(call: Call) -> Rule:
+    return _along(call, ())
 
 
 def index_copied(call: Call) -> Rule:

@@ -173,3 +173,12 @@ def list_decompositions() -> dict[_torch.OpOverload, Callable]:
 
 def _bound(fn: Callable, op) -> Callable:
     return lambda *args, **kwargs: fn(op, *args, **kwargs)
+
+
+def _is_elementwise(op: _torch.OpOverload) -> bool:
+    name = _torch.qualified_name(op).removeprefix("aten::_foreach_").removesuffix("_")
+    return name not in ("norm", "max", "powsum")
+
+
+ELEMENTWISE_LISTS = frozenset(filter(_is_elementwise, _torch.list_ops()))
+"""Ops that do the same to each element of each tensor, so that blocks that lie alike can be done as they are."""

@@ -1,0 +1,279 @@
+"""The calls that are made again and again: one look-up, the local op, and the results wrapped.
+
+A call is hot once the slow way (`dispatch`) has been gone for its like: then all that its kind needs - what is moved,
+which local function, the specs of its results - is kept here, under the op, the specs of its tensors and its static
+arguments. What has a twist - draws, writes into what is moved, tensors in keyword arguments - takes the slow way.
+
+    hot.seen        # Cache(12 of 16384 entries, 340 hits, 12 misses)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from spmd import _torch
+from spmd.tensor.cache import Cache
+from spmd.tensor.redistribute.plan import Plan
+from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
+from spmd.tensor.spec import Spec
+
+seen = Cache(maxsize=16384)
+"""Hot calls by op, specs and static arguments."""
+
+MISS = object()
+"""What `run` gives for a call that is not hot."""
+
+
+class Hot(NamedTuple):
+    """How a hot call is run.
+
+    plain: it makes one new tensor of whole tensors, and nothing else is to be done. call: the local function. outs:
+    the spec of each result, None for what is no tensor. single: it gives one tensor. views: the results show the
+    first tensor. in_place: it writes the first tensor and gives it back. sizes: where among the arguments the local
+    shape of the result stands, -1 for nowhere. moves: which arguments are moved first, and how.
+    """
+
+    plain: bool
+    call: Callable[..., Any]
+    outs: tuple[Spec | None, ...]
+    single: bool
+    views: bool
+    in_place: bool
+    sizes: int
+    moves: tuple[tuple[int, Plan], ...] = ()
+
+
+_STATIC = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
+
+
+def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtensor: type) -> Any:
+    """What the call gives; MISS where it has to be dispatched."""
+    if not kwargs:  # the commonest calls, spelled out: what follows does the same for all
+        if len(args) == 2:
+            a, b = args
+            if type(a) is dtensor and type(b) is dtensor and a is not b:
+                found = seen.entries.get((op, a._spec, b._spec))
+                if found is not None and found[0] and a._copied_at is None and b._copied_at is None:
+                    seen.hits += 1
+                    return wrap(dtensor, found[1](a._local_tensor, b._local_tensor), found[2][0])
+        elif len(args) == 1:
+            a = args[0]
+            if type(a) is dtensor:
+                found = seen.entries.get((op, a._spec))
+                if found is not None and found[0] and a._copied_at is None:
+                    seen.hits += 1
+                    return wrap(dtensor, found[1](a._local_tensor), found[2][0])
+    if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
+        return run_lists(op, args, kwargs or {}, dtensor)
+    key: list[Any] = [op]
+    local: list[Any] = []
+    tensors: list[Any] = []
+    for x in args:
+        kind = type(x)
+        if kind is dtensor:
+            if tensors and (x is tensors[0] or (len(tensors) > 1 and any([x is t for t in tensors]))):
+                key.append(_again(tensors, x))
+            key.append(x._spec)
+            local.append(x._local_tensor)
+            tensors.append(x)
+            continue
+        if kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
+            key += (kind, x)
+        elif kind is list:
+            if not x or type(x[0]) is int:
+                if not all([type(n) is int for n in x]):
+                    return MISS
+                key.append(tuple(x))
+            else:
+                if not all([type(y) is dtensor for y in x]):
+                    return MISS
+                key.append(tuple([y._spec for y in x]))
+                tensors += x
+                if len({id(y) for y in tensors}) < len(tensors):
+                    return MISS
+                x = [y._local_tensor for y in x]
+        else:
+            return MISS
+        local.append(x)
+    if kwargs:
+        for name, x in kwargs.items():
+            if type(x) not in _STATIC:
+                return MISS
+            key += (name, x)
+    found = seen.entries.get(tuple(key))
+    if found is None:
+        return MISS
+    for x in tensors:
+        if x._copied_at is not None:
+            return MISS
+    return _call(found, local, kwargs or {}, tensors[0], dtensor)
+
+
+def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
+    """The DTensor of a block: what calling the class does, in less time."""
+    out = _torch.new_wrapper(dtensor, spec.shape, spec.stride, dtype=local.dtype, device=local.device)
+    out._local_tensor, out._spec = local, spec
+    return out
+
+
+def _again(tensors: list, x: Any) -> tuple[str, int]:
+    """Where a tensor that comes again came first."""
+    return "again", next(i for i, t in enumerate(tensors) if t is x)
+
+
+def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: type) -> Any:
+    seen.hits += 1
+    _, call, outs, single, views, in_place, sizes, moves = found
+    if in_place:
+        call(*local, **kwargs)
+        if first._memory is not None:
+            first._memory.writes += 1
+        return first
+    if sizes >= 0:
+        local[sizes] = outs[0].local_shape_here()
+    for i, way in moves:
+        local[i] = way.run(local[i])
+    try:
+        out = call(*local, **kwargs)
+    except RuntimeError:
+        if moves:
+            raise  # what was sent is not sent again
+        return MISS  # a block with unusual strides that has no such view, or an error that the slow way explains
+    if single:
+        result = wrap(dtensor, out, outs[0])
+        if views:
+            result._memory = memory_of(first)
+        return result
+    results = [x if spec is None else wrap(dtensor, x, spec) for x, spec in zip(out, outs, strict=True)]
+    if views:
+        memory = memory_of(first)
+        for result in results:
+            result._memory = memory
+    return type(out)(results)
+
+
+def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: Hot, dtensor: type) -> None:
+    """Run calls like this one so from now on, if they can be told from others at a glance."""
+    key: list[Any] = [op]
+    tensors: list[Any] = []
+    for x in args:
+        kind = type(x)
+        if kind is dtensor:
+            if any(x is t for t in tensors):
+                key.append(_again(tensors, x))
+            key.append(x._spec)
+            tensors.append(x)
+        elif kind in _STATIC or kind is float:
+            key += (kind, x)
+        elif kind is list and all(type(n) is int for n in x):
+            key.append(tuple(x))
+        elif kind is list and all(type(y) is dtensor for y in x):
+            key.append(tuple([y._spec for y in x]))
+            tensors += x
+        else:
+            return
+    for name, x in kwargs.items():
+        if type(x) not in _STATIC:
+            return
+        key += (name, x)
+    seen.get(tuple(key), lambda: hot)
+
+
+# ---- lists ------------------------------------------------------------------------------------
+
+
+def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
+    """An elementwise op on lists, as one local call where the i-th tensors of all lists lie alike; MISS elsewhere."""
+    key: list[Any] = [op]
+    local: list[Any] = []
+    tensors: list[Any] = []
+    for a in args:
+        if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
+            specs = tuple([x._spec if type(x) is dtensor else _NUMBER if _is_number(x) else None for x in a])
+            if None in specs:
+                return MISS
+            key.append(specs)
+            distributed = [x for x in a if type(x) is dtensor]
+            tensors += distributed
+            a = [x._local_tensor if type(x) is dtensor else x for x in a]
+        elif isinstance(a, torch.Tensor):
+            return MISS
+        local.append(a)
+    if not tensors or any([x._copied_at is not None for x in tensors]):
+        return MISS
+    if kwargs and any([isinstance(x, torch.Tensor) for x in kwargs.values()]):
+        return MISS
+    if not aligned.get(tuple(key), lambda: _Aligned(_are_aligned(key[1:]))).yes:
+        return MISS
+    out = op(*local, **kwargs)
+    if out is None:
+        for i in _torch.written_places(op):
+            for x in args[i]:
+                if type(x) is dtensor and x._memory is not None:
+                    x._memory.writes += 1
+        return None
+    firsts = key[1]
+    if any([x.dtype != spec.dtype for x, spec in zip(out, firsts, strict=True)]):
+        return MISS
+    return [wrap(dtensor, x, spec) for x, spec in zip(out, firsts, strict=True)]
+
+
+aligned = Cache(maxsize=4096)
+"""Whether the tensors of lists lie alike, by op and specs."""
+
+_NUMBER = "number"
+
+
+class _Aligned(NamedTuple):
+    yes: bool
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) is torch.Tensor and x.ndim == 0
+
+
+def _are_aligned(lists: list[tuple]) -> bool:
+    """Whether the first list is of DTensors without reductions to be done, and the others lie as it does."""
+    if any(spec is _NUMBER or spec.partial for spec in lists[0]) or any(len(x) != len(lists[0]) for x in lists):
+        return False
+    return all(
+        spec is _NUMBER or (spec.lies_as(first) and spec.shape == first.shape and spec.mesh == first.mesh)
+        for others in lists[1:]
+        for first, spec in zip(lists[0], others, strict=True)
+    )
+
+
+class Memory:
+    """What a DTensor shares with its views: how often it was written."""
+
+    __slots__ = ("writes",)
+
+    def __init__(self):
+        self.writes = 0
+
+
+def memory_of(x) -> Memory:
+    """The memory of a DTensor, from now on shared with what asks for it."""
+    if x._memory is None:
+        x._memory = Memory()
+    return x._memory
+
+
+SAME = {
+    torch.ops.aten.add.Tensor: torch.add, torch.ops.aten.sub.Tensor: torch.sub, torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.div.Tensor: torch.div, torch.ops.aten.mm.default: torch.mm, torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.relu.default: torch.relu, torch.ops.aten.exp.default: torch.exp, torch.ops.aten.t.default: torch.t,
+    torch.ops.aten.where.self: torch.where, torch.ops.aten.clone.default: torch.clone,
+    torch.ops.aten.detach.default: torch.detach, torch.ops.aten.neg.default: torch.neg,
+    torch.ops.aten.transpose.int: torch.transpose, torch.ops.aten.unsqueeze.default: torch.unsqueeze,
+    torch.ops.aten.gt.Scalar: torch.gt, torch.ops.aten.tanh.default: torch.tanh,
+    torch.ops.aten.sqrt.default: torch.sqrt,
+    torch.ops.aten.sigmoid.default: torch.sigmoid, torch.ops.aten.embedding.default: torch.embedding,
+    torch.ops.aten.cat.default: torch.cat, torch.ops.aten.sum.dim_IntList: torch.sum,
+    torch.ops.aten.view.default: torch.Tensor.view,
+    torch.ops.aten.add_.Tensor: torch.Tensor.add_, torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
+}  # fmt: skip
+"""Functions that are the same op as an overload and are called in less time."""

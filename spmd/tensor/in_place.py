@@ -1,0 +1,122 @@
+"""Ways to run ops that write and do more than fill in numbers: `out=`, `t_`, `resize_`, and `as_strided`.
+
+    torch.nonzero(x, out=y)     the op without `out`, and then y takes its result, whatever its shape
+    x.t_(), x.squeeze_()        x becomes what x.t() shows: the same memory, another shape
+    x.resize_(6)                x becomes its first 6 elements, or is filled up with zeros
+    x.as_strided((2, 2), ...)   a view of whole memory; where x has to be gathered for it, a copy
+
+Each is asked for once by `spmd.tensor.dispatch`, and run for every call of its kind. Refused: what reaches for memory
+that a view does not show, and a new shape for a tensor whose views would go on showing the old one.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.spec import replicated, strides_like
+
+aten = torch.ops.aten
+
+RESIZES = {aten.resize_.default, aten.resize_as_.default}
+STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
+
+
+class IntoOut:
+    """An op with `out=`: the result of the op without it goes into the tensors that were given."""
+
+    def __init__(self, op, functional):
+        self.functional = functional
+        self.names = [a.name for a in _torch.arguments(op) if a.is_out]
+
+    def run(self, call) -> Any:
+        kwargs = {name: x for name, x in call.kwargs.items() if name not in self.names}
+        given = call.given[-len(self.names) :]
+        values = pytree.tree_leaves(self.functional(*call.args, **kwargs))
+        for target, value in zip(given, values, strict=True):
+            _deliver(call, target, value)
+        return given[0] if len(given) == 1 else tuple(given)
+
+
+def _deliver(call, target: torch.Tensor, value) -> None:
+    """Write a result into what was given as `out`, which takes its shape."""
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"{call.op}: result type {value.dtype} can't be cast to the desired output {target.dtype}")
+    value = value.to(target.dtype)
+    if target.shape == value.shape:
+        target.copy_(value if isinstance(target, call.dtensor) else value.full_tensor())
+    elif isinstance(target, call.dtensor):
+        become(call.op, target, value)
+    else:
+        target.data = value.full_tensor()
+
+
+def become(op, x, value) -> None:
+    """From now on x is `value`: its block, its spec, its shape. RuntimeError where views of x would not follow."""
+    follows = value._memory is not None and value._memory is x._memory and value._copied_at == x._copied_at
+    if x._memory is not None and not follows:
+        raise RuntimeError(
+            f"{op}: {x._spec} would get new memory, as {value._spec}, and its views, or what it is a view of, would "
+            "go on showing the old; use the op that gives a new tensor"
+        )
+    x._local_tensor, x._spec = value._local_tensor, value._spec
+    with _torch.no_dispatch():
+        x.resize_(value.shape).as_strided_(value.shape, value.stride())
+
+
+class Turned:
+    """An in-place op that gives its tensor another shape, such as `t_`: it becomes what the op's new tensor shows."""
+
+    def __init__(self, functional):
+        self.functional = functional
+
+    def run(self, call) -> Any:
+        x = call.operands[0]
+        seen = x._memory
+        value = self.functional(*call.args, **call.kwargs)
+        if seen is None:  # the views made here were of nobody else's memory
+            value._memory = value._copied_at = x._memory = x._copied_at = None
+        become(call.op, x, value)
+        return x
+
+
+def resized(x, size, **options):
+    """What `resize_` leaves: as many elements as fit, in the order of memory, and zeros after them."""
+    if isinstance(size, torch.Tensor):
+        size = size.shape
+    if options.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
+        raise NotImplementedError("resize_ to a memory format; use resize_, and then permute or contiguous")
+    _check_dense(aten.resize_.default, x)
+    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), d))
+    flat, n = x.permute(order).reshape(-1), prod(size)
+    if n > flat.numel():
+        flat = torch.cat([flat, flat.new_zeros(n - flat.numel())])
+    return flat[:n].view(size)
+
+
+def strided(call) -> tuple[torch.Tensor, bool]:
+    """What an op such as `as_strided` gives on whole memory, laid out as one device has it; whether that is a copy."""
+    x, *rest = call.operands
+    _check_dense(call.op, x)
+    laid_out, *others = [plan(t._spec, replicated(t._spec)).run(t._local_tensor) for t in call.operands]
+    if laid_out.stride() != x.stride() or laid_out.storage_offset():
+        laid_out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(laid_out)
+    args = [laid_out, *(others if rest else ()), *call.args[1 + len(rest) :]]
+    return call.op(*args, **call.kwargs), laid_out is not x._local_tensor
+
+
+def _check_dense(op, x) -> None:
+    """The memory of x is its elements, each once, or else nobody knows what lies between them."""
+    dense = x.stride() == strides_like(x.shape, x.stride()) and 0 not in [
+        s for s, n in zip(x.stride(), x.shape, strict=True) if n > 1
+    ]
+    if not dense or (x._is_view() and x._base.numel() != x.numel()):
+        raise NotImplementedError(
+            f"{op}: {x._spec} is a view that shows a part of its memory, and the rest is on no rank by itself. Clone "
+            "it before, or use view, slicing, permute or expand."
+        )

@@ -1,0 +1,141 @@
+"""Rows of ops whose first dims only count cases: batches of matrices, of images, of signals.
+
+    _linalg_svd      b m n -> b m k, b k, b k n        b is free, the matrix is whole
+    avg_pool2d       n c h w -> n c i j                n and c are free, the image is whole
+"""
+
+from __future__ import annotations
+
+from spmd.tensor.call import Call, dims_of
+from spmd.tensor.rules.families import all_whole, by_name, dims_whole, named, whole
+from spmd.tensor.rules.laws import MOVES, MOVES_FIRST, SCALING
+from spmd.tensor.rules.rule import Dims, Factor, Law, Rule
+from spmd.tensor.spec import Spec
+
+PER_MATRIX = ("pivots", "LU_pivots", "tau")
+"""Operands with a dim less than the matrices they belong to."""
+
+
+def leading(call: Call, lead: int, law: tuple[Law, ...] = (), nonempty: bool = False, sizes: str | None = None) -> Rule:
+    """The first dims are free where all operands and results have them; the others are whole.
+
+    `nonempty`: the kernel refuses images without a channel.
+    """
+    shapes = [x.shape for x in call.tensors] + [o.shape for o in call.outs if o is not None]
+    tied = [d for d in range(lead) if all(len(s) > d and s[d] == shapes[0][d] for s in shapes)]
+    n = call.tensors[0].ndim
+    if any(x.ndim != n - (name in PER_MATRIX) for name, x in call.named_tensors):
+        tied = []  # what is stretched over the batch has other dims in front
+
+    def dims(ndim: int) -> Dims:
+        return tuple(Factor(d) if d in tied else None for d in range(ndim))
+
+    outs = tuple(None if o is None else dims(len(o.shape)) for o in call.outs)
+    return Rule(
+        tuple(dims(x.ndim) for x in call.tensors), outs, None, law,
+        frozenset(tied) if nonempty else frozenset(), sizes,
+    )  # fmt: skip
+
+
+def batched(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
+    """All but the last few dims of the first operand are a batch."""
+    return leading(call, max(call.tensors[0].ndim - last, 0), law)
+
+
+def windows(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
+    """Pooling, padding and resampling: batch and channel are free, the last few dims are whole.
+
+    A backward that is told the size of the image has to be told the local one.
+    """
+    sizes = "input_size" if call["input_size"] is not None else None
+    return leading(call, max(call.tensors[0].ndim - last, 0), law, nonempty=True, sizes=sizes)
+
+
+def resampled(call: Call) -> Rule:
+    """A grid says for each image where to look: only the batch is theirs together."""
+    return leading(call, 1, nonempty=True)
+
+
+def transformed(call: Call) -> Rule:
+    """A Fourier transform along some dims is linear, and sees all of them."""
+    n = call.tensors[0].ndim
+    shut = dims_of(call["dim"], n)
+    dims = tuple(None if d in shut else Factor(d) for d in range(n))
+    law = SCALING if call.tensors[0].dtype == call.outs[0].dtype else ()
+    return Rule((dims,), (dims,), None, law, nonempty=frozenset(range(n)) - set(shut))  # MKL refuses an empty batch
+
+
+def unfolded(call: Call) -> Rule:
+    """`x.unfold(dim, size, step)`: windows along a dim, laid along a new last one."""
+    n = call.tensors[0].ndim
+    shut = dims_of(call["dimension"], n)
+    dims = tuple(None if d in shut else Factor(d) for d in range(n))
+    return Rule((dims,), ((*dims, None),), laws=MOVES)
+
+
+def folded(call: Call) -> Rule:
+    """The gradient of `unfold`: each window is added where it was taken."""
+    n = len(call.outs[0].shape)
+    shut = dims_of(call["dim"], n)
+    dims = tuple(None if d in shut else Factor(d) for d in range(n))
+    return Rule(((*dims, None),), (dims,), laws=SCALING, sizes="input_sizes")
+
+
+def scattered_into(call: Call) -> Rule:
+    """`slice_scatter`, `select_scatter`: a part along one dim is replaced; that dim is whole."""
+    x, src = call["self"], call["src"]
+    shut = dims_of(call["dim"], x.ndim)
+    dims = tuple(None if d in shut else Factor(d) for d in range(x.ndim))
+    part = dims if src.ndim == x.ndim else tuple(f for d, f in enumerate(dims) if d not in shut)
+    return Rule((dims, part), (dims,))
+
+
+def found_in(call: Call, table: str, what: str) -> Rule:
+    """`isin`, `searchsorted`, `bucketize`, `take`: each element is looked up by itself in a table that is whole."""
+    x, given = call[what], call[table]
+    if not isinstance(x, Spec) or (table == "sorted_sequence" and given.ndim > 1):
+        return all_whole(call)
+    at = named(*range(x.ndim))
+    return by_name(call, {what: at}, (at,), laws=MOVES_FIRST if table == "self" else ())
+
+
+def crossed(call: Call) -> Rule:
+    """`linalg_cross`: the dim of three is whole."""
+    x, y = call.tensors
+    return dims_whole(call, dims_of(call["dim"], x.ndim)) if x.shape == y.shape else all_whole(call)
+
+
+def renormed(call: Call) -> Rule:
+    """Each slice along `dim` has a norm of its own, over all the other dims."""
+    n = call.tensors[0].ndim
+    return dims_whole(call, [d for d in range(n) if d not in dims_of(call["dim"], n)])
+
+
+def distances(call: Call) -> Rule:
+    """`_cdist_forward`: rows of either side are free, what they are made of is whole."""
+    n = len(call.outs[0].shape)
+    if call["x1"].ndim != n or call["x2"].ndim != n or call["x1"].shape[:-2] != call["x2"].shape[:-2]:
+        return all_whole(call)
+    batch = named(*range(n - 2))
+    m, k = Factor("m"), Factor("k")
+    return by_name(call, {"x1": (*batch, m, None), "x2": (*batch, k, None)}, ((*batch, m, k),))
+
+
+def as_complex(call: Call) -> Rule:
+    """`view_as_complex`: the last dim is the two parts of a number."""
+    dims = named(*range(call.tensors[0].ndim - 1))
+    return Rule(((*dims, None),), (dims,), None, SCALING)
+
+
+def as_real(call: Call) -> Rule:
+    dims = named(*range(call.tensors[0].ndim))
+    return Rule((dims,), ((*dims, None),), None, SCALING)
+
+
+def bags(call: Call) -> Rule:
+    """`_embedding_bag`: only the columns of the table are free."""
+    columns = named(None, "d")
+    outs = [columns, *(whole(len(o.shape)) if o is not None else None for o in call.outs[1:])]
+    if call["mode"] == 2:  # the maxima point at rows, for each column
+        outs[3] = columns
+    return by_name(call, {"weight": columns}, outs)
