@@ -417,7 +417,10 @@ def _sane(x: torch.Tensor) -> bool:
     """Not the contents of memory that nobody wrote."""
     if x.dtype == torch.complex32:
         return False  # nothing can be asked of half-precision complex numbers
-    return not (x.is_floating_point() or x.is_complex()) or not bool((x.nan_to_num().abs() > 1e6).any())
+    if not (x.is_floating_point() or x.is_complex()):
+        return True
+    size = x.nan_to_num().abs()
+    return not bool(((size > 1e6) | ((size > 0) & (size < 1e-20))).any())
 
 
 def sweep(samples: Iterable[Sample]) -> Tally:
