@@ -14,6 +14,7 @@ in an error that says which rank did what; the pool then starts anew for the nex
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import pickle
@@ -145,6 +146,7 @@ def _raise(failure: tuple[BaseException | None, str], late: list[int]) -> None:
 def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
     """The life of a worker: join the group, then answer calls until told to stop."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.enable()  # a crash in C++ says where each thread was
     import torch
     import torch.distributed as dist
 

@@ -271,6 +271,7 @@ def _check_ranks(ranks: Ranks) -> None:
 # ---- meeting in the store ---------------------------------------------------------------------
 
 NOW, FAILED = "spmd/groups/now", "spmd/groups/failed"
+MET = "met"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
 
 
@@ -291,33 +292,45 @@ class _Meeting:
         _say_now(name)
         come = store.add(f"spmd/groups/{name}", 1)
         # The same group may be made again after destroy_process_group: the n next ones are another meeting.
-        full = f"spmd/groups/{name}/{(come - 1) // n}"
+        key = f"spmd/groups/{name}/{(come - 1) // n}"
         if come % n == 0:
-            store.set(full, "")
+            self._end(key, MET)
         end, pause = time.monotonic() + _torch.group_timeout().total_seconds(), FIRST_PAUSE_S
-        while not store.check([full]):
-            self._raise_if_parted()
-            if time.monotonic() > end:
-                self._fail(TimeoutError, f"the others did not come: {self._doing()}")
+        while not store.check([key]):
+            error = self._parted() or (self._late() if time.monotonic() > end else None)
+            if error is not None:
+                self._end(key, str(error), type(error))
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+        self._end(key, MET)
 
-    def _raise_if_parted(self) -> None:
+    def _end(self, key: str, how: str, error: type[Exception] = RuntimeError) -> None:
+        """Who comes first says how the meeting ends, for all: either every member goes on or none does."""
+        store = _torch.default_store()
+        told = store.compare_set(key, "", how).decode()
+        if told != MET:
+            store.set(FAILED, told)  # so that all who wait elsewhere learn of it
+            raise error(told)
+
+    def _parted(self) -> RuntimeError | None:
+        """The error where a member waits for this rank in another group, or where one has been found elsewhere."""
         store = _torch.default_store()
         if store.check([FAILED]):
-            raise RuntimeError(store.get(FAILED).decode())
+            return RuntimeError(store.get(FAILED).decode())
         for rank in self.ranks:
             other = ranks_in(_said_now(rank)) or ()
             if other != self.ranks and dist.get_rank() in other and other not in self.registry.group_of:
-                self._fail(RuntimeError, f"rank {rank} that of ranks {list(other)}, and each waits for the other")
+                return RuntimeError(self._told(f"rank {rank} that of ranks {list(other)}, and each waits for the other"))
+        return None
 
-    def _fail(self, error: type[Exception], how: str) -> None:
-        text = (
+    def _late(self) -> TimeoutError:
+        return TimeoutError(self._told(f"the others did not come: {self._doing()}"))
+
+    def _told(self, how: str) -> str:
+        return (
             f"rank {dist.get_rank()} makes the process group of ranks {list(self.ranks)}, but {how}.\n"
             "Every rank must use the same meshes and groups in the same order; look for rank-dependent branches."
         )
-        _torch.default_store().set(FAILED, text)  # so that all who wait elsewhere learn of it
-        raise error(text)
 
     def _doing(self) -> str:
         said = {rank: ranks_in(_said_now(rank)) for rank in self.ranks if rank != dist.get_rank()}
