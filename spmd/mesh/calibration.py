@@ -8,10 +8,11 @@
     True
 
 A file looks like this; `ways` says what any group takes, `measured` what some groups took when they were timed.
-`nics_per_host`, `ranks_per_host`, `protocol`, `measured`, `sharing` and `residual` may be left out. The fields are
-those of `machine.py`: microseconds, and 1e9 bytes a second.
+`nics_per_host`, `ranks_per_host`, `memory`, `protocol`, `measured`, `sharing` and `residual` may be left out. The
+fields are those of `machine.py`: microseconds, and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
+     "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
      "ways": [{"algorithm": "ring", "protocol": "LL", "base_us": 6.6,
                "links": [{"hop_us": 0.6, "gb_per_s": 87.7}, {"hop_us": 2.7, "gb_per_s": 19.3}]}],
      "measured": [{"collective": "all_reduce", "ranks_per_host": 8, "hosts": 1, "sharing": 1, "residual": 0.04,
@@ -135,5 +136,6 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "lines": _list_of(_line),
     "links": _list_of(partial(_value, Link)),
     "measured": _list_of(partial(_value, Measured)),
+    "memory": partial(_value, Link),
     "ways": _list_of(partial(_value, Way)),
 }

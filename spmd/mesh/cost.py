@@ -20,7 +20,8 @@ higher; views of a mesh that have the same groups (a slice, a transposed mesh, a
     >>> round(all_gather_cost(1_000_000, (0, 1), topo), 2)   # + one hop of 2.7, and 125 kB / 19.294 GB/s
     26.13
 
-Left out: copies before and after a collective, and what collectives on other axes do to the links meanwhile.
+A collective is priced alone: `copy_cost` is what putting its pieces in order takes before it or after it, as a gather
+on a dim other than the first does. Left out: what collectives on other axes do to the links meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from math import prod
 
 from spmd.mesh.algorithms import STEPS, Line, line
 from spmd.mesh.layout import Ladder
-from spmd.mesh.machine import Machine, Way
+from spmd.mesh.machine import COPY, Machine, Way
 from spmd.mesh.topology import Axes, MeshTopoInfo
 
 Price = tuple[tuple[Line, ...], ...]  # for each kind of group its lines, of which the least counts; the most of these
@@ -87,6 +88,20 @@ def exchange_cost(nbytes: Sequence[float], axes: Axes, topo: MeshTopoInfo) -> fl
     return _cost("all_to_all", max(nbytes) * n / (n - 1), axes, topo) if n > 1 else 0.0
 
 
+def copy_cost(nbytes: float, topo: MeshTopoInfo) -> float:
+    """`nbytes`: bytes of the result of a local copy: a cat, a transposition, a pad, or a reordering of pieces.
+
+    >>> from spmd.mesh import HostGrid
+    >>> round(copy_cost(1_000_000, MeshTopoInfo(HostGrid((4,)), "hopper")), 2)     # 2 + 1 MB / 1423.8 GB/s
+    2.7
+    """
+    lines = topo._prices.get((COPY, ()))
+    if lines is None:
+        lines = topo._prices[COPY, ()] = _copies(topo.machine)
+    _check_bytes(nbytes)
+    return max(us + nbytes * us_per_byte for us, us_per_byte in lines)
+
+
 def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> dict[str, float]:
     """The modelled microseconds of every way that can run a collective, to see which one wins.
 
@@ -128,6 +143,12 @@ def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line
         if curve.group == (collective, *group):
             return [(each,) for each in curve.lines]
     return [_undominated([line(collective, way, ladder) for way in _ways(collective, machine)])]
+
+
+def _copies(machine: Machine) -> tuple[Line, ...]:
+    """The curve that was measured, the highest of whose lines counts, or else the one of the memory."""
+    found = [curve.lines for curve in machine.measured if curve.collective == COPY]
+    return found[0] if found else ((machine.memory.hop_us, machine.memory.us_per_byte),)
 
 
 def _ways(collective: str, machine: Machine) -> list[Way]:

@@ -320,7 +320,8 @@ class _Meeting:
         for rank in self.ranks:
             other = ranks_in(_said_now(rank)) or ()
             if other != self.ranks and dist.get_rank() in other and other not in self.registry.group_of:
-                return RuntimeError(self._told(f"rank {rank} that of ranks {list(other)}, and each waits for the other"))
+                both = f"rank {rank} that of ranks {list(other)}, and each waits for the other"
+                return RuntimeError(self._told(both))
         return None
 
     def _late(self) -> TimeoutError:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 ALGORITHMS = ("direct", "doubling", "ring", "tree")
+COPY = "copy"
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "scatter")
 
 
@@ -69,7 +70,8 @@ class Way:
 
 @dataclass(frozen=True)
 class Measured:
-    """A fitted curve: what one collective took on groups of `ranks_per_host` ranks on each of `hosts` hosts.
+    """A fitted curve: what one collective took on groups of `ranks_per_host` ranks on each of `hosts` hosts, or what a
+    "copy" took, which each rank makes alone.
 
     Microseconds for x bytes are the maximum over `lines` of us + us_per_byte * x: a latency, then a bandwidth.
     `sharing`: ranks that sent through one NIC at once. `residual`: relative error of the fit; two plans that differ by
@@ -88,8 +90,9 @@ class Measured:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lines", tuple((us, us_per_byte) for us, us_per_byte in self.lines))
-        if self.collective not in COLLECTIVES:
-            raise ValueError(f"no collective {self.collective!r}; choose one of {', '.join(COLLECTIVES)}")
+        known = (*COLLECTIVES, COPY)
+        if self.collective not in known:
+            raise ValueError(f"no collective {self.collective!r}; choose one of {', '.join(known)}")
         if min(self.ranks_per_host, self.hosts, self.sharing) < 1 or not 0 <= self.residual < inf:
             raise ValueError(f"{self}: ranks_per_host, hosts and sharing must be at least 1, residual at least 0")
         if not self.lines or not all(0 <= number < inf for line in self.lines for number in line):
@@ -106,7 +109,8 @@ class Machine:
     """How fast the links of a machine are.
 
     `nics_per_host` None gives each rank a network card of its own; a number lets the ranks of a host share so many,
-    neighbours first. `ranks_per_host` is for files that know it; None leaves it to the launcher.
+    neighbours first. `ranks_per_host` is for files that know it; None leaves it to the launcher. `memory`: what a copy
+    of a device's own memory takes, a latency and then the bytes of the result.
     """
 
     name: str
@@ -114,6 +118,7 @@ class Machine:
     nics_per_host: int | None = None
     ranks_per_host: int | None = None
     measured: tuple[Measured, ...] = ()
+    memory: Link = Link(hop_us=2.0, gb_per_s=866.6)  # of an A100, see presets.py
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ways", tuple(self.ways))

@@ -7,8 +7,9 @@ hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, and golde
 for each algorithm and protocol, and the least time over all of them. LL sends a flag with each 4 bytes and so half
 the bandwidth, and no more than a cap; LL128 sends 120 bytes of 128. NVLink carries (links a GPU) * (GB/s a link): 12
 on Ampere, 18 on Hopper and Blackwell. Each GPU has a NIC of its own, at line rate: 200 Gbit/s on Ampere (DGX A100),
-400 Gbit/s on the others (DGX H100, DGX B200). Left out: reductions in the switch (NVLS), PCI, and what each further
-peer of a send costs beyond a hop.
+400 Gbit/s on the others (DGX H100, DGX B200). A copy reads and writes, at 0.85 of what the memory's maker says: 2,039
+GB/s on Ampere (A100 of 80 GB), 3,350 on Hopper (H100), 8,000 on Blackwell (B200). Left out: reductions in the switch
+(NVLS), PCI, and what each further peer of a send costs beyond a hop.
 
     >>> sorted(PRESETS)
     ['ampere', 'blackwell', 'hopper', 'textbook']
@@ -26,6 +27,8 @@ INTER = Link(hop_us=2.7, gb_per_s=19.294)  # 0.22 of 87.7
 
 TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),))
 
+COPY_US = 2.0  # a small kernel
+
 # For LL, LL128 and Simple: the latency paid once, that of an NVLink hop, and that of a network hop, in microseconds.
 # A send to one peer takes what a step of a ring does.
 _LATENCIES = {
@@ -36,8 +39,10 @@ _LATENCIES = {
 _PROTOCOLS = ("LL", "LL128", "Simple")
 
 
-def _nccl(name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float) -> Machine:
-    """One channel a link. `nic`: GB/s of the network card of one GPU."""
+def _nccl(
+    name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float, memory: float
+) -> Machine:
+    """One channel a link. `nic`, `memory`: GB/s of the network card and of the memory of one GPU."""
     nvlink = links * gb_per_link
     inside = (min(ll_cap, nvlink / 2), min(0.92 * nvlink, links * ll128_per_channel), nvlink)
     between = (nic / 2, nic * 120 / 128, nic)
@@ -48,11 +53,12 @@ def _nccl(name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_ch
             for algorithm, latencies in _LATENCIES.items()
             for protocol, (base, hop, net_hop), fast, slow in zip(_PROTOCOLS, latencies, inside, between, strict=True)
         ),
+        memory=Link(COPY_US, round(0.85 * memory / 2, 1)),
     )
 
 
-AMPERE = _nccl("ampere", links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0)
-HOPPER = _nccl("hopper", links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0)
-BLACKWELL = _nccl("blackwell", links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0)
+AMPERE = _nccl("ampere", links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0, memory=2039)
+HOPPER = _nccl("hopper", links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0, memory=3350)
+BLACKWELL = _nccl("blackwell", links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0, memory=8000)
 
 PRESETS = {machine.name: machine for machine in (TEXTBOOK, AMPERE, HOPPER, BLACKWELL)}

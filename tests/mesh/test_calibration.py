@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd.mesh import PRESETS, Link, Machine, Measured, Way
 from spmd.mesh.calibration import load, machine_from_environment, machine_named, save
-from spmd.mesh.machine import ALGORITHMS, COLLECTIVES
+from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, COPY
 
 LINK = Link(0.5, 100.0)
 RING = Way("ring", 6.0, (LINK,))
@@ -21,6 +21,7 @@ FILE = {
     "spmd_topology": 1,
     "name": "node 17",
     "nics_per_host": 8,
+    "memory": {"hop_us": 3, "gb_per_s": 1000.0},
     "ways": [
         {
             "algorithm": "ring",
@@ -41,6 +42,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
         (Way("ring", 6.6, (Link(0.6, 87.7), Link(2.7, 19.3)), "LL"),),
         nics_per_host=8,
         measured=(Measured("all_reduce", 8, 1, ((25.0, 0.0), (18.0, 1e-5))),),
+        memory=Link(3, 1000.0),
     )
     assert load(path) == machine_named(str(path)) == machine
 
@@ -58,7 +60,7 @@ links = st.builds(Link, numbers, st.floats(1e-6, 1e6))
 ways = st.builds(Way, st.sampled_from(ALGORITHMS), numbers, st.tuples(links, links), st.text(max_size=5))
 curves = st.builds(
     Measured,
-    st.sampled_from(COLLECTIVES),
+    st.sampled_from((*COLLECTIVES, COPY)),
     st.integers(1, 8),
     st.integers(1, 64),
     st.lists(st.tuples(numbers, numbers), min_size=1, max_size=3),
@@ -75,12 +77,14 @@ counts = st.none() | st.integers(1, 16)
     counts,
     counts,
     st.lists(curves, max_size=3, unique_by=lambda curve: curve.group),
+    links,
 )
 def test_any_machine_outlives_a_file(
-    tmp_path_factory: pytest.TempPathFactory, name: str, more: list, nics: int | None, ranks: int | None, found: list
+    tmp_path_factory: pytest.TempPathFactory, name: str, more: list, nics: int | None, ranks: int | None, found: list,
+    memory: Link,
 ) -> None:
     ring = Way("ring", 1.0, (LINK, LINK))
-    machine = Machine(name, (ring, *more), nics, ranks, tuple(found))
+    machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory)
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     save(machine, path)
     assert load(path) == machine and hash(load(path)) == hash(machine)
@@ -106,6 +110,7 @@ def changed(**more: object) -> str:
         (changed(ways=[{"algorithm": "ring", "base_us": 6, "links": [{"hop_us": 1}]}]), r"links\[0\] lacks 'gb_per_s'"),
         (changed(nics_per_host=1.5), "nics_per_host is 1.5; it must be an integer"),
         (changed(nics_per_host=True), "nics_per_host is True; it must be an integer"),
+        (changed(memory={"gb_per_s": 3}), "memory lacks 'hop_us'"),
         (changed(nics_per_host=0), "nics_per_host and ranks_per_host must be at least 1"),
         (changed(measured=[{**FILE["measured"][0], "lines": [[1]]}]), r"lines\[0\] is \[1\]; it must be \[us"),
         (changed(measured=[{**FILE["measured"][0], "lines": [[1, -1]]}]), "at least 0 and finite"),
@@ -164,4 +169,6 @@ def test_the_presets_are_nccls() -> None:
         "hopper": [141.0, 341.136, 370.8],
         "blackwell": [282.0, 664.056, 721.8],
     }
+    copies = {name: machine.memory.gb_per_s for name, machine in PRESETS.items()}
+    assert copies == {"textbook": 866.6, "ampere": 866.6, "hopper": 1423.8, "blackwell": 3400.0}
     assert PRESETS["textbook"] == Machine("textbook", (Way("ring", 6.6, (Link(0.6, 87.7), Link(2.7, 19.294))),))

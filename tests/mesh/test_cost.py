@@ -22,6 +22,7 @@ from spmd.mesh import (
     all_reduce_cost,
     all_to_all_cost,
     broadcast_cost,
+    copy_cost,
     exchange_cost,
     init_device_mesh,
     permute_cost,
@@ -168,6 +169,16 @@ def test_what_was_measured_goes_first() -> None:
     pair = Measured("all_reduce", ranks_per_host=1, hosts=2, lines=((99.0, 0.0),))
     assert all_reduce_cost(MB, 0, on_hosts("ring", "0 1", (2,), measured=(pair,))) == 99.0
     assert all_reduce_cost(MB, 0, on_hosts("ring", "0*3 1", (4,), measured=(pair,))) != 99.0
+
+
+def test_a_copy_takes_the_memory_or_what_was_measured() -> None:
+    """It is the rank's own, so it takes the same on any mesh; of measured lines the highest counts."""
+    assert copy_cost(MB, LINE) == copy_cost(MB, LINE.view([(0,)])) == pytest.approx(2 + 1e6 / 866.6e3)
+    curve = Measured("copy", 1, 1, ((5.0, 0.0), (1.0, 1e-5)))
+    measured = on_hosts("ring", "0*4 1*4", (2, 4), measured=(curve,))
+    assert [copy_cost(x, measured) for x in (0, 400_000, MB)] == pytest.approx([5.0, 5.0, 11.0])
+    with pytest.raises(ValueError, match="cannot move -1 bytes"):
+        copy_cost(-1, LINE)
 
 
 @pytest.mark.parametrize("cost", COSTS.values())
