@@ -4,6 +4,7 @@
     python benchmarks/coverage.py --short            # every so manieth op, one sample each, under a minute
     python benchmarks/coverage.py --op conv2d        # one entry, every case that is not right
     python benchmarks/coverage.py --side spmd        # without the peer
+    python benchmarks/coverage.py --part 0/4         # a fourth of the entries, for several processes
 
 Each entry of `op_db` that runs on CPU in float32 is run, forward and backward, and where it has them in place and with
 `out=`, on simulated ranks of the meshes (4,) and (2, 2): its tensors replicated, sharded on every dim (most sizes do
@@ -99,12 +100,33 @@ class Torchs:
 SIDES = {"spmd": Ours, "torch": Torchs}
 
 
+@dataclass(frozen=True)
+class Part:
+    """Every n-th entry, beginning with the k-th: `k/n`."""
+
+    k: int
+    n: int
+
+    @staticmethod
+    def parse(text: str) -> Part:
+        k, n = map(int, text.split("/"))
+        if not 0 <= k < n:
+            raise argparse.ArgumentTypeError(f"{text!r} is no part; the parts of 4 are 0/4, 1/4, 2/4 and 3/4")
+        return Part(k, n)
+
+    def of(self, things: list) -> list:
+        return things[self.k :: self.n]
+
+    def __str__(self):
+        return f"{self.k}/{self.n}"
+
+
 # ---- the process that runs cases --------------------------------------------------------------
 
 
 def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     """The same ones in the same order, in every process."""
-    chosen = entries()
+    chosen = args.part.of(entries())
     if args.op:
         chosen = [e for e in chosen if args.op in (e.name, name_of(e))]
     elif args.short:
@@ -156,6 +178,7 @@ class Count:
             self.whole[op] += not verdict.shared
         if verdict.kind not in ("right", "random"):
             self.lines.append(f"{verdict.kind}: {case}: {verdict.why}")
+            print(self.lines[-1], file=sys.stderr, flush=True)
             self.example.setdefault(op, self.lines[-1])
 
     @property
@@ -173,7 +196,8 @@ def count(side: str, args: argparse.Namespace) -> Count:
 
 def _count_from(start: int, side: str, args: argparse.Namespace, found: Count) -> int | None:
     """Count until the process ends; where it died of a case, the number of the next one."""
-    given = [f"--samples={args.samples}", f"--every={args.every}", *(["--short"] if args.short else [])]
+    given = [f"--samples={args.samples}", f"--every={args.every}", f"--part={args.part}"]
+    given += ["--short"] if args.short else []
     given += [f"--op={args.op}"] if args.op else []
     command = [sys.executable, __file__, f"--worker={side}", f"--start={start}", *given]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -243,6 +267,7 @@ def main() -> int:
     parser.add_argument("--side", choices=SIDES, help="one of the two only")
     parser.add_argument("--samples", type=int, default=3, help="of each entry (default: %(default)s)")
     parser.add_argument("--every", type=int, default=12, help="of --short: every so manieth entry")
+    parser.add_argument("--part", type=Part.parse, default=Part(0, 1), metavar="k/n", help="every n-th entry")
     parser.add_argument("--verbose", action="store_true", help="failing ops of torch's DTensor too, and whole results")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)

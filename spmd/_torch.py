@@ -191,13 +191,34 @@ new_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 def wrapper_tensor(
-    cls: type, like: torch.Tensor, shape, stride, requires_grad: bool, dtype: torch.dtype | None = None
+    cls: type, like: torch.Tensor, shape, stride, requires_grad: bool, dtype: torch.dtype | None = None, keys=None
 ) -> torch.Tensor:
     """A tensor of the subclass with this shape and no data, of the device of `like` and, by default, of its dtype."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, strides=stride, dtype=dtype or like.dtype, device=like.device, layout=like.layout,
-        requires_grad=requires_grad,
+        requires_grad=requires_grad, _extra_dispatch_keys=keys or NO_KEYS,
     )  # fmt: skip
+
+
+NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+
+# The name of a dispatch key above all of torch's own that see a tensor, and which no kernel of torch uses.
+_FIRST = "TESTING_ONLY_GenericWrapper"
+
+# The keys that tensors carry whose ops `run_first` may take.
+FIRST_KEYS = next(
+    keys for keys in (torch._C.DispatchKeySet.from_raw_repr(1 << bit) for bit in range(62)) if _FIRST in str(keys)
+)
+
+_first = torch.library.Library("aten", "IMPL")
+_any_other = torch.library.Library("_", "IMPL")
+_any_other.fallback(torch.library.fallthrough_kernel, _FIRST)
+
+
+def run_first(functions: Mapping[Any, Callable]) -> None:
+    """On tensors with FIRST_KEYS run these functions for these aten ops, before autograd and all else."""
+    for op, function in functions.items():
+        _first.impl(f"{op._schema.name}.{op._overloadname}".removesuffix(".default"), function, _FIRST)
 
 
 PROFILER_OPS = (

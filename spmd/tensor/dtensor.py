@@ -31,6 +31,7 @@ from spmd.mesh import DeviceMesh, current_rank, device_mesh, per_rank, topology
 from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
 from spmd.tensor import hot
+from spmd.tensor.composites import KEYS
 from spmd.tensor.dispatch import block, dispatch
 from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement
@@ -53,7 +54,7 @@ class DTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, local_tensor: torch.Tensor, spec: Spec, *, requires_grad: bool = False) -> DTensor:
-        out = _torch.wrapper_tensor(cls, local_tensor, spec.shape, spec.stride, requires_grad)
+        out = _torch.wrapper_tensor(cls, local_tensor, spec.shape, spec.stride, requires_grad, keys=KEYS)
         out._local_tensor, out._spec = local_tensor, spec
         return out
 

@@ -16,6 +16,7 @@ import torch
 
 from spmd import _torch
 from spmd.tensor.cache import Cache
+from spmd.tensor.composites import KEYS
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
 from spmd.tensor.spec import Spec
@@ -114,7 +115,9 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
 
 def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
     """The DTensor of a block: what calling the class does, in less time."""
-    out = _torch.new_wrapper(dtensor, spec.shape, spec.stride, dtype=local.dtype, device=local.device)
+    out = _torch.new_wrapper(
+        dtensor, spec.shape, spec.stride, dtype=local.dtype, device=local.device, _extra_dispatch_keys=KEYS
+    )
     out._local_tensor, out._spec = local, spec
     return out
 

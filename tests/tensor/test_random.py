@@ -75,6 +75,11 @@ def initialised(init, *args):
     return run_init
 
 
+def images(x):
+    """Images of one channel and of three."""
+    return x.reshape(-1)[:90].reshape(-1, 3 if x.numel() > 90 else 1, 1, 1) if x.numel() else x.reshape(0, 1, 1, 1)
+
+
 def attention(x):
     q = x.reshape(-1)[:48].reshape(2, 2, 4, 3)
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
@@ -105,6 +110,8 @@ OPS = {
     "dropout twice": lambda x: F.dropout(F.dropout(x, 0.4) * 2, 0.1),
     "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, True),
+    "dropout2d": lambda x: F.dropout2d(images(x), 0.4),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(images(x), 0.4, True),
     "rrelu": lambda x: F.rrelu(x - 0.5, 0.1, 0.4, True),
     "rrelu in evaluation": lambda x: F.rrelu(x - 0.5, 0.1, 0.4, False),
     "gumbel": lambda x: F.gumbel_softmax(x, dim=-1) if x.ndim else torch.rand_like(x),
@@ -233,6 +240,7 @@ DISTRIBUTIONS = {
     "normal": lambda x: torch.normal(torch.full_like(x, 3.0), torch.full_like(x, 2.0)),
     "poisson": lambda x: torch.poisson(torch.full_like(x, 4.0)),
     "binomial": lambda x: torch.binomial(torch.full_like(x, 9.0), torch.full_like(x, 0.4)),
+    "dropout2d": lambda x: F.dropout2d(torch.ones_like(x)[:, :, None, None], 0.4),
     "rrelu": lambda x: F.rrelu(torch.full_like(x, -1.0), 0.1, 0.4, True),
     "dropout": lambda x: F.dropout(torch.ones_like(x), 0.4),
     "native_dropout": lambda x: torch.native_dropout(torch.ones_like(x), 0.4, True)[0],

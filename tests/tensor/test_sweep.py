@@ -9,13 +9,7 @@ import torch
 
 from tests.tensor.oracle import split
 from tests.tensor.single import SUM
-from tests.tensor.sweep import Case, Ours, R, ask, cases, entries, name_of
-
-REFUSED = {
-    "tensor_split": "torch reads the indices in C++, where a DTensor has no data",
-    "combinations": "torch makes a mask in C++ and keeps it; under implicit_replication() it works",
-}
-"""Entries with cases that are no op for a DTensor, with the reason."""
+from tests.tensor.sweep import Case, Ours, R, ask, cases, entries
 
 
 @pytest.fixture(autouse=True)
@@ -34,12 +28,11 @@ def test_ops_of_torch_give_what_they_give_on_one_device(start):
     sides = {mesh: Ours(mesh) for mesh in ((4,), (2, 2))}
     asked, failed = 0, []
     for entry in entries()[start::10]:
-        if name_of(entry).split(".")[0] not in REFUSED:
-            for case in cases(entry, 1, 2):
-                verdict = ask(case, sides[case.mesh])
-                asked += verdict is not None
-                if verdict is not None and verdict.kind not in ("right", "random"):
-                    failed.append(f"{verdict.kind}: {case}: {verdict.why}")
+        for case in cases(entry, 1, 2):
+            verdict = ask(case, sides[case.mesh])
+            asked += verdict is not None
+            if verdict is not None and verdict.kind not in ("right", "random"):
+                failed.append(f"{verdict.kind}: {case}: {verdict.why}")
     assert asked > 100
     assert not failed, "\n".join(failed)
 

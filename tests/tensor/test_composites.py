@@ -1,0 +1,25 @@
+"""Ops that torch takes apart in C++ before a DTensor sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmd.tensor.composites import composites
+from tests.tensor.single import S0, S1, R, agree
+
+
+@pytest.mark.parametrize("at, dim", [([2, 5], 0), ([0, 9], 1), ([], 0), (3, 0), (2, -1)], ids=str)
+def test_tensor_split_reads_its_indices(at, dim):
+    """Indices, or a number of sections, that are a DTensor; sharded or not, with gradients."""
+    x, where = torch.randn(7, 5, dtype=torch.float64, requires_grad=True), torch.tensor(at, dtype=torch.int64)
+    sharded = [S0, R] if where.ndim else [R, R]
+    agree(lambda x, at: torch.tensor_split(x, at, dim), [x, where], [[S0, S1], [R, R]], [[R, S0], sharded])
+
+
+def test_tensor_split_refuses_what_torch_refuses():
+    for where in (torch.tensor([1.0]), torch.tensor([[1]])):
+        with pytest.raises(RuntimeError):
+            torch.tensor_split(torch.randn(4), where)
+        with pytest.raises(RuntimeError, match="must be a 0-D or 1-D tensor of int64"):
+            composites[torch.ops.aten.tensor_split.tensor_indices_or_sections](torch.randn(4), where)
