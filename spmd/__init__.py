@@ -11,6 +11,8 @@ from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
+from spmd.tensor.register import register_rule
+from spmd.tensor.rules import spelling as rules
 
 __version__ = "0.1.0"
 
@@ -18,5 +20,5 @@ __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "LocalTensor", "LocalTensorMode", "MeshTopoInfo",
     "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug", "distribute_tensor", "empty", "full",
     "get_rng_state", "implicit_replication", "init_device_mesh", "manual_seed", "mesh_broadcast", "mesh_scatter",
-    "ones", "rand", "randn", "recompute", "set_rng_state", "shard_dim_alltoall", "zeros",
+    "ones", "rand", "randn", "recompute", "register_rule", "rules", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

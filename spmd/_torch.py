@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn
 from torch._C import _distributed_c10d as c10d
+from torch._library import custom_ops
+from torch._library import utils as custom_op_utils
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.distributed import distributed_c10d
 from torch.fx import _symbolic_trace
@@ -164,6 +166,12 @@ UNKNOWN_SHAPE = (
 # The same where Python code asks a value for a branch or a size.
 UNKNOWN_VALUE = (*UNKNOWN_SHAPE, symbolic_shapes.GuardOnDataDependentSymNode)
 
+
+def check_has_shapes(op: Any) -> None:
+    """Raise what fake tensors raise for an op without a shape function: of a custom op it would be any RuntimeError."""
+    custom = custom_ops._maybe_get_opdef(op)
+    if custom is not None and custom._abstract_fn is None and not custom_op_utils.can_generate_trivial_fake_impl(op):
+        raise fake_tensor.UnsupportedOperatorException(op)
 
 
 @contextlib.contextmanager
@@ -331,6 +339,28 @@ OpOverload = torch._ops.OpOverload
 def arguments(op: OpOverload) -> list:
     """The arguments of the op's schema: each has a name and may have a default_value."""
     return op._schema.arguments
+
+
+def returns(op: OpOverload) -> list:
+    """The results of the op's schema: each has a type, and perhaps a name."""
+    return op._schema.returns
+
+
+def overloads_of(op: Any) -> list[OpOverload]:
+    """The overloads that are meant by `torch.ops.lib.op`, one of its overloads, "lib::op", or a `custom_op` function.
+
+    An empty list for what is no op that torch knows.
+    """
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, custom_ops.CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, str):
+        namespace, _, name = op.partition("::")
+        op = getattr(getattr(torch.ops, namespace), name, None) if name.isidentifier() else None
+    if not isinstance(op, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(op, name) for name in op.overloads()]
 
 
 def qualified_name(op: OpOverload) -> str:

@@ -97,12 +97,14 @@ UNTAGGED = {"binomial", "_sample_dirichlet"}
 
 
 def base_name(op) -> str:
-    """The name that the book knows an overload by.
+    """The name that the book knows an overload by; of an op that is not aten's, with the library's name before it.
 
     >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.ops.aten._to_copy.default)
     ('add', '_to_copy')
+    >>> base_name(torch.ops.prims.sin.default)  # what others call by a name of aten's need not be the same op
+    'prims::sin'
     """
-    name = _torch.qualified_name(op).split("::")[1]
+    name = _torch.qualified_name(op).removeprefix("aten::")
     if name.endswith("_copy") and name not in ("_to_copy", "index_copy", "_copy"):
         return name[: -len("_copy")]
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name

@@ -15,6 +15,7 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
 
     Raises what torch raises for arguments that do not fit, and NotImplementedError for a sparse result.
     """
+    _torch.check_has_shapes(op)
     with _torch.FakeTensorMode(), _torch.quiet_fakes():
         fakes = pytree.tree_map_only(Spec, lambda spec: _fake(spec, device), (args, kwargs))
         out = op(*fakes[0], **fakes[1])

@@ -1,0 +1,350 @@
+"""The oracle: is a row of a rule right? Ask the op itself, on simulated ranks.
+
+A sample is an op with real arguments. For a row, the operands are split as the row says, the op runs on every rank's
+parts, the results are joined as the row says, and must be what the op gives on the whole operands: value, shape and
+dtype. Rows on several axes are split one axis after the other, so the same code asks whether rows compose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.comm.chunk import blocks
+from spmd.mesh import DeviceMesh
+from spmd.tensor.call import Call, TensorMeta
+from spmd.tensor.placement import Partial, Placement, Shard
+from spmd.tensor.rules.book import rule_of
+from spmd.tensor.rules.rule import Row, Rule, rows
+from spmd.tensor.spec import Spec
+
+UNWRITTEN = {"empty_like", "new_empty"}
+"""Ops whose result has no value to compare."""
+
+MESH = DeviceMesh("cpu", [0])
+"""Rules depend on shapes and dtypes; any mesh will do."""
+
+
+@dataclass
+class Sample:
+    """An op and its arguments."""
+
+    op: _torch.OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def __str__(self):
+        def short(x):
+            return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
+
+        given = [*map(short, self.args), *(f"{k}={short(v)}" for k, v in self.kwargs.items())]
+        return f"{self.op}({', '.join(given)})"
+
+
+@dataclass
+class Failure:
+    sample: Sample
+    rows: Sequence[Row]
+    ns: tuple[int, ...]
+    why: str
+
+    def __str__(self):
+        return f"{self.sample} on {self.ns} ranks, {'; '.join(map(str, self.rows))}: {self.why}"
+
+
+class Tally:
+    """Rows found right, rows that cannot be asked about, and the wrong ones."""
+
+    def __init__(self):
+        self.right, self.skipped, self.wrong = 0, 0, []
+        self.ops: set[str] = set()
+
+    def __str__(self):
+        return f"{self.right} rows right, {self.skipped} skipped, {len(self.wrong)} wrong, of {len(self.ops)} ops"
+
+    def report(self, limit: int = 20) -> str:
+        return "\n".join([str(self), *map(str, self.wrong[:limit])])
+
+
+# ---- one sample -------------------------------------------------------------------------------
+
+
+def call_of(sample: Sample, results: Sequence) -> Call:
+    """The call of a sample, all operands replicated."""
+
+    def spec(x):
+        return Spec.of(MESH, x.shape, x.dtype, stride=x.stride()) if isinstance(x, torch.Tensor) else x
+
+    outs = tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in results)
+    return Call(sample.op, pytree.tree_map(spec, sample.args), pytree.tree_map(spec, sample.kwargs), outs)
+
+
+class Case:
+    """A sample with its rule and its right answer, ready to be asked about rows."""
+
+    def __init__(self, sample: Sample):
+        self.sample = sample
+        self.want = _run(sample.op, *_cloned(sample))
+        self.call = call_of(sample, self.want)
+        self.rule: Rule | None = rule_of(self.call)
+        self.tolerance = max(TOLERANCE.get(t.dtype, 0) for t in (*self.call.tensors, *filter(None, self.call.outs)))
+        self.ins = [x for x in _operands(sample.op, sample.args, sample.kwargs) if isinstance(x, torch.Tensor)]
+
+    def check_each_row(self, ns: Sequence[int], tally: Tally) -> None:
+        """Every row, on one axis of each of these sizes."""
+        for n, row in itertools.product(ns, rows(self.rule)):
+            self.check([row], (n,), tally)
+
+    def check_pairs(self, n_pairs: int, rng: random.Random, tally: Tally) -> None:
+        """Random pairs of rows on a 2 x 2 grid."""
+        pairs = list(itertools.product(rows(self.rule), repeat=2))
+        for pair in rng.sample(pairs, min(n_pairs, len(pairs))):
+            self.check(pair, (2, 2), tally)
+
+    def check(self, chosen: Sequence[Row], ns: tuple[int, ...], tally: Tally) -> None:
+        """Ask about one row per axis."""
+        why = self._ask(chosen, ns)
+        tally.ops.add(self.call.name)
+        if why is None:
+            tally.right += 1
+        elif why is SKIP:
+            tally.skipped += 1
+        else:
+            tally.wrong.append(Failure(self.sample, chosen, ns, why))
+
+    def _ask(self, chosen: Sequence[Row], ns: tuple[int, ...]) -> str | None:
+        ins = [[row.ins[i] for row in chosen] for i in range(len(self.ins))]
+        outs = [[row.outs[j] for row in chosen] for j in range(len(self.want))]
+        if not all(map(commute, ins + outs)) or self._leaves_a_rank_empty(chosen, ns):
+            return SKIP
+        parts = [split(x, p, ns) for x, p in zip(self.ins, ins, strict=True)]
+        got = {}
+        for at in itertools.product(*map(range, ns)):
+            local = iter([p[at] for p in parts])
+            try:
+                got[at] = _run(self.sample.op, *self._local_arguments(local, outs[0], ns, at))
+            except Exception as e:
+                return f"rank {at} raises {type(e).__name__}: {str(e).splitlines()[0]}"
+        return self._compare(got, outs, ns)
+
+    def _same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return self.call.name in UNWRITTEN or close(a, b, self.tolerance)
+
+    def _leaves_a_rank_empty(self, chosen: Sequence[Row], ns) -> bool:
+        """Whether a factor that must not be empty would be, somewhere."""
+        return any(
+            not all(length for _, length in blocks(x.shape[d], f.unit, _axes(chosen, ns, f.name)))
+            for dims, x in zip(self.rule.ins, self.ins, strict=True)
+            for d, f in enumerate(dims)
+            if f is not None and f.name in self.rule.nonempty and _axes(chosen, ns, f.name)
+        )
+
+    def _local_arguments(self, local, out: Sequence[Placement], ns, at):
+        """The arguments of one rank: its parts, and the size of its result where the op is told it."""
+        op = self.sample.op
+        args, kwargs = pytree.tree_map(
+            lambda x: next(local) if isinstance(x, torch.Tensor) else x, _operands_as_kwargs(self.sample)
+        )
+        if self.rule.sizes is not None:
+            shape = list(local_shape(self.want[0].shape, out, ns, at))
+            names = [a.name for a in _torch.arguments(op)]
+            if self.rule.sizes in kwargs:
+                kwargs[self.rule.sizes] = shape
+            else:
+                i = names.index(self.rule.sizes)
+                args = (*args[:i], shape, *args[i + 1 :])
+        return args, kwargs
+
+    def _compare(self, got, outs, ns) -> str | None:
+        for j, want in enumerate(self.want):
+            if not isinstance(want, torch.Tensor):
+                continue
+            value = join({at: r[j] for at, r in got.items()}, outs[j], ns, self._same)
+            if isinstance(value, str):
+                return f"result {j}: {value}"
+            if value.dtype != want.dtype or value.shape != want.shape:
+                return f"result {j} is {value.dtype}{list(value.shape)}, not {want.dtype}{list(want.shape)}"
+            if not self._same(value, want):
+                return f"result {j} is {_brief(value)}, not {_brief(want)}"
+        return None
+
+
+SKIP = "skip"
+
+
+def _axes(chosen, ns, name) -> tuple[int, ...]:
+    return tuple(n for n, row in zip(ns, chosen, strict=True) if row.factor == name)
+
+
+def _brief(x: torch.Tensor) -> str:
+    return str(x.flatten()[:6].tolist())
+
+
+def commute(placements: Sequence[Placement]) -> bool:
+    """One kind of Partial on one tensor, or sums and averages together."""
+    kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(kinds) < 2 or kinds == {"sum", "avg"}
+
+
+def _run(op, args, kwargs) -> list:
+    return pytree.tree_leaves(op(*args, **kwargs), is_leaf=lambda x: x is None)
+
+
+def _cloned(sample: Sample):
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (sample.args, sample.kwargs))
+
+
+def _operands(op, args, kwargs) -> list:
+    """The leaves of the arguments in the order of the schema, as `Call.tensors` has them."""
+    given = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
+    return pytree.tree_leaves([given[a.name] for a in _torch.arguments(op) if a.name in given])
+
+
+def _operands_as_kwargs(sample: Sample):
+    """The arguments with keywords in the order of the schema."""
+    names = [a.name for a in _torch.arguments(sample.op)]
+    return tuple(sample.args), dict(sorted(sample.kwargs.items(), key=lambda item: names.index(item[0])))
+
+
+# ---- splitting --------------------------------------------------------------------------------
+
+
+def split(x: torch.Tensor, placements: Sequence[Placement], ns: tuple[int, ...]) -> dict[tuple, torch.Tensor]:
+    """What each coordinate holds of x, placed so: one axis after the other."""
+    if not ns:
+        return {(): x}
+    parts = [x.clone() for _ in range(ns[0])]
+    if isinstance(placements[0], Shard):
+        d = placements[0].dim
+        parts = [x.narrow(d, *at).clone() for at in blocks(x.shape[d], placements[0].unit, ns[:1])]
+    if isinstance(placements[0], Partial):
+        parts = SPLIT[placements[0].reduce_op](x, ns[0])
+    inner = [split(part, placements[1:], ns[1:]) for part in parts]
+    return {(i, *at): t for i, found in enumerate(inner) for at, t in found.items()}
+
+
+def local_shape(shape, placements, ns, at) -> list[int]:
+    shape = list(shape)
+    for p, n, i in zip(placements, ns, at, strict=True):
+        if isinstance(p, Shard):
+            shape[p.dim] = blocks(shape[p.dim], p.unit, (n,))[i][1]
+    return shape
+
+
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Random numbers of the shape and dtype of x, small, none of them zero, of few digits: their sums are exact."""
+    if x.dtype == torch.bool:
+        return torch.rand(x.shape) < 0.5
+    if not x.is_floating_point() and not x.is_complex():
+        return torch.randint(1, 4, x.shape).to(x.dtype)
+    real = torch.randint(16, 80, x.shape) / 64 * (2 * (torch.rand(x.shape) < 0.5) - 1)
+    return real.to(x.dtype)
+
+
+def _sum(x, n):
+    rest = [noise(x) for _ in range(n - 1)]
+    return _shuffled([x - sum(rest), *rest])
+
+
+def _avg(x, n):
+    rest = [noise(x) for _ in range(n - 1)]
+    return _shuffled([x - sum(rest), *(x + r for r in rest)])
+
+
+def _product(x, n):
+    signs = [(2 * (torch.rand(x.shape) < 0.5) - 1).to(x.dtype) * 1 for _ in range(n - 1)]
+    first = x.clone()
+    for s in signs:
+        first = first * s
+    return _shuffled([first, *signs])
+
+
+def _extreme(worse):
+    """Each element is right on one rank, and worse, or the same, on the others."""
+
+    def split(x, n):
+        holder = torch.randint(0, n, x.shape)
+        return [torch.where(holder == i, x, worse(x, noise(x))) for i in range(n)]
+
+    return split
+
+
+def _shuffled(parts: list) -> list:
+    i = int(torch.randint(0, len(parts), ()))
+    return parts[i:] + parts[:i]
+
+
+SPLIT = {
+    "sum": _sum, "avg": _avg, "product": _product,
+    "max": _extreme(torch.minimum), "min": _extreme(torch.maximum),
+}  # fmt: skip
+
+
+# ---- joining ----------------------------------------------------------------------------------
+
+
+def join(parts: dict[tuple, torch.Tensor], placements, ns, same) -> torch.Tensor | str:
+    """The tensor of which these are the parts, or what is wrong with them."""
+    if not ns:
+        return parts[()]
+    found = []
+    for i in range(ns[0]):
+        inner = join({at[1:]: t for at, t in parts.items() if at[0] == i}, placements[1:], ns[1:], same)
+        if isinstance(inner, str):
+            return inner
+        found.append(inner)
+    p = placements[0]
+    if isinstance(p, Partial):
+        return REDUCE[p.reduce_op](torch.stack(found)) if len({t.shape for t in found}) == 1 else "shapes differ"
+    if isinstance(p, Shard):
+        whole = torch.cat(found, p.dim)
+        lengths = [length for _, length in blocks(whole.shape[p.dim], p.unit, ns[:1])]
+        here = [t.shape[p.dim] for t in found]
+        return whole if here == lengths else f"blocks of {here}, not {lengths}"
+    equal = all(t.shape == found[0].shape and same(t, found[0]) for t in found)
+    return found[0] if equal else "replicated, but ranks differ"
+
+
+def _as_bool(reduce):
+    return lambda s: reduce(s.to(torch.uint8)).bool() if s.dtype == torch.bool else reduce(s)
+
+
+REDUCE = {
+    "sum": lambda s: s.sum(0, dtype=s.dtype), "product": lambda s: s.prod(0, dtype=s.dtype),
+    "avg": lambda s: s.sum(0) / len(s),  # of integers this is a float, which is then found to be wrong
+    "max": _as_bool(lambda s: s.amax(0)), "min": _as_bool(lambda s: s.amin(0)),
+}  # fmt: skip
+
+TOLERANCE = {
+    torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-4, torch.complex64: 2e-4,
+    torch.float16: 2e-2, torch.bfloat16: 1e-1,
+}  # fmt: skip
+
+
+def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
+    """Integers are equal; floats close for the size of the largest; NaN is NaN."""
+    if not a.is_floating_point() and not a.is_complex():
+        return torch.equal(a, b)
+    finite = b[torch.isfinite(b)].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+# ---- many samples ----------------------------------------------------------------------------
+
+
+def sweep(samples: Iterable[Sample]) -> Tally:
+    """Every row of the rule of every sample on 2 and 3 ranks, and a pair of rows on a 2 x 2 grid."""
+    tally, rng = Tally(), random.Random(0)
+    for case in map(Case, samples):
+        if case.rule is not None:
+            case.check_each_row((2, 3), tally)
+            case.check_pairs(1, rng, tally)
+    return tally
