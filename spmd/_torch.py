@@ -47,14 +47,50 @@ def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     # starts from a communicator of its own.
     device, world.bound_device_id = world.bound_device_id, None
     try:
-        group, _ = distributed_c10d._new_process_group_helper(
-            len(ranks), ranks.index(dist.get_rank()), list(ranks), distributed_c10d.Backend(backend), store,
-            group_name=name, timeout=group_timeout(), device_id=None,
-        )  # fmt: skip
+        with _careful_gloo():
+            group, _ = distributed_c10d._new_process_group_helper(
+                len(ranks), ranks.index(dist.get_rank()), list(ranks), distributed_c10d.Backend(backend), store,
+                group_name=name, timeout=group_timeout(), device_id=None,
+            )  # fmt: skip
     finally:
         world.bound_device_id = device
     distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+@contextlib.contextmanager
+def _careful_gloo() -> Iterator[None]:
+    """Inside, gloo gives its groups one thread, so that their collectives run one after the other.
+
+    torch's gives them two, and two all-gathers at once in one group now and then corrupt the heap (torch 2.13): the
+    process dies, in malloc, much later. Ranks that wait in one order lose little by it.
+    """
+    gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    if gloo is None:
+        yield
+        return
+
+    class OneThread(gloo):
+        def __init__(self, store, rank, size, timeout):
+            like = gloo(dist.HashStore(), 0, 1, timeout=timeout).options  # the network devices that torch would take
+            like._threads = 1
+            super().__init__(store, rank, size, like)
+
+    distributed_c10d.ProcessGroupGloo = OneThread
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = gloo
+
+
+def is_careful(group: dist.ProcessGroup) -> bool:
+    """Whether its collectives may be on their way together: not so in a group of gloo with several threads."""
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend = getattr(backend, "wrapped_pg", backend)
+        if getattr(getattr(backend, "options", None), "_threads", 1) > 1:
+            return False
+    return True
 
 
 def default_rank() -> int | None:

@@ -158,9 +158,13 @@ def made_by(make: Callable[[str], dist.ProcessGroup]) -> Iterator[None]:
 
 @dataclass
 class _Registry:
-    """The groups made under one default process group, which is not among them: it would keep itself alive."""
+    """The groups made under one default process group, which is not among them: it would keep itself alive.
+
+    uses_world: whether it serves as the group of all ranks.
+    """
 
     group_of: dict[Ranks, dist.ProcessGroup] = field(default_factory=dict)
+    uses_world: bool = False
 
 
 # One registry a default process group: destroying it and initialising again starts afresh.
@@ -177,7 +181,7 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup:
     with _lock:
         if ranks in registry.group_of:
             return registry.group_of[ranks]
-        if ranks == _all_ranks():
+        if ranks == _all_ranks() and (registry.uses_world or _torch.is_careful(dist.group.WORLD)):
             _torch.replace_group(name_of(ranks), dist.group.WORLD)
             return dist.group.WORLD
         registry.group_of[ranks] = _made(ranks, registry)
@@ -218,7 +222,10 @@ def adopt(group: dist.ProcessGroup) -> Ranks:
         return ranks
     registry = _registry()
     with _lock:
-        if group is not dist.group.WORLD:  # which the registry may not keep alive
+        if group is dist.group.WORLD:
+            registry.uses_world = True
+            registry.group_of.pop(ranks, None)
+        else:
             registry.group_of[ranks] = group
         _torch.replace_group(name_of(ranks), group)
     return ranks
