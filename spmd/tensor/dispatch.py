@@ -8,8 +8,8 @@ finds its way there costs one look-up, the moves, and the local op.
 Three things make writes come out as on one device:
 
     an operand that the op writes into, and that had to be moved for it, is moved back
-    a view of what had to be gathered is a copy: writing into it is an error
-    reading such a copy after its base was written is an error too, for it no longer shows the base
+    a view of what had to be gathered is a copy: its base is written with it
+    such a copy is gathered anew where its base was written since (`spmd.tensor.copies`)
 
 Ops that no rule knows run on whole tensors on every rank; so do ops whose result's shape is in the data. They are
 counted (`spmd.tensor.fallback`). Ops that write another shape have ways of their own (`spmd.tensor.in_place`).
@@ -32,6 +32,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
+from spmd.tensor.copies import Copy, block, written
 from spmd.tensor.hot import memory_of
 from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided
 from spmd.tensor.lower import READS_STORAGE, Lowering, lower
@@ -283,11 +284,13 @@ class Strided:
     """`as_strided` and its kin, which look at memory."""
 
     def run(self, call: Eager) -> Any:
-        out, copied = strided(call)
+        out, laid_out = strided(call)
         x = call.operands[0]
         shown = call.dtensor(out, _whole_spec(x._spec.mesh, tuple(out.shape), out.stride(), out.dtype))
         if _torch.is_view(call.op):
-            _mark_views((shown,), x, copied)
+            copied = laid_out is not x._local_tensor
+            copy = Copy.of(x, laid_out, plan(x._spec, replicated(x._spec))) if copied else None
+            _mark_views((shown,), x, copy)
         return shown
 
 
@@ -372,11 +375,11 @@ class Way:
         if self.lowering.gathered:
             fallback.note(call.op, self.lowering.nbytes_gathered)
         moved = self._moved(call.operands)
-        out, copied = self._local_call(call, moved)
+        out, shown = self._local_call(call, moved)
         for i in self.writes:
             self._write_back(i, call.operands[i], moved[i])
-        self._remember(call, out, copied)
-        return self._results(call, out, copied)
+        self._remember(call, out, shown is not None)
+        return self._results(call, out, shown)
 
     def _remember(self, call: Eager, out: Any, copied: bool) -> None:
         """Let calls like this one be run at a glance, if there is no twist to them."""
@@ -412,22 +415,25 @@ class Way:
             moved.append(done[key])
         return moved
 
-    def _local_call(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Any, bool]:
-        """What the op gives on this rank, and whether a view had to be copied."""
+    def _local_call(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Any, torch.Tensor | None]:
+        """What the op gives on this rank, and the memory it shows if it is a view and that is not the operand's."""
         args, kwargs = self._arguments(call, moved)
         if self.lowering.sizes:
             local = self.lowering.outs[0].local_shape_here()
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
         if self.draws:
-            return random.draw(call.op, args[0], args[1:], kwargs, self.lowering.outs[0]), False
+            return random.draw(call.op, args[0], args[1:], kwargs, self.lowering.outs[0]), None
         if call.op in BITS:  # the global tensor has no bit that says so
-            return call.op(*args, **kwargs).resolve_conj().resolve_neg(), True
+            out = call.op(*args, **kwargs).resolve_conj().resolve_neg()
+            return out, out
+        shown = moved[0] if self.views and self.lowering.plans[0].steps else None
         if call.op is not aten.view.default:
-            return call.op(*args, **kwargs), False
+            return call.op(*args, **kwargs), shown
         try:
-            return aten.view.default(*args), False
+            return aten.view.default(*args), shown
         except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests
-            return aten.reshape.default(*args), True
+            dense = args[0].clone(memory_format=torch.contiguous_format)
+            return aten.view.default(dense, *args[1:]), dense
 
     def _arguments(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Sequence, dict[str, Any]]:
         if self.flat is None:
@@ -441,10 +447,9 @@ class Way:
         way = self.lowering.plans[i]
         if way.steps:
             target._local_tensor.copy_(plan(way.dst, way.src).run(moved))
-        if target._memory is not None:
-            target._memory.writes += 1
+        written(target)
 
-    def _results(self, call: Eager, out: Any, copied: bool) -> Any:
+    def _results(self, call: Eager, out: Any, shown: torch.Tensor | None) -> Any:
         outs = self.lowering.outs
         if isinstance(out, torch.Tensor):
             if self.returns:
@@ -462,7 +467,8 @@ class Way:
             ]
             result = pytree.tree_unflatten(flat, tree)
         if self.views:
-            _mark_views(flat, call.operands[0], copied or bool(self.lowering.plans[0].steps))
+            base, bit = call.operands[0], call.op if call.op in BITS else None
+            _mark_views(flat, base, None if shown is None else Copy.of(base, shown, self.lowering.plans[0], bit))
         return result
 
 
@@ -476,23 +482,12 @@ def _places(call: Call) -> tuple[int, ...] | None:
 # ---- memory -----------------------------------------------------------------------------------
 
 
-def _mark_views(views: Sequence, base, copied: bool) -> None:
-    """Tie views to the memory of their base; a copy remembers how it stood when it was made."""
+def _mark_views(views: Sequence, base, copy: Copy | None) -> None:
+    """Tie views to the memory of their base, and to the copy that they show, or their base does."""
     memory = memory_of(base)
     for view in views:
         view._memory = memory
-        if copied or base._copied_at is not None:
-            view._copied_at = base._memory.writes
-
-
-def block(x) -> torch.Tensor:
-    """The local tensor of a DTensor. RuntimeError for a view that was copied and whose base has been written since."""
-    if x._copied_at is not None and x._copied_at != x._memory.writes:
-        raise RuntimeError(
-            f"a view {x._spec} of a sharded tensor had to be gathered into a copy, and the tensor has been written "
-            "since: take the view again after the write, or clone it before."
-        )
-    return x._local_tensor
+        view._copy = copy or base._copy
 
 
 def _check_writable(call: Eager, i: int) -> None:
@@ -501,10 +496,4 @@ def _check_writable(call: Eager, i: int) -> None:
         raise RuntimeError(
             f"{call.op}: a plain tensor of shape {list(target.shape)} would take a gradient to DTensors; instead of "
             "writing into it use the op that returns a new tensor, such as total = total + loss"
-        )
-    if target._copied_at is not None:
-        raise RuntimeError(
-            f"{call.op}: writing through a view that cuts a sharded dim: {target._spec} had to be gathered into a "
-            "copy, so the write would be lost. Redistribute the base so that this dim is whole before taking the view, "
-            "or write with an op on the whole tensor, such as torch.where."
         )

@@ -32,7 +32,8 @@ from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
 from spmd.tensor import hot
 from spmd.tensor.composites import KEYS
-from spmd.tensor.dispatch import block, dispatch
+from spmd.tensor.copies import Copy, block
+from spmd.tensor.dispatch import dispatch
 from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
@@ -47,7 +48,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     _memory: Memory | None = None  # shared with its views, once there are any
-    _copied_at: int | None = None  # of a view that had to be copied: how often its base had been written
+    _copy: Copy | None = None  # what it shows, if it is a view that had to be copied
 
     __slots__ = ("_local_tensor", "_spec")
     __torch_function__ = _torch.disabled_torch_function
@@ -87,7 +88,7 @@ class DTensor(torch.Tensor):
     def data(self, other: DTensor) -> None:
         if not isinstance(other, DTensor) or _looks(other) != _looks(self):
             raise TypeError(f"cannot assign {_brief(other)} to the data of {self._spec}; use copy_, or a new DTensor")
-        self._local_tensor, self._spec, self._memory, self._copied_at = block(other), other._spec, None, None
+        self._local_tensor, self._spec, self._memory, self._copy = block(other), other._spec, None, None
 
     # ---- making one, and getting out ----------------------------------------------------------
     @staticmethod
@@ -170,7 +171,7 @@ class DTensor(torch.Tensor):
 
     # ---- copies -------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol):
-        attributes = {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copied_at")}
+        attributes = {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copy")}
         return _rebuilt, (block(self), self._spec, self.requires_grad, attributes)
 
     def __tensor_flatten__(self):

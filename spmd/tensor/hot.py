@@ -57,14 +57,14 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
             a, b = args
             if type(a) is dtensor and type(b) is dtensor and a is not b:
                 found = seen.entries.get((op, a._spec, b._spec))
-                if found is not None and found[0] and a._copied_at is None and b._copied_at is None:
+                if found is not None and found[0] and a._copy is None and b._copy is None:
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor, b._local_tensor), found[2][0])
         elif len(args) == 1:
             a = args[0]
             if type(a) is dtensor:
                 found = seen.entries.get((op, a._spec))
-                if found is not None and found[0] and a._copied_at is None:
+                if found is not None and found[0] and a._copy is None:
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor), found[2][0])
     if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
@@ -108,7 +108,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
     if found is None:
         return MISS
     for x in tensors:
-        if x._copied_at is not None:
+        if x._copy is not None:
             return MISS
     return _call(found, local, kwargs or {}, tensors[0], dtensor)
 
@@ -205,7 +205,7 @@ def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtenso
         elif isinstance(a, torch.Tensor):
             return MISS
         local.append(a)
-    if not tensors or any([x._copied_at is not None for x in tensors]):
+    if not tensors or any([x._copy is not None for x in tensors]):
         return MISS
     if kwargs and any([isinstance(x, torch.Tensor) for x in kwargs.values()]):
         return MISS
@@ -214,6 +214,7 @@ def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtenso
     out = op(*local, **kwargs)
     if out is None:
         for i in _torch.written_places(op):
+            torch.autograd.graph.increment_version(args[i])  # no kernel of autograd's does it for a list
             for x in args[i]:
                 if type(x) is dtensor and x._memory is not None:
                     x._memory.writes += 1

@@ -18,6 +18,8 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.tensor.call import base_name
+from spmd.tensor.copies import block
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import replicated, strides_like
 
@@ -27,16 +29,23 @@ RESIZES = {aten.resize_.default, aten.resize_as_.default}
 STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 
 
+COMPUTED_AS_OUT = {"sum", "nansum", "prod", "cumsum", "cumprod"}
+"""Ops that compute in the dtype of `out` where they are not told another; the others convert their result."""
+
+
 class IntoOut:
     """An op with `out=`: the result of the op without it goes into the tensors that were given."""
 
     def __init__(self, op, functional):
         self.functional = functional
         self.names = [a.name for a in _torch.arguments(op) if a.is_out]
+        self.follows = base_name(op) in COMPUTED_AS_OUT
 
     def run(self, call) -> Any:
         kwargs = {name: x for name, x in call.kwargs.items() if name not in self.names}
         given = call.given[-len(self.names) :]
+        if self.follows and kwargs.get("dtype") is None:
+            kwargs["dtype"] = given[0].dtype
         values = pytree.tree_leaves(self.functional(*call.args, **kwargs))
         for target, value in zip(given, values, strict=True):
             _deliver(call, target, value)
@@ -58,7 +67,7 @@ def _deliver(call, target: torch.Tensor, value) -> None:
 
 def become(op, x, value) -> None:
     """From now on x is `value`: its block, its spec, its shape. RuntimeError where views of x would not follow."""
-    follows = value._memory is not None and value._memory is x._memory and value._copied_at == x._copied_at
+    follows = value._memory is not None and value._memory is x._memory and value._copy is x._copy
     if x._memory is not None and not follows:
         raise RuntimeError(
             f"{op}: {x._spec} would get new memory, as {value._spec}, and its views, or what it is a view of, would "
@@ -80,7 +89,7 @@ class Turned:
         seen = x._memory
         value = self.functional(*call.args, **call.kwargs)
         if seen is None:  # the views made here were of nobody else's memory
-            value._memory = value._copied_at = x._memory = x._copied_at = None
+            value._memory = value._copy = x._memory = x._copy = None
         become(call.op, x, value)
         return x
 
@@ -99,15 +108,15 @@ def resized(x, size, **options):
     return flat[:n].view(size)
 
 
-def strided(call) -> tuple[torch.Tensor, bool]:
-    """What an op such as `as_strided` gives on whole memory, laid out as one device has it; whether that is a copy."""
+def strided(call) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an op such as `as_strided` gives on whole memory, laid out as one device has it, and that memory."""
     x, *rest = call.operands
     _check_dense(call.op, x)
-    laid_out, *others = [plan(t._spec, replicated(t._spec)).run(t._local_tensor) for t in call.operands]
+    laid_out, *others = [plan(t._spec, replicated(t._spec)).run(block(t)) for t in call.operands]
     if laid_out.stride() != x.stride() or laid_out.storage_offset():
         laid_out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(laid_out)
     args = [laid_out, *(others if rest else ()), *call.args[1 + len(rest) :]]
-    return call.op(*args, **call.kwargs), laid_out is not x._local_tensor
+    return call.op(*args, **call.kwargs), laid_out
 
 
 def _check_dense(op, x) -> None:
