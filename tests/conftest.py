@@ -14,3 +14,11 @@ def gloo4() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how many cases a test ran that counts them: `record_property("cases", ...)`."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "cases":
+                terminalreporter.write_line(f"{report.nodeid}: {value}")

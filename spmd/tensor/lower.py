@@ -178,9 +178,10 @@ def _commute(placements: Sequence[Placement]) -> bool:
 
 def _all_filled(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> bool:
     """No rank holds an empty block of the factor."""
-    ns = tuple(call.mesh.shape[a] for a, row in enumerate(choice) if row.factor == factor)
+    axes, base = _sharding(call, rule, choice, factor)
+    ns = tuple(call.mesh.shape[a] for a in axes)
     i, d, f = next((i, d, f) for i, dims in enumerate(rule.ins) for d, f in enumerate(dims) if f and f.name == factor)
-    return all(length for _, length in blocks(call.tensors[i].shape[d], f.unit, ns))
+    return all(length for _, length in blocks(call.tensors[i].shape[d], f.unit * base, ns))
 
 
 # ---- pricing ----------------------------------------------------------------------------------

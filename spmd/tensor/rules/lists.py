@@ -34,7 +34,10 @@ def per_tensor(op, *args, **kwargs):
     names = [a.name for a in _torch.arguments(op)]
     rows = [[_item(n, a, i) for n, a in zip(names, args, strict=False)] for i in range(length)]
     out = [_one(base, suffix, row, kwargs) for row in rows]
-    return None if _torch.returns_nothing(op) else out
+    if not _torch.returns_nothing(op):
+        return out
+    torch.autograd.graph.increment_version(args[0])  # no kernel of autograd's does it for a list
+    return None
 
 
 def _base(op) -> tuple[str, str]:

@@ -1,0 +1,68 @@
+"""Random programs on DTensors give what they give on one device, with cold caches and with warm ones.
+
+`benchmarks/fuzz.py` does this for as long as one likes. What it found, once, is in the table below.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from spmd import Shard
+from tests.tensor.fuzz import Given, Program, differences, fails_like, shrink, write
+from tests.tensor.single import MAX, S0, SUM, R
+
+CASES = 100
+
+
+def a(*shape: int, on, dtype="float64", name="a", **options) -> Given:
+    return Given(name, shape, dtype, 1, tuple(on), **options)
+
+
+FOUND = {
+    "a maximum of blocks in units, of which one is empty": Program(
+        (2, 3), (a(2, 6, on=[Shard(0, unit=2), R]),), ("b = a.view(-1)", "c = b.max()")
+    ),
+    "a sum into a result of another dtype": Program(
+        (2, 2), (a(4, 3, on=[S0, SUM]), a(4, on=[R, S0], dtype="int64", name="b")),
+        ("torch.sum(a, 1, out=b)", "torch.prod(a, 1, out=b)"),
+    ),
+    "a list op that writes what autograd has saved": Program(
+        (2,), (a(4, on=[S0], grad=True),),
+        ("b = a * 1", "c = (b * b).sum()", "with torch.no_grad(): torch._foreach_mul_([b], 2)", "c.backward()"),
+    ),
+    "a list op that writes a view of many": Program(
+        (2,), (a(4, 2, on=[MAX]), a(2, on=[R], name="b", grad=True)),
+        ("c = b * 1", "d = c.split(1)[0]", "with torch.no_grad(): torch._foreach_neg_([c])", "d.is_leaf"),
+    ),
+    "writes through views of views that cut shards": Program(
+        (3,), (a(4, 5, on=[S0]), a(4, on=[S0], name="b")),
+        ("c = a[1:].t()[::2]", "c.mul_(3)", "d = a.flatten()[3:9].view(2, 3)", "d[0] = b[1]", "e = c.sum(0)"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_fuzzing_found_stays_found(name):
+    assert not differences(FOUND[name])
+
+
+def test_random_programs(record_property):
+    """Views and writes through them, numbers and 0-dim tensors, lists, dtypes, gradients, moves in between."""
+    seen = []
+
+    @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(st.integers(0, 2**32 - 1))
+    def run(seed):
+        program = write(random.Random(seed))
+        seen.append(program)
+        if differences(program):
+            small = shrink(program, fails_like(program))
+            raise AssertionError(f"{small}\n\n" + "\n".join(differences(small)))
+
+    run()
+    assert len(seen) == CASES
+    record_property("cases", f"{len(seen)} random programs of {sum(len(p.steps) for p in seen)} steps, each run twice")
