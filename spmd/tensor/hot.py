@@ -47,6 +47,8 @@ class Hot(NamedTuple):
     moves: tuple[tuple[int, Plan], ...] = ()
 
 
+NONE: dict[str, Any] = {}
+
 _STATIC = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
@@ -57,14 +59,18 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
             a, b = args
             if type(a) is dtensor and type(b) is dtensor and a is not b:
                 found = seen.entries.get((op, a._spec, b._spec))
-                if found is not None and found[0] and a._copy is None and b._copy is None:
+                if found is not None and a._copy is None and b._copy is None:
+                    if not found[0]:
+                        return _call(found, [a._local_tensor, b._local_tensor], NONE, a, dtensor)
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor, b._local_tensor), found[2][0])
         elif len(args) == 1:
             a = args[0]
             if type(a) is dtensor:
                 found = seen.entries.get((op, a._spec))
-                if found is not None and found[0] and a._copy is None:
+                if found is not None and a._copy is None:
+                    if not found[0]:
+                        return _call(found, [a._local_tensor], NONE, a, dtensor)
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor), found[2][0])
     if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
@@ -192,28 +198,29 @@ def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtenso
     """An elementwise op on lists, as one local call where the i-th tensors of all lists lie alike; MISS elsewhere."""
     key: list[Any] = [op]
     local: list[Any] = []
-    tensors: list[Any] = []
+    shared: list[Any] = []  # tensors with views
     for a in args:
         if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
             specs = tuple([x._spec if type(x) is dtensor else _NUMBER if _is_number(x) else None for x in a])
             if None in specs:
                 return MISS
             key.append(specs)
-            distributed = [x for x in a if type(x) is dtensor]
-            tensors += distributed
+            shared += [x for x in a if type(x) is dtensor and x._memory is not None]
             a = [x._local_tensor if type(x) is dtensor else x for x in a]
         elif isinstance(a, torch.Tensor):
             return MISS
         local.append(a)
-    if not tensors or any([x._copy is not None for x in tensors]):
+    if any([x._copy is not None for x in shared]):
         return MISS
     if kwargs and any([isinstance(x, torch.Tensor) for x in kwargs.values()]):
         return MISS
-    if not aligned.get(tuple(key), lambda: _Aligned(_are_aligned(key[1:]))).yes:
+    key = tuple(key)
+    found = aligned.entries.get(key) or aligned.get(key, lambda: _Aligned.of(key))
+    if not found.yes:
         return MISS
-    out = op(*local, **kwargs)
-    if out is None:
-        for i in _torch.written_places(op):
+    out = found.call(*local, **kwargs)
+    if not found.gives:
+        for i in found.writes:
             torch.autograd.graph.increment_version(args[i])  # no kernel of autograd's does it for a list
             for x in args[i]:
                 if type(x) is dtensor and x._memory is not None:
@@ -232,7 +239,18 @@ _NUMBER = "number"
 
 
 class _Aligned(NamedTuple):
+    """Whether lists lie alike; which function to call, whether it gives lists, and where those stand that it writes."""
+
     yes: bool
+    call: Callable[..., Any]
+    gives: bool
+    writes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, key: tuple) -> _Aligned:
+        op, *lists = key
+        name = op._schema.name.removeprefix("aten::")
+        return cls(_are_aligned(lists), getattr(torch, name, op), bool(op._schema.returns), _torch.written_places(op))
 
 
 def _is_number(x: Any) -> bool:
