@@ -156,9 +156,9 @@ def cold(lib: ModuleType, ndim: int, size: int) -> float:
     mesh = lib.init_device_mesh("cpu", shape, mesh_dim_names=tuple("abcd"[:ndim]))
     placements = [lib.Shard(i % 2) if n > 1 else lib.Replicate() for i, n in enumerate(shape)]
     x, y = (lib.DTensor.from_local(torch.randn(size, 8), mesh, placements, run_check=False) for _ in range(2))
-    start = time.perf_counter()
+    start = time.thread_time()
     x + y
-    return (time.perf_counter() - start) * 1e3
+    return (time.thread_time() - start) * 1e3
 
 
 def report(args: argparse.Namespace) -> str:

@@ -109,6 +109,19 @@ class Price(NamedTuple):
 
 
 FORBIDDEN = Price(True, True, inf, 0, 0)
+FREE = Price(False, False, 0.0, 0, 0)
+
+
+def _first_cheapest(options: Sequence[Row], price: Callable[[Row], Price]) -> Row:
+    best = options[0]
+    least = price(best)
+    for row in options[1:]:
+        if least == FREE:  # nothing is less
+            break
+        us = price(row)
+        if us < least:
+            best, least = row, us
+    return best
 
 
 def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
@@ -118,7 +131,7 @@ def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
     for _ in range(3 if len(axes) > 1 else 1):
         before = list(choice)
         for axis in axes:
-            choice[axis] = min(options, key=lambda row, axis=axis: _price(call, rule, choice, axis, row, in_place))
+            choice[axis] = _first_cheapest(options, lambda row, a=axis: _price(call, rule, choice, a, row, in_place))
         if choice == before:
             break
     return choice

@@ -16,14 +16,21 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
     Raises what torch raises for arguments that do not fit, and NotImplementedError for a sparse result.
     """
     _torch.check_has_shapes(op)
-    with _torch.FakeTensorMode(), _torch.quiet_fakes():
-        fakes = pytree.tree_map_only(Spec, lambda spec: _fake(spec, device), (args, kwargs))
-        out = op(*fakes[0], **fakes[1])
+    if torch.Tag.pointwise in op.tags and "device" not in kwargs:  # C++ has all that there is to say
+        out = _on(op, args, kwargs, torch.device("meta"))
+    else:
+        with _torch.FakeTensorMode(), _torch.quiet_fakes():
+            out = _on(op, args, kwargs, device)
     leaves = pytree.tree_leaves(out)
     other = [t.layout for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
     if other:
         raise NotImplementedError(f"{op}: gives a tensor of layout {other[0]}; a DTensor is strided")
     return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
+
+
+def _on(op, args: tuple, kwargs: dict, device: torch.device) -> object:
+    args, kwargs = pytree.tree_map_only(Spec, lambda spec: _fake(spec, device), (args, kwargs))
+    return op(*args, **kwargs)
 
 
 def _fake(spec: Spec, device: torch.device) -> torch.Tensor:
