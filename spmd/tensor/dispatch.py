@@ -109,7 +109,8 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
             _check_mesh(op, mesh, x._spec.mesh)
     call = Eager(op, args, kwargs, given, operands, dtensor)
     which = _which(operands)
-    key = (op, which, *[_key(x) for x in args], *[(name, _key(x)) for name, x in kwargs.items()])
+    options = [(name, _key(x)) for name, x in kwargs.items()]
+    key = (op, which, torch.get_default_dtype(), *[_key(x) for x in args], *options)
     return lowerings.get(key, lambda: _way(call, which)).run(call)
 
 
@@ -389,7 +390,7 @@ class Way:
         if not plain or call.given is not call.operands or (not in_place and (self.writes or self.returns)):
             return
         moves = tuple((at, way) for at, way in zip(self.flat or (), self.lowering.plans, strict=False) if way.steps)
-        if (moves and (in_place or self.views)) or self.lowering.gathered:
+        if (moves and (in_place or self.views)) or self.lowering.gathered or _reads_default_dtype(call, self.lowering):
             return
         if not single and type(out) not in (list, tuple):
             return
@@ -472,6 +473,14 @@ class Way:
         return result
 
 
+def _reads_default_dtype(call: Eager, lowering: Lowering) -> bool:
+    """Whether the call makes floats of whole numbers, so that their dtype is the one that the user set as default."""
+    floats = any(s is not None and not _is_whole(s.dtype) for s in lowering.outs)
+    return floats and all(_is_whole(x.dtype) for x in call.operands)
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _places(call: Call) -> tuple[int, ...] | None:

@@ -38,6 +38,14 @@ FOUND = {
         (2,), (a(4, 2, on=[MAX]), a(2, on=[R], name="b", grad=True)),
         ("c = b * 1", "d = c.split(1)[0]", "with torch.no_grad(): torch._foreach_neg_([c])", "d.is_leaf"),
     ),
+    "a sum times infinity, or by zero": Program(
+        (2,), (a(3, on=[SUM]),), ("b = a * float('inf')", "c = a / 0", "d = a / 0.0", "e = float('inf') * (a + a)")
+    ),
+    "whole numbers made floats of another default dtype": Program(
+        (2,), (a(4, on=[S0], dtype="int32"),),
+        ("b = a / 2", "torch.set_default_dtype(torch.float64)", "c = a / 2", "d = a.sqrt()",
+         "torch.set_default_dtype(torch.float32)", "e = a / 2", "f = a.sqrt()"),
+    ),
     "writes through views of views that cut shards": Program(
         (3,), (a(4, 5, on=[S0]), a(4, on=[S0], name="b")),
         ("c = a[1:].t()[::2]", "c.mul_(3)", "d = a.flatten()[3:9].view(2, 3)", "d[0] = b[1]", "e = c.sum(0)"),

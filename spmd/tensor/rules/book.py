@@ -151,7 +151,7 @@ enter("convolution_backward", networks.convolution_backward)
 # ---- pointwise: torch tags them; only the algebra of partials is written down -----------------
 
 elementwise(ADDITIVE + SHIFTING, "add sub rsub")
-elementwise(BILINEAR + SCALING, "mul native_dropout_backward")
+elementwise(BILINEAR + SCALING, "native_dropout_backward")
 elementwise(MOVES, "clone alias detach lift_fresh positive _to_copy")
 elementwise(MOVES_SECOND, "copy")
 elementwise(SCALING + FALLING, "neg")
@@ -171,6 +171,7 @@ elementwise(LINEAR_IN_FIRST, """gelu_backward silu_backward sigmoid_backward tan
     hardswish_backward hardshrink_backward softshrink_backward softplus_backward log_sigmoid_backward""")
 elementwise((), "hardswish log_sigmoid_forward")
 elementwise(PICKS + PICKS_OR_CONST, "where")
+enter("mul", networks.product)
 enter("div true_divide", networks.division)
 enter("masked_fill", networks.masked_fill)
 enter("zeros_like ones_like full_like empty_like fill", families.like)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import isinf
 from numbers import Number
 
 from spmd.tensor.call import Call
 from spmd.tensor.rules.families import all_whole, by_name, named, pointwise, reduction, whole
-from spmd.tensor.rules.laws import BIASED, FILLS, FILLS_ZERO, LINEAR_IN_FIRST, LINEAR_IN_THIRD, SCALING
+from spmd.tensor.rules.laws import BIASED, BILINEAR, FILLS, FILLS_ZERO, LINEAR_IN_FIRST, LINEAR_IN_THIRD, SCALING
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule, laws
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
@@ -20,9 +21,16 @@ def is_zero(x) -> bool:
 # ---- pointwise, with a condition --------------------------------------------------------------
 
 
-def division(call: Call) -> Rule:
-    """`div` is linear in the dividend, unless it rounds."""
-    return pointwise(call, SCALING + laws("sum avg: p r -> p") if call["rounding_mode"] is None else ())
+def product(call: Call) -> Rule | None:
+    """`mul` is linear in each operand; by an infinite number it is not, for 3 inf - 1 inf is no number and 2 inf is."""
+    by = call["other"]
+    return pointwise(call, () if isinstance(by, float) and isinf(by) else BILINEAR + SCALING)
+
+
+def division(call: Call) -> Rule | None:
+    """`div` is linear in the dividend, unless it rounds, or divides by zero."""
+    linear = call["rounding_mode"] is None and not is_zero(call["other"])
+    return pointwise(call, SCALING + laws("sum avg: p r -> p") if linear else ())
 
 
 def masked_fill(call: Call) -> Rule:
