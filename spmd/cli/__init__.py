@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from spmd.cli import demo
+from spmd.cli import calibrate, demo
 from spmd.cli.args import UsageError
 from spmd.cli.launch import JobFailed, this_rank
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"calibrate": calibrate, "demo": demo}
 """Each module has ``ABOUT`` (a line), ``add_arguments(parser)`` and ``run(args, argv)``."""
 
 

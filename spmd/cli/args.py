@@ -27,6 +27,29 @@ def mesh_shape(text: str) -> tuple[int, int]:
     return int(sizes[1]), int(sizes[2])
 
 
+def axis_sizes(text: str) -> tuple[int, ...]:
+    """The sizes of a mesh with any number of axes.
+
+    >>> axis_sizes("2x2x3")
+    (2, 2, 3)
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh. A mesh is whole numbers from 1 on with x between: 2x4.")
+    return tuple(map(int, text.split("x")))
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes, such as 4096, 64K, 16M or 1G.
+
+    >>> byte_count("64K")
+    65536
+    """
+    size = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes. 4096, 64K, 16M and 1G are some.")
+    return int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]]
+
+
 def positive(text: str) -> int:
     """A whole number from 1 on."""
     if not re.fullmatch(r"[1-9]\d*", text):

@@ -32,7 +32,7 @@ from rich.table import Table
 import spmd
 from spmd import Shard
 from spmd.cli.args import UsageError, mesh_shape, positive, positive_float, seed
-from spmd.cli.launch import cores, launch, launched, play_rank
+from spmd.cli.launch import check_device, cores, join, launch, launched, play_rank
 
 ABOUT = "train a small GPT on a mesh of ranks, and compare its losses with those of one device"
 
@@ -91,8 +91,7 @@ class Job:
             self.batches()
         except ValueError as error:
             raise UsageError(error) from error
-        if args.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch finds no CUDA device here. --device cpu works everywhere.")
+        check_device(args.device)
 
     def batches(self):
         """The batches of a run, the same ones each time it is asked."""
@@ -131,7 +130,7 @@ def play(job: Job) -> None:
             f"a mesh of {dp}x{tp} has {mesh_size} ranks, and the launcher started {world}. Start {mesh_size} ranks, "
             f"or give a mesh of {world}, such as --mesh {world}x1."
         )
-    device = join(job.args.device)
+    device = join(job.args.device, PATIENCE)
     agree_on_text(job.data)
 
     mesh = spmd.init_device_mesh(device.type, job.args.mesh, mesh_dim_names=("dp", "tp"))
@@ -145,19 +144,6 @@ def play(job: Job) -> None:
         report(step.program, ranks, alone, out, job.args.print_program)
     dist.all_reduce(torch.zeros(1))  # the others wait here, on the CPU, while rank 0 works on
     dist.destroy_process_group()
-
-
-def join(kind: str) -> torch.device:
-    """Joins the process group; returns this rank's device."""
-    if kind == "cpu":
-        dist.init_process_group("gloo", timeout=PATIENCE)
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
-    torch.cuda.set_device(device)
-    own = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= gpus
-    dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", timeout=PATIENCE)  # NCCL shares no GPU
-    return device
 
 
 def agree_on_text(data: torch.Tensor) -> None:

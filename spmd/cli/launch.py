@@ -22,8 +22,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -119,6 +122,25 @@ def play_rank(part: Callable[..., None], *args) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # a process group that is still in use may abort or hang an orderly exit
+
+
+def check_device(kind: str) -> None:
+    """Raises UsageError where this machine has no such device."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here. --device cpu works everywhere.")
+
+
+def join(kind: str, patience: timedelta) -> torch.device:
+    """Joins the process group, in which a rank waits so long for another; returns this rank's device."""
+    if kind == "cpu":
+        dist.init_process_group("gloo", timeout=patience)
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+    torch.cuda.set_device(device)
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) <= gpus
+    dist.init_process_group("cpu:gloo,cuda:nccl" if own else "gloo", timeout=patience)  # NCCL shares no GPU
+    return device
 
 
 def defaults(ranks: int) -> dict[str, str]:

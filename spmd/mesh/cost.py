@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from math import prod
 
 from spmd.mesh.algorithms import STEPS, Line, line
-from spmd.mesh.layout import Ladder
+from spmd.mesh.layout import Ladder, evenly
 from spmd.mesh.machine import COPY, Machine, Way
 from spmd.mesh.topology import Axes, MeshTopoInfo
 
@@ -138,9 +138,9 @@ def _price(collective: str, axes: Axes, topo: MeshTopoInfo) -> Price:
 
 def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line, ...]]:
     """For one kind of group: the curve that was measured, each of its lines by itself, or else all ways together."""
-    group = _evenly(ladder)
+    group = (collective, *(evenly(ladder) or ()))
     for curve in machine.measured:
-        if curve.group == (collective, *group):
+        if curve.group == group:
             return [(each,) for each in curve.lines]
     return [_undominated([line(collective, way, ladder) for way in _ways(collective, machine)])]
 
@@ -153,15 +153,6 @@ def _copies(machine: Machine) -> tuple[Line, ...]:
 
 def _ways(collective: str, machine: Machine) -> list[Way]:
     return [way for way in machine.ways if (collective, way.algorithm) in STEPS]
-
-
-def _evenly(ladder: Ladder) -> tuple[int, ...]:
-    """(ranks a host, hosts, ranks that share a card), or nothing where hosts hold unequal numbers of the ranks."""
-    outer = ladder[-1]
-    if outer.level == 0:
-        return outer.size, 1, 1
-    even = len(ladder) <= 2 and outer.upto == outer.size * outer.below
-    return (outer.below, outer.size, outer.senders) if even else ()
 
 
 def _undominated(lines: Sequence[Line]) -> tuple[Line, ...]:

@@ -140,6 +140,21 @@ class AxisLevels:
         return (tuple(rungs),)
 
 
+def evenly(ladder: Ladder) -> tuple[int, int, int] | None:
+    """(ranks a host, hosts, ranks that share a card): what groups have in common that take equally long.
+
+    None where hosts hold unequal numbers of the ranks.
+
+        >>> [evenly(ladder) for ladder in HostGrid((4,), "0.0*2 1.0*2").crossings((0,))]
+        [(2, 2, 2)]
+    """
+    outer = ladder[-1]
+    if outer.level == 0:
+        return outer.size, 1, 1
+    even = len(ladder) <= 2 and outer.upto == outer.size * outer.below
+    return (outer.below, outer.size, outer.senders) if even else None
+
+
 def card(place_on_host: int, ranks_on_host: int, nics_per_host: int | None) -> int:
     """The network card of a rank: neighbours on a host share one, where there are fewer cards than ranks.
 

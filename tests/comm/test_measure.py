@@ -1,0 +1,51 @@
+"""Calibration on real ranks: what it measures, what it fits, and that all ranks have the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from workers import Pool
+
+import spmd
+from spmd.comm.measure import Calibration, calibrate
+from spmd.mesh import all_gather_cost, all_reduce_cost, copy_cost
+from spmd.mesh.calibration import load, save
+from spmd.mesh.machine import COLLECTIVES
+
+
+def calibrated(rank: int) -> Calibration:
+    return calibrate(spmd.init_device_mesh("cpu", (2, 2)), name="here", most_bytes=16 << 10, rounds=2)
+
+
+def refused(rank: int) -> None:
+    calibrate(spmd.init_device_mesh("cpu", (2,)))
+
+
+def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
+    """All collectives on both kinds of group and copies, from 1 KiB to 16 KiB; every other size held out."""
+    found, *others = gloo4.run(calibrated)
+    machine = found.machine
+    assert all(other == found for other in others) and machine.name == "here" and machine.levels == 1
+    groups = {(curve.collective, curve.ranks_per_host, curve.hosts) for curve in machine.measured}
+    assert groups == {("copy", 1, 1), *((collective, n, 1) for collective in COLLECTIVES for n in (2, 4))}
+
+    sizes = [p.nbytes for p in found.points if (p.collective, p.group) == ("all_reduce", (4, 1, 1))]
+    assert sizes == [2**k for k in range(10, 15)]
+    assert all(point.us > 0 and point.predicted > 0 for point in found.points)
+    assert len(found.held_out_errors) == sum(point.held_out for point in found.points) == 2 * len(groups)
+
+    save(machine, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json") == machine
+    topology = spmd.init_device_mesh("cpu", (2, 2), topology=machine).topology
+    costs = {"all_reduce": (all_reduce_cost, ((0, 1), topology)), "copy": (copy_cost, (topology,))}
+    costs["all_gather"] = all_gather_cost, ((0, 1), topology)
+    for point in found.points:
+        if point.collective in costs and point.group in ((4, 1, 1), (1, 1, 1)):
+            cost, rest = costs[point.collective]
+            assert cost(point.nbytes, *rest) == pytest.approx(point.predicted)
+
+
+def test_a_part_of_the_job_is_refused(gloo4: Pool) -> None:
+    with pytest.raises(ValueError, match="a mesh of 2 ranks in a job of 4"):
+        gloo4.run(refused)
