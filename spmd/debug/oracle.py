@@ -91,7 +91,7 @@ class Case:
 
     def __init__(self, sample: Sample):
         self.sample = sample
-        self.want = _run(sample.op, *_cloned(sample))
+        self.want = run(sample.op, *_cloned(sample))
         self.call = call_of(sample, self.want)
         self.rule: Rule | None = rule_of(self.call)
         self.tolerance = max(TOLERANCE.get(t.dtype, 0) for t in (*self.call.tensors, *filter(None, self.call.outs)))
@@ -129,12 +129,12 @@ class Case:
         for at in itertools.product(*map(range, ns)):
             local = iter([p[at] for p in parts])
             try:
-                got[at] = _run(self.sample.op, *self._local_arguments(local, outs[0], ns, at))
+                got[at] = run(self.sample.op, *self._local_arguments(local, outs[0], ns, at))
             except Exception as e:
                 return f"rank {at} raises {type(e).__name__}: {str(e).splitlines()[0]}"
         return self._compare(got, outs, ns)
 
-    def _same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+    def same(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         return self.call.name in UNWRITTEN or close(a, b, self.tolerance)
 
     def _leaves_a_rank_empty(self, chosen: Sequence[Row], ns) -> bool:
@@ -150,7 +150,7 @@ class Case:
         """The arguments of one rank: its parts, and the size of its result where the op is told it."""
         op = self.sample.op
         args, kwargs = pytree.tree_map(
-            lambda x: next(local) if isinstance(x, torch.Tensor) else x, _operands_as_kwargs(self.sample)
+            lambda x: next(local) if isinstance(x, torch.Tensor) else x, in_order(self.sample)
         )
         if self.rule.sizes is not None:
             shape = list(local_shape(self.want[0].shape, out, ns, at))
@@ -166,12 +166,12 @@ class Case:
         for j, want in enumerate(self.want):
             if not isinstance(want, torch.Tensor):
                 continue
-            value = join({at: r[j] for at, r in got.items()}, outs[j], ns, self._same)
+            value = join({at: r[j] for at, r in got.items()}, outs[j], ns, self.same)
             if isinstance(value, str):
                 return f"result {j}: {value}"
             if value.dtype != want.dtype or value.shape != want.shape:
                 return f"result {j} is {value.dtype}{list(value.shape)}, not {want.dtype}{list(want.shape)}"
-            if not self._same(value, want):
+            if not self.same(value, want):
                 return f"result {j} is {_brief(value)}, not {_brief(want)}"
         return None
 
@@ -193,7 +193,8 @@ def commute(placements: Sequence[Placement]) -> bool:
     return len(kinds) < 2 or kinds == {"sum", "avg"}
 
 
-def _run(op, args, kwargs) -> list:
+def run(op, args, kwargs) -> list:
+    """The results of the op, flattened; None where it returns none."""
     return pytree.tree_leaves(op(*args, **kwargs), is_leaf=lambda x: x is None)
 
 
@@ -207,7 +208,7 @@ def _operands(op, args, kwargs) -> list:
     return pytree.tree_leaves([given[a.name] for a in _torch.arguments(op) if a.name in given])
 
 
-def _operands_as_kwargs(sample: Sample):
+def in_order(sample: Sample):
     """The arguments with keywords in the order of the schema."""
     names = [a.name for a in _torch.arguments(sample.op)]
     return tuple(sample.args), dict(sorted(sample.kwargs.items(), key=lambda item: names.index(item[0])))

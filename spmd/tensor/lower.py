@@ -190,7 +190,7 @@ def _commute(placements: Sequence[Placement]) -> bool:
 
 
 def _all_filled(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> bool:
-    """No rank holds an empty block of the factor."""
+    """No rank holds an empty block of the factor, as its blocks will be cut."""
     axes, base = _sharding(call, rule, choice, factor)
     ns = tuple(call.mesh.shape[a] for a in axes)
     i, d, f = next((i, d, f) for i, dims in enumerate(rule.ins) for d, f in enumerate(dims) if f and f.name == factor)

@@ -60,6 +60,9 @@ def contractions():
     x, w, g = f(4, 2, 7, 7), f(6, 2, 3, 3), f(4, 6, 5, 5)
     for mask in ([True, True, False], [True, True, True], [False, True, True], [True, False, False]):
         yield s("convolution_backward", g, x, w, [6], stride, zero, stride, False, zero, 1, mask)
+        yield s("convolution_backward", x, g, w, [2], stride, zero, stride, True, zero, 1, mask)
+    yield s("convolution", g, w, None, stride, zero, stride, True, zero, 1)
+    yield s("convolution", g, w, f(2), stride, zero, stride, True, zero, 1)
 
 
 def algebra():
@@ -374,8 +377,28 @@ def networks():
             mask = [m and given is not None for m, given in zip(mask, (x, weight, offset), strict=True)]
             yield s("native_layer_norm_backward", f(4, 5, 6), x, shape, mean, rstd, weight, offset, mask)
         yield s("_fused_rms_norm", x, shape, weight, 1e-5)
+    yield from batch_norms()
     yield from losses()
     yield from attention()
+
+
+def batch_norms():
+    """Trained and in evaluation, with and without running statistics and weights."""
+    for shape in ((4, 6), (5, 4, 3), (2, 1, 3, 2)):
+        x, w, mean, var = f(*shape), f(shape[1]), f(shape[1]), pos(shape[1])
+        for training, given in ((True, (w, w, mean, var)), (True, (None,) * 4), (False, (w, None, mean, var))):
+            clones = [None if t is None else t.clone() for t in given]
+            _, save, rstd = aten.native_batch_norm(x, *clones, training, 0.1, 1e-5)
+            yield s("native_batch_norm", x, *given, training, 0.1, 1e-5)
+            stats = given[2:], save, rstd, training, 1e-5
+            for mask in ([True, True, True], [True, False, False], [False, True, True]):
+                yield s("native_batch_norm_backward", f(*shape), x, given[0], *stats[0], *stats[1:], mask)
+            if given[2] is not None:
+                yield s("_native_batch_norm_legit", x, *given, training, 0.1, 1e-5)
+                yield s("_native_batch_norm_legit_functional", x, *given, training, 0.1, 1e-5)
+        yield s("_native_batch_norm_legit.no_stats", x, w, w, True, 0.1, 1e-5)
+        yield s("_batch_norm_with_update", x, w, w, mean, var, 0.1, 1e-5)
+        yield s("_batch_norm_with_update_functional", x, w, w, mean, var, 0.1, 1e-5)
 
 
 def losses():

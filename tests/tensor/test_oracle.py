@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from spmd.tensor.rules.book import book
+from spmd.tensor.rules.families import all_whole
 from spmd.tensor.rules.rule import Factor, laws
+from tests.tensor.missing import missing
 from tests.tensor.oracle import Case, Sample, Tally, captured, sweep
 from tests.tensor.samples import ELSEWHERE, PARTS, aten, samples_of, table
 
@@ -147,3 +149,22 @@ def test_the_oracle_finds_factors_that_a_result_does_not_depend_on():
     args = g, x, w, [3], one, zero, one, False, zero, 1, [True, True, True]
     wrong = found_wrong(with_channels, aten.convolution_backward.default, *args)
     assert wrong == ["Replicate(), Shard(1), Shard(1) -> Shard(1), Shard(1), Partial()"]
+
+
+# ---- rows that are missing --------------------------------------------------------------------
+
+
+def test_rows_that_a_rule_leaves_out_are_found(monkeypatch):
+    """With a rule that keeps all dims whole, the rows of the right one are missing; with the right one none is."""
+    samples = [Sample(aten.mm.default, (torch.randn(4, 5), torch.randn(5, 6)), {})]
+    assert missing(samples) == []
+    monkeypatch.setitem(book, "mm", all_whole)
+    found = missing(samples)
+    assert sorted(str(m.row) for m in found) == [
+        "Partial(), Replicate() -> Partial()",
+        "Replicate(), Partial() -> Partial()",
+        "Replicate(), Shard(1) -> Shard(1)",
+        "Shard(0), Replicate() -> Shard(0)",
+        "Shard(1), Shard(0) -> Partial()",
+    ]
+    assert all((m.op, m.right, m.asked) == ("mm", 1, 1) for m in found)

@@ -14,6 +14,7 @@ from spmd.tensor.rules.decompositions import decompose, decompositions
 from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.families import groups
 from spmd.tensor.rules.lists import list_decompositions
+from spmd.tensor.rules.norms import norm_decompositions
 from spmd.tensor.rules.rule import Factor, Law, Rule, laws, rows
 from tests.tensor.oracle import Capture, Case, Sample, call_of, close
 from tests.tensor.samples import aten, b, d, f, i, pos, s, table
@@ -333,8 +334,8 @@ def test_a_decomposition_is_its_op(sample, quiet):
 
 
 def test_each_decomposition_has_a_sample():
-    """Those of list ops are tested in test_lists, those of ops that draw in test_random."""
-    elsewhere = set(list_decompositions()) | set(random_decompositions)
+    """Those of list ops are tested in test_lists, those that draw in test_random, norms in test_norms."""
+    elsewhere = set(list_decompositions()) | set(random_decompositions) | set(norm_decompositions)
     assert set(decompositions) - elsewhere == {sample.op for sample in DECOMPOSED}
 
 

@@ -240,6 +240,9 @@ enter("index_put",   indexing.index_put)
 
 enter("native_layer_norm _fused_rms_norm", networks.normalised)
 enter("native_layer_norm_backward _fused_rms_norm_backward", networks.normalised_backward)
+enter("""native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional
+         _batch_norm_with_update _batch_norm_with_update_functional""", networks.batch_normed)
+enter("native_batch_norm_backward", networks.batch_normed_backward)
 enter("nll_loss_forward nll_loss2d_forward", networks.nll)
 enter("nll_loss_backward nll_loss2d_backward", networks.nll_backward)
 enter("mse_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss", networks.pointwise_loss)

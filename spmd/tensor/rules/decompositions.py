@@ -23,6 +23,7 @@ from spmd.tensor.call import dims_of
 from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
+from spmd.tensor.rules.norms import norm_decompositions
 from spmd.tensor.spec import strides_like
 
 aten = torch.ops.aten
@@ -259,4 +260,5 @@ def squeeze_dims(self, dim, decomposed=False):
     ones = [d for d in dim if self.ndim and self.shape[d] == 1]
     return NotImplemented if len(ones) == len(dim) and not decomposed else aten.squeeze.dims(self, ones)
 
-decompositions |= list_decompositions() | random_decompositions
+
+decompositions |= list_decompositions() | norm_decompositions | random_decompositions

@@ -115,6 +115,35 @@ def _rows_of(lead: int, ndim: int) -> Dims:
     return (*map(Factor, range(lead)), *whole(ndim - lead))
 
 
+def batch_normed(call: Call) -> Rule:
+    """Channels are free. The rest is too, in evaluation; in training it is seen whole (or spelled out, see `norms`).
+
+    The kernels die of an empty image.
+    """
+    x, training = call["input"], _is_training(call)
+    image = tuple(Factor(d) if d == 1 or not training else None for d in range(x.ndim))
+    ins = {name: named(1) for name, t in call.named_tensors if name != "input" and t.shape == x.shape[1:2]}
+    outs = [image, *(named(1) if o is not None and o.shape == x.shape[1:2] else None for o in call.outs[1:])]
+    return by_name(call, ins | {"input": image}, outs, nonempty=frozenset(range(x.ndim)))
+
+
+def batch_normed_backward(call: Call) -> Rule:
+    """As `batch_normed`; gradients of weight and bias are sums over all but the channels."""
+    x, training = call["input"], _is_training(call)
+    image = tuple(Factor(d) if d == 1 or not training else None for d in range(x.ndim))
+    ins = {name: named(1) for name, t in call.named_tensors if t.shape == x.shape[1:2]}
+    ins |= {"input": image, "grad_out": image}
+    return by_name(
+        call, ins, (image, named(1), named(1)), kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset(range(x.ndim))
+    )  # fmt: skip
+
+
+def _is_training(call: Call) -> bool:
+    """What the argument says; ops without one are made for training."""
+    said = [call[name] for name in ("training", "train") if call[name] is not None]
+    return said != [False]
+
+
 # ---- convolution ------------------------------------------------------------------------------
 
 
@@ -131,15 +160,15 @@ def convolution(call: Call) -> Rule:
 
 
 def convolution_backward(call: Call) -> Rule:
-    """The batch is summed in the gradients of weight and bias.
+    """The batch is summed in the gradients of weight and bias, output channels in that of the input.
 
     Input channels are free in both gradients that have them; the bias has none, and would be counted once a rank.
     """
-    n, _, c = _channels(call)
+    n, o, c = _channels(call)
     c = c if call.outs[2] is None else None
-    image, kernel = _image(n, c, call["input"].ndim), _kernel(call, None, c)
-    ins = {"grad_output": _image(n, None, call["grad_output"].ndim), "input": image, "weight": kernel}
-    return by_name(call, ins, (image, kernel, (None,)), kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset("oc"))
+    image, kernel = _image(n, c, call["input"].ndim), _kernel(call, o, c)
+    ins = {"grad_output": _image(n, o, call["grad_output"].ndim), "input": image, "weight": kernel}
+    return by_name(call, ins, (image, kernel, (o,)), kind="sum", laws=LINEAR_IN_FIRST, nonempty=frozenset("oc"))
 
 
 def _channels(call: Call) -> tuple[Factor | None, ...]:
@@ -147,7 +176,7 @@ def _channels(call: Call) -> tuple[Factor | None, ...]:
 
     `groups` would have to be the local one.
     """
-    if call["groups"] != 1 or call["transposed"]:
+    if call["groups"] != 1:
         return Factor("n"), None, None
     return Factor("n"), Factor("o"), Factor("c")
 
@@ -157,7 +186,9 @@ def _image(n, channel, ndim: int) -> Dims:
 
 
 def _kernel(call: Call, o, c) -> Dims:
-    return (o, c, *whole(call["weight"].ndim - 2))
+    """Of a transposed convolution the input channels come first."""
+    first = (c, o) if call["transposed"] else (o, c)
+    return (*first, *whole(call["weight"].ndim - 2))
 
 
 # ---- attention --------------------------------------------------------------------------------

@@ -1,0 +1,300 @@
+"""Norms and softmaxes over dims that are shared out: sums over ranks in place of moves.
+
+    batch_norm(f32[N@dp, C, H, W])     mean and variance are sums over dp of C numbers each; nothing else is sent
+    softmax(f32[t, V@tp], 1)           a maximum and a sum over tp of t numbers each
+
+The fused op sees one block and knows nothing of the others, so its dims would have to be made whole first. Here it is
+spelled out, with sums that ranks do together and counts that are the global ones. Where the dims lie whole on each rank
+the fused op stays, which costs less.
+
+How a tensor lies is known of a DTensor. When a graph is captured it is not; then batch and group norm, whose dims are
+mostly the batch's, are spelled out, and the others are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from spmd import _torch
+
+aten = torch.ops.aten
+
+norm_decompositions: dict[_torch.OpOverload, Callable] = {}
+"""From an op to a function of the same arguments; it returns NotImplemented where the fused op is as good."""
+
+
+def instead_of(*ops):
+    def enter(function):
+        norm_decompositions.update(dict.fromkeys(ops, function))
+        return function
+
+    return enter
+
+
+def is_cut(x: torch.Tensor, dims: Sequence[int], unknown: bool) -> bool:
+    """Whether some of these dims are sharded; `unknown` for a tensor that does not say how it lies."""
+    spec = getattr(x, "_spec", None)
+    return unknown if spec is None else any(spec.dims[d] for d in dims)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In single precision at least, as the kernels compute."""
+    return aten._to_copy.default(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
+
+
+def _sum(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    return aten.sum.dim_IntList(x, list(dims), True)
+
+
+def _centred(x: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean over these dims, x without it, and the mean of its squares, which no cancellation spoils."""
+    n = prod(x.shape[d] for d in dims)
+    mean = aten.div.Scalar(_sum(x, dims), n)
+    centred = aten.sub.Tensor(x, mean)
+    return mean, centred, aten.div.Scalar(_sum(aten.mul.Tensor(centred, centred), dims), n)
+
+
+def _affine(x: torch.Tensor, weight, bias, shape: Sequence[int]) -> torch.Tensor:
+    """`x * weight + bias`, each seen in this shape, where they are given."""
+    if weight is not None:
+        x = aten.mul.Tensor(x, aten.view.default(_wide(weight), shape))
+    return x if bias is None else aten.add.Tensor(x, aten.view.default(_wide(bias), shape))
+
+
+def _normal_gradient(grad, hat, rstd, dims: Sequence[int]) -> torch.Tensor:
+    """The gradient of `(x - mean) * rstd`: what it loses to the mean and to the length, and the rest scaled."""
+    n = prod(hat.shape[d] for d in dims)
+    lost = aten.add.Tensor(
+        aten.div.Scalar(_sum(grad, dims), n),
+        aten.mul.Tensor(hat, aten.div.Scalar(_sum(aten.mul.Tensor(grad, hat), dims), n)),
+    )
+    return aten.mul.Tensor(aten.sub.Tensor(grad, lost), rstd)
+
+
+# ---- batch norm -------------------------------------------------------------------------------
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [d for d in range(x.ndim) if d != 1]
+
+
+def _per_channel(x: torch.Tensor) -> list[int]:
+    return [x.shape[1] if d == 1 else 1 for d in range(x.ndim)]
+
+
+def batch_normed(x, weight, bias, eps: float):
+    """The result, the mean and the inverse deviation of each channel, and its variance."""
+    dims, channels = _all_but_channels(x), [x.shape[1]]
+    mean, centred, var = _centred(_wide(x), dims)
+    rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
+    out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, _per_channel(x))
+    mean, rstd, var = (aten.view.default(t, channels) for t in (mean, rstd, var))
+    return _as(out, x.dtype), mean, rstd, var
+
+
+def _running(x, mean, var, running_mean, running_var, momentum: float):
+    """What the running statistics become: of the variance, that of a sample."""
+    n = prod(x.shape[d] for d in _all_but_channels(x))
+    fresh = (mean, aten.mul.Scalar(var, n / max(n - 1, 1)))
+    old = (running_mean, running_var)
+    return [
+        _as(aten.add.Tensor(aten.mul.Scalar(_wide(o), 1 - momentum), aten.mul.Scalar(f, momentum)), o.dtype)
+        for o, f in zip(old, fresh, strict=True)
+    ]
+
+
+def _is_spelled_out(x, training: bool, unknown: bool = True) -> bool:
+    """A batch of one number a channel is refused by torch, which the fused op says."""
+    return training and is_cut(x, _all_but_channels(x), unknown) and x.numel() > x.shape[1]
+
+
+@instead_of(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
+def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
+    if not _is_spelled_out(input, training, unknown=False):  # in a graph nothing is written: it has the functional one
+        return NotImplemented
+    out, mean, rstd, var = batch_normed(input, weight, bias, eps)
+    if running_mean is not None:
+        new = _running(input, mean, var, running_mean, running_var, momentum)
+        aten.copy_.default(running_mean, new[0])
+        aten.copy_.default(running_var, new[1])
+    return out, mean, rstd
+
+
+@instead_of(aten._native_batch_norm_legit.no_stats)
+def native_batch_norm_without_stats(input, weight, bias, training, momentum, eps):
+    if not _is_spelled_out(input, training):
+        return NotImplemented
+    return batch_normed(input, weight, bias, eps)[:3]
+
+
+@instead_of(aten._native_batch_norm_legit_functional.default)
+def native_batch_norm_functional(input, weight, bias, running_mean, running_var, training, momentum, eps):
+    if not _is_spelled_out(input, training):
+        return NotImplemented
+    out, mean, rstd, var = batch_normed(input, weight, bias, eps)
+    return out, mean, rstd, *_running(input, mean, var, running_mean, running_var, momentum)
+
+
+@instead_of(aten.native_batch_norm_backward.default)
+def native_batch_norm_backward(
+    grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, eps, output_mask
+):  # fmt: skip
+    if not _is_spelled_out(input, train):
+        return NotImplemented
+    dims, shape, channels = _all_but_channels(input), _per_channel(input), [input.shape[1]]
+    x, grad = _wide(input), _wide(grad_out)
+    mean, rstd = (aten.view.default(t, shape) for t in (save_mean, save_invstd))
+    hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
+    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(_wide(weight), shape))
+    of_weight = input.dtype if weight is None else weight.dtype
+    return (
+        _as(_normal_gradient(scaled, hat, rstd, dims), input.dtype) if output_mask[0] else None,
+        _as(aten.view.default(_sum(aten.mul.Tensor(grad, hat), dims), channels), of_weight) if output_mask[1] else None,
+        _as(aten.view.default(_sum(grad, dims), channels), of_weight) if output_mask[2] else None,
+    )
+
+
+# ---- group norm -------------------------------------------------------------------------------
+
+
+def _grouped(x: torch.Tensor, group: int) -> list[int]:
+    """The shape with the channels as groups of channels."""
+    return [x.shape[0], group, x.shape[1] // group, *x.shape[2:]]
+
+
+@instead_of(aten.native_group_norm.default)
+def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
+    if not is_cut(input, range(input.ndim), unknown=True) or not input.numel():
+        return NotImplemented
+    shape = _grouped(input, group)
+    x = aten.reshape.default(_wide(input), shape)
+    mean, centred, var = _centred(x, range(2, x.ndim))
+    rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
+    out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, [1, *shape[1:3], *[1] * (x.ndim - 3)])
+    mean, rstd = (_as(aten.view.default(t, shape[:2]), input.dtype) for t in (mean, rstd))
+    return _as(aten.reshape.default(out, list(input.shape)), input.dtype), mean, rstd
+
+
+@instead_of(aten.native_group_norm_backward.default)
+def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
+    if not is_cut(input, range(input.ndim), unknown=True) or not input.numel():
+        return NotImplemented
+    shape = _grouped(input, group)
+    each, channels = [*shape[:2], *[1] * (len(shape) - 2)], [1, *shape[1:3], *[1] * (len(shape) - 3)]
+    x, grad = (aten.reshape.default(_wide(t), shape) for t in (input, grad_out))
+    mean, rstd = (aten.view.default(_wide(t), each) for t in (mean, rstd))
+    hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
+    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(_wide(weight), channels))
+    others = [0, *range(3, len(shape))]
+    of_weight = input.dtype if weight is None else weight.dtype
+
+    def summed(t):
+        return _as(aten.view.default(_sum(t, others), [input.shape[1]]), of_weight)
+
+    of_input = _normal_gradient(scaled, hat, rstd, range(2, len(shape))) if output_mask[0] else None
+    return (
+        None if of_input is None else _as(aten.reshape.default(of_input, list(input.shape)), input.dtype),
+        summed(aten.mul.Tensor(grad, hat)) if output_mask[1] else None,
+        summed(grad) if output_mask[2] else None,
+    )
+
+
+# ---- layer norm -------------------------------------------------------------------------------
+
+
+@instead_of(aten.native_layer_norm.default)
+def native_layer_norm(input, normalized_shape, weight, bias, eps):
+    dims = range(input.ndim - len(normalized_shape), input.ndim)
+    if not is_cut(input, dims, unknown=False) or not input.numel():
+        return NotImplemented
+    mean, centred, var = _centred(_wide(input), dims)
+    rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
+    out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, list(normalized_shape))
+    return _as(out, input.dtype), mean, rstd
+
+
+@instead_of(aten.native_layer_norm_backward.default)
+def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
+    lead = input.ndim - len(normalized_shape)
+    if not is_cut(input, range(lead, input.ndim), unknown=False) or not input.numel():
+        return NotImplemented
+    x, grad = _wide(input), _wide(grad_out)
+    hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
+    scaled = grad if weight is None else aten.mul.Tensor(grad, _wide(weight))
+    of_weight = input.dtype if weight is None else weight.dtype
+
+    def summed(t):
+        return _as(aten.sum.dim_IntList(t, list(range(lead))) if lead else t, of_weight)
+
+    of_input = _normal_gradient(scaled, hat, rstd, range(lead, input.ndim)) if output_mask[0] else None
+    return (
+        None if of_input is None else _as(of_input, input.dtype),
+        summed(aten.mul.Tensor(grad, hat)) if output_mask[1] else None,
+        summed(grad) if output_mask[2] else None,
+    )
+
+
+# ---- softmax ----------------------------------------------------------------------------------
+
+
+def _shifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x less its largest along the dim, and the sum of the exponentials of that."""
+    x = aten.sub.Tensor(x, aten.amax.default(x, [dim], True))
+    return x, _sum(aten.exp.default(x), [dim])
+
+
+def _is_whole(x: torch.Tensor, dim: int) -> bool:
+    return not x.ndim or not x.numel() or not is_cut(x, [dim], unknown=False)
+
+
+@instead_of(aten._softmax.default)
+def softmax(self, dim, half_to_float):
+    if _is_whole(self, dim):
+        return NotImplemented
+    x, total = _shifted(_wide(self), dim)
+    return _as(aten.div.Tensor(aten.exp.default(x), total), torch.float32 if half_to_float else self.dtype)
+
+
+@instead_of(aten._log_softmax.default)
+def log_softmax(self, dim, half_to_float):
+    if _is_whole(self, dim):
+        return NotImplemented
+    x, total = _shifted(_wide(self), dim)
+    return _as(aten.sub.Tensor(x, aten.log.default(total)), torch.float32 if half_to_float else self.dtype)
+
+
+@instead_of(aten._softmax_backward_data.default)
+def softmax_backward(grad_output, output, dim, input_dtype):
+    if _is_whole(output, dim):
+        return NotImplemented
+    grad, out = _wide(grad_output), _wide(output)
+    share = _sum(aten.mul.Tensor(grad, out), [dim])
+    return _as(aten.mul.Tensor(out, aten.sub.Tensor(grad, share)), input_dtype)
+
+
+@instead_of(aten._log_softmax_backward_data.default)
+def log_softmax_backward(grad_output, output, dim, input_dtype):
+    if _is_whole(output, dim):
+        return NotImplemented
+    grad, out = _wide(grad_output), _wide(output)
+    return _as(aten.sub.Tensor(grad, aten.mul.Tensor(aten.exp.default(out), _sum(grad, [dim]))), input_dtype)
+
+
+@instead_of(aten.logsumexp.default)
+def logsumexp(self, dim, keepdim=False):
+    dims = [d % self.ndim for d in dim] if self.ndim else []
+    if not dims or not self.is_floating_point() or not self.numel() or not is_cut(self, dims, unknown=False):
+        return NotImplemented
+    x = _wide(self)
+    largest = aten.amax.default(x, dims, True)
+    largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)  # less itself it is NaN
+    total = aten.log.default(_sum(aten.exp.default(aten.sub.Tensor(x, largest)), dims))
+    out = _as(aten.add.Tensor(total, largest), self.dtype)
+    return out if keepdim else aten.squeeze.dims(out, dims)
