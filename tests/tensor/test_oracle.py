@@ -143,7 +143,7 @@ def test_the_oracle_finds_factors_that_a_result_does_not_depend_on():
     def with_channels(rule):
         grad, image, kernel = rule.ins
         c = Factor("c")
-        image, kernel = (image[0], c, *image[2:]), (None, c, None, None)
+        image, kernel = (image[0], c, *image[2:]), (kernel[0], c, None, None)
         return replace(rule, ins=(grad, image, kernel), outs=(image, kernel, rule.outs[2]))
 
     args = g, x, w, [3], one, zero, one, False, zero, 1, [True, True, True]
