@@ -8,6 +8,7 @@ from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.sim import LocalTensor, LocalTensorMode
 from spmd.tensor.dispatch import implicit_replication
 from spmd.tensor.dtensor import DTensor, distribute_tensor
+from spmd.tensor.explicit import ImplicitCommunicationError, explicit, set_explicit
 from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
@@ -17,8 +18,9 @@ from spmd.tensor.rules import spelling as rules
 __version__ = "0.1.0"
 
 __all__ = [
-    "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "LocalTensor", "LocalTensorMode", "MeshTopoInfo",
-    "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug", "distribute_tensor", "empty", "full",
-    "get_rng_state", "implicit_replication", "init_device_mesh", "manual_seed", "mesh_broadcast", "mesh_scatter",
-    "ones", "rand", "randn", "recompute", "register_rule", "rules", "set_rng_state", "shard_dim_alltoall", "zeros",
+    "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "ImplicitCommunicationError", "LocalTensor",
+    "LocalTensorMode", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug",
+    "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh",
+    "manual_seed", "mesh_broadcast", "mesh_scatter", "ones", "rand", "randn", "recompute", "register_rule", "rules",
+    "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

@@ -311,6 +311,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def carry(key: str, value: Any) -> None:
+    """Keep a value for this thread, and for the threads in which autograd runs the backward passes it starts."""
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    elif torch._C._is_key_in_tls(key):
+        torch._C._remove_obj_from_tls(key)
+
+
+def carried(key: str) -> Any:
+    """What `carry` kept under the key; None for nothing."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
 def last_node() -> int:
     """The number of the node that autograd made last in this thread: inside a mode, that of the op being run."""
     return torch.autograd._get_sequence_nr() - 1

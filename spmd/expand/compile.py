@@ -33,7 +33,7 @@ from spmd.expand.placing import Patterns, check_patterns, placed_spec, placement
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh, per_rank
-from spmd.tensor import random
+from spmd.tensor import explicit, random
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
@@ -108,6 +108,7 @@ class CompiledStep:
         self._agree_to_run(bound, call, error)
         bound = bound or self._build(call)
         self._last = bound
+        _check_explicit(self._what, bound.program)
         return bound.run(call.state, call.placed_state(self.mesh), call.placed_leaves(), call.numbers)
 
     def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
@@ -165,6 +166,16 @@ class CompiledStep:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
+
+
+def _check_explicit(what: str, program: Program) -> None:
+    """A program that sends nothing may run in explicit mode: nobody wrote down what the others send."""
+    if program.collectives:
+        nbytes = sum(c.nbytes for c in program.collectives)
+        explicit.check_message(
+            what, f"send {len(program.collectives)} collectives, {nbytes:,} bytes a rank",
+            "A compiled step places them itself: run it under spmd.explicit(False).",
+        )  # fmt: skip
 
 
 def _random_state(captured: Captured) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from spmd import _torch
+from spmd.tensor import explicit
 from spmd.tensor.hot import memory_of
 from spmd.tensor.redistribute.plan import Plan, plan
 
@@ -45,6 +46,7 @@ class Copy:
         """Make the copy like its base, if that was written since."""
         writes = self.base._memory.writes
         if self.seen != writes:
+            explicit.check("reading a view of what was written since", [("x", self.plan)])
             self.memory.copy_(self._read(self.plan.run(block(self.base))))
             self.seen = writes
 

@@ -29,19 +29,19 @@ import torch
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.mesh import DeviceMesh
-from spmd.tensor import fallback, hot, plain, random
+from spmd.tensor import explicit, fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
 from spmd.tensor.copies import Copy, block, written
 from spmd.tensor.hot import memory_of
-from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided
+from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided, whole_plans
 from spmd.tensor.lower import READS_STORAGE, Lowering, lower
 from spmd.tensor.meta import out_metas
-from spmd.tensor.redistribute.plan import plan, steps_made
+from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
-from spmd.tensor.spec import Spec, replicated
+from spmd.tensor.spec import Spec
 from spmd.tensor.vocabulary import ByRows, is_by_rows
 
 lowerings = Cache(maxsize=16384)
@@ -111,7 +111,10 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     which = _which(operands)
     options = [(name, _key(x)) for name, x in kwargs.items()]
     key = (op, which, torch.get_default_dtype(), *[_key(x) for x in args], *options)
-    return lowerings.get(key, lambda: _way(call, which)).run(call)
+    way = lowerings.get(key, lambda: _way(call, which))
+    if explicit.is_on():
+        explicit.check(op, _named_plans(call, way.plans(call)))
+    return way.run(call)
 
 
 def _summed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
@@ -144,6 +147,18 @@ def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         elif isinstance(x, (list, tuple)):
             found += [y for y in x if isinstance(y, torch.Tensor)]
     return found
+
+
+def _named_plans(call: Eager, plans: Sequence[Plan]) -> list[tuple[str, Plan]]:
+    """The plans of the first operands, each with the operand's name in the schema of its op."""
+    given = dict(zip((a.name for a in _torch.arguments(call.op)), call.args, strict=False)) | call.kwargs
+    names = [
+        f"{name}[{i}]" if isinstance(x, (list, tuple)) else name
+        for name, x in given.items()
+        for i, y in enumerate(x if isinstance(x, (list, tuple)) else [x])
+        if isinstance(y, torch.Tensor)
+    ]
+    return [(name, way) for name, way in zip(names, plans, strict=False)]
 
 
 def _with_tensors(args: tuple, kwargs: dict[str, Any], new: Sequence) -> tuple[tuple, dict[str, Any]]:
@@ -277,6 +292,9 @@ def _results_written(call: Call) -> tuple[int | None, ...]:
 class Decomposed:
     """The op is made of others; each of them comes here by itself."""
 
+    def plans(self, call: Eager) -> Sequence[Plan]:
+        return ()
+
     def run(self, call: Eager) -> Any:
         return call.op.decompose(*call.args, **call.kwargs)
 
@@ -284,13 +302,16 @@ class Decomposed:
 class Strided:
     """`as_strided` and its kin, which look at memory."""
 
+    def plans(self, call: Eager) -> Sequence[Plan]:
+        return whole_plans(call)
+
     def run(self, call: Eager) -> Any:
         out, laid_out = strided(call)
         x = call.operands[0]
         shown = call.dtensor(out, _whole_spec(x._spec.mesh, tuple(out.shape), out.stride(), out.dtype))
         if _torch.is_view(call.op):
             copied = laid_out is not x._local_tensor
-            copy = Copy.of(x, laid_out, plan(x._spec, replicated(x._spec))) if copied else None
+            copy = Copy.of(x, laid_out, whole_plans(call)[0]) if copied else None
             _mark_views((shown,), x, copy)
         return shown
 
@@ -298,10 +319,14 @@ class Strided:
 class Whole:
     """The op runs on whole tensors: no rule knows it, it gives a Python value, or its result's shape is in the data."""
 
+    def plans(self, call: Eager) -> Sequence[Plan]:
+        """How the operands get to where the op wants them: what is sent for it."""
+        return whole_plans(call)
+
     def run(self, call: Eager) -> Any:
         if _torch.written(call.op):
             raise NotImplementedError(f"{call.op}: writes, and its shapes are not known before it runs")
-        plans = [plan(x._spec, replicated(x._spec)) for x in call.operands]
+        plans = self.plans(call)
         nbytes = sum(p.src.nbytes for p in plans if p.steps)
         if nbytes and call.op is not aten._local_scalar_dense.default:
             fallback.note(call.op, nbytes)
@@ -369,6 +394,13 @@ class Way:
             returns if any(i is not None for i in returns) else (), _torch.is_view(call.op), _places(call),
             call.op in FILLS,
         )  # fmt: skip
+
+    def plans(self, call: Eager) -> Sequence[Plan]:
+        """How the operands get to where the op wants them; where what was written has to be sent back, the way back."""
+        return [
+            plan(way.dst, way.src) if i in self.writes and not any(s.sends for s in way.steps) else way
+            for i, way in enumerate(self.lowering.plans)
+        ]
 
     def run(self, call: Eager) -> Any:
         for i in self.writes:

@@ -30,7 +30,7 @@ from spmd.comm import transport
 from spmd.mesh import DeviceMesh, current_rank, device_mesh, per_rank, topology
 from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
-from spmd.tensor import hot
+from spmd.tensor import explicit, hot
 from spmd.tensor.composites import KEYS
 from spmd.tensor.copies import Copy, block
 from spmd.tensor.dispatch import dispatch
@@ -163,6 +163,7 @@ class DTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists; every rank must ask for it."""
+        explicit.check("tolist", [("it", plan(self._spec, replicated(self._spec)))])
         return self.detach().full_tensor().tolist()
 
     def numpy(self, *, force: bool = False):
@@ -372,10 +373,11 @@ class _FromLocal(torch.autograd.Function):
         strict = [kind for _, kind in spec.partial if kind not in ("sum", "avg")]
         if strict:
             raise NotImplementedError(f"the gradient of from_local with Partial({strict[0]!r}) is not supported yet")
-        share = 1.0
+        target, share = grad._spec.moved_to(spec.dims, spec.units), 1.0
+        explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
         for axis, kind in spec.partial:
             share /= spec.mesh.shape[axis] if kind == "avg" else 1
-        local = _Redistribute.apply(grad, grad._spec.moved_to(spec.dims, spec.units)).to_local()
+        local = _Redistribute.apply(grad, target).to_local()
         return (local if share == 1.0 else local * share), None
 
 

@@ -11,6 +11,7 @@ that a view does not show, and a new shape for a tensor whose views would go on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.tensor import explicit
 from spmd.tensor.call import base_name
 from spmd.tensor.copies import block
-from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.spec import replicated, strides_like
 
 aten = torch.ops.aten
@@ -41,6 +43,9 @@ class IntoOut:
         self.names = [a.name for a in _torch.arguments(op) if a.is_out]
         self.follows = base_name(op) in COMPUTED_AS_OUT
 
+    def plans(self, call) -> Sequence[Plan]:
+        return ()  # the op without `out`, and the write, say for themselves
+
     def run(self, call) -> Any:
         kwargs = {name: x for name, x in call.kwargs.items() if name not in self.names}
         given = call.given[-len(self.names) :]
@@ -58,11 +63,17 @@ def _deliver(call, target: torch.Tensor, value) -> None:
         raise RuntimeError(f"{call.op}: result type {value.dtype} can't be cast to the desired output {target.dtype}")
     value = value.to(target.dtype)
     if target.shape == value.shape:
-        target.copy_(value if isinstance(target, call.dtensor) else value.full_tensor())
+        target.copy_(value if isinstance(target, call.dtensor) else _whole(call.op, value))
     elif isinstance(target, call.dtensor):
         become(call.op, target, value)
     else:
-        target.data = value.full_tensor()
+        target.data = _whole(call.op, value)
+
+
+def _whole(op, value) -> torch.Tensor:
+    """All of a result, for a plain tensor that was given as `out`."""
+    explicit.check(op, [("the result", plan(value._spec, replicated(value._spec)))])
+    return value.full_tensor()
 
 
 def become(op, x, value) -> None:
@@ -83,6 +94,9 @@ class Turned:
 
     def __init__(self, functional):
         self.functional = functional
+
+    def plans(self, call) -> Sequence[Plan]:
+        return ()
 
     def run(self, call) -> Any:
         x = call.operands[0]
@@ -108,11 +122,16 @@ def resized(x, size, **options):
     return flat[:n].view(size)
 
 
+def whole_plans(call) -> list[Plan]:
+    """What makes the operands whole on every rank."""
+    return [plan(x._spec, replicated(x._spec)) for x in call.operands]
+
+
 def strided(call) -> tuple[torch.Tensor, torch.Tensor]:
     """What an op such as `as_strided` gives on whole memory, laid out as one device has it, and that memory."""
     x, *rest = call.operands
     _check_dense(call.op, x)
-    laid_out, *others = [plan(t._spec, replicated(t._spec)).run(block(t)) for t in call.operands]
+    laid_out, *others = [way.run(block(t)) for way, t in zip(whole_plans(call), call.operands, strict=True)]
     if laid_out.stride() != x.stride() or laid_out.storage_offset():
         laid_out = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(laid_out)
     args = [laid_out, *(others if rest else ()), *call.args[1 + len(rest) :]]

@@ -42,6 +42,7 @@ from spmd import _torch
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh
 from spmd.mesh.rank import per_rank, place, players
+from spmd.tensor import explicit
 from spmd.tensor.call import base_name
 from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec
@@ -108,6 +109,7 @@ def take(mesh: DeviceMesh, draws: int = 1) -> tuple[int, int]:
         if now is not None:
             _set(now._replace(drawn=now.drawn + draws))
             return now.seed, now.drawn
+    explicit.check_message("the first draw", "ask the first rank for a seed", "Call spmd.manual_seed before it.")
     seed = transport().gather_objects(torch.initial_seed() % 2**64, mesh)[0]
     _set(Stream(seed, draws))
     return seed, 0

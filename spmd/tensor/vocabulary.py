@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from spmd.mesh import per_rank
-from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -41,6 +41,10 @@ def out_specs(table: Spec, tokens: Spec) -> tuple[Spec, Spec]:
 
 class ByRows:
     """Run it eagerly."""
+
+    def plans(self, call) -> list[Plan]:
+        table, tokens = (x._spec for x in call.operands)
+        return [plan(table, table), plan(tokens, out_specs(table, tokens)[0])]
 
     def run(self, call):
         table, tokens = call.operands
