@@ -10,6 +10,7 @@ from spmd.tensor.dispatch import implicit_replication
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.explicit import ImplicitCommunicationError, explicit, set_explicit
 from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
+from spmd.tensor.local_map import local_map
 from spmd.tensor.module import distribute_module
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
@@ -22,6 +23,6 @@ __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "ImplicitCommunicationError", "LocalTensor",
     "LocalTensorMode", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug",
     "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
-    "init_device_mesh", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones", "rand", "randn", "recompute",
-    "register_rule", "rules", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
+    "init_device_mesh", "local_map", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones", "rand", "randn",
+    "recompute", "register_rule", "rules", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

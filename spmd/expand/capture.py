@@ -29,6 +29,7 @@ from spmd._torch import pytree
 from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
 from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
+from spmd.tensor.local_map import traced_whole
 from spmd.tensor.random import Draw
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
@@ -117,7 +118,7 @@ def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, 
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     trace = _Trace(call, args, state, slots, tuple(inputs))
     try:
-        with _one_at_a_time:
+        with _one_at_a_time, traced_whole():
             gm = make_fx(trace, decomposition_table=decompositions, tracing_mode="fake")(list(inputs.values()))
     except AssertionError as error:
         if "token for effect" in str(error):
