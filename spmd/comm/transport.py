@@ -70,8 +70,8 @@ class Transport(Protocol):
     def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
         """The program that `make` gives this rank, or those that it gives all that are played, as one function."""
 
-    def group(self, mesh: DeviceMesh, axis: int | str) -> str:
-        """The name of the group along one axis of the mesh through this rank."""
+    def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
+        """The name of the group along one axis of the mesh, or several, through this rank."""
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """One object of every rank of the mesh, in row-major order, on all of them."""
@@ -106,8 +106,8 @@ class C10dTransport:
         """One rank's program."""
         return make()
 
-    def group(self, mesh: DeviceMesh, axis: int | str) -> str:
-        """The name of the process group along one axis; the group is made by the first collective on it."""
+    def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
+        """The name of the process group along one axis or several; the group is made by the first collective on it."""
         return groups.named(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:

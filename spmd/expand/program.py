@@ -87,7 +87,7 @@ class Program:
         """What is sent, in order."""
         return tuple(
             Collective(
-                s.kind, self.mesh.axis_name(s.axis), s.nbytes, s.cost, s.tensors, s.before, node.name
+                s.kind, ",".join(map(self.mesh.axis_name, s.axes)), s.nbytes, s.cost, s.tensors, s.before, node.name
             )
             for node, s in self.steps()
             if s.sends

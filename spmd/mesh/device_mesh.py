@@ -183,12 +183,20 @@ class DeviceMesh:
         return self.ranks[self._flat_index(coordinate)]
 
     @per_rank
-    def ranks_along(self, axis: Axis, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of the group on `axis` that goes through `coordinate`, in order of their place on the axis."""
-        i = self.axis(axis)
-        step = prod(self.shape[i + 1 :])
-        first = self._flat_index(coordinate) - coordinate[i] * step
-        return self.ranks[first : first + step * self.shape[i] : step]
+    def ranks_along(self, axis: Axis | tuple[Axis, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """The ranks of the group on `axis` that goes through `coordinate`, in order of their place on the axis.
+
+        Of several axes the group that spans them, the first outermost.
+
+        >>> init_device_mesh("cpu", (2, 2, 2)).ranks_along((0, 2), (1, 1, 0))
+        (2, 3, 6, 7)
+        """
+        spanned = [self.axis(each) for each in (axis if isinstance(axis, tuple) else (axis,))]
+        steps = {i: prod(self.shape[i + 1 :]) for i in spanned}
+        places = [self._flat_index(coordinate) - sum(coordinate[i] * step for i, step in steps.items())]
+        for i, step in steps.items():
+            places = [place + c * step for place in places for c in range(self.shape[i])]
+        return tuple(self.ranks[place] for place in places)
 
     def groups_along(self, *axes: Axis) -> list[tuple[int, ...]]:
         """The ranks of all groups that span `axes`, row-major over the other axes, and row-major inside.

@@ -173,7 +173,7 @@ class LocalTransport(_Collectives):
             raise NotImplementedError(f"{op} cannot be simulated; use the collectives of spmd.comm")
         return getattr(self, name)(*args, **kwargs)
 
-    def group(self, mesh: DeviceMesh, axis: int | str) -> Any:
+    def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> Any:
         """The names of all groups along an axis: each rank's own."""
         return self.mode.each(_group_here, (mesh, axis))
 
@@ -211,7 +211,7 @@ class Posting(_Collectives):
         _, result = self._arrived.pop(id(x), (x, x))
         return result
 
-    def group(self, mesh: DeviceMesh, axis: int | str) -> str:
+    def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
         return _group_here(mesh, axis)
 
     def refuse(self, kind: str) -> None:
@@ -267,5 +267,5 @@ def _written_back(into: Any, came: Any) -> Any:
     return into
 
 
-def _group_here(mesh: DeviceMesh, axis: int | str) -> str:
+def _group_here(mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
     return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))

@@ -174,7 +174,7 @@ class ThreadTransport:
     def bound(self, make: Callable[[], Any]) -> Any:
         return make()
 
-    def group(self, mesh: DeviceMesh, axis: int | str) -> str:
+    def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
         """The name that spells the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 

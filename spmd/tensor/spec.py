@@ -129,6 +129,18 @@ class Spec:
         ns = tuple(self.mesh.shape[a] for a in axes)
         return block(self.shape[dim], self.units[dim], ns, tuple(coordinate[a] for a in axes))
 
+    def box(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """For each dim where the block of the rank at `coordinate` begins and ends in the global tensor."""
+        found = self._boxes.get(coordinate)
+        if found is None:
+            blocks = [self.block(d, coordinate) for d in range(len(self.shape))]
+            found = self._boxes[tuple(coordinate)] = tuple((start, start + length) for start, length in blocks)
+        return found
+
+    @cached_property
+    def _boxes(self) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:
+        return {}
+
     def aligned(self, dim: int, unit: int) -> bool:
         """Whether every rank's block of `dim` begins at a multiple of `unit`."""
         ns = tuple(self.mesh.shape[a] for a in self.dims[dim])

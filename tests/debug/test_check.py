@@ -175,12 +175,12 @@ def reduce_left_out(fault):
 
 def gather_in_reverse(fault):
     right = AllGather.finish
-    fault.setattr(AllGather, "finish", lambda self, y, at: right(self, y, at).flip(self.dim))
+    fault.setattr(AllGather, "finish", lambda self, y, at: right(self, y, at).flip(0))
 
 
 def slice_off_by_one(fault):
     right = Slice.start
-    fault.setattr(Slice, "start", lambda self, x, at: right(self, x.roll(1, self.dim), at))
+    fault.setattr(Slice, "start", lambda self, x, at: right(self, x.roll(1, 0), at))
 
 
 def softmax_backward_by_element(fault):
@@ -193,7 +193,7 @@ def shards_are_taken_as_whole(fault):
 
 
 def collective_without_such_an_op(fault):
-    fault.setattr(AllReduce, "start", lambda self, x, at: at.transport.all_reduce(x, "most", at.group(self.axis)))
+    fault.setattr(AllReduce, "start", lambda self, x, at: at.transport.all_reduce(x, "most", at.group(self.axes)))
 
 
 def rule_that_fails(fault):
@@ -264,8 +264,9 @@ def test_the_report_of_a_value(fault):
 check: op 2 differs, aten.relu.default at {line}
   in      f32[1, 4] +sum@tp
   out     f32[1, 4]
-  moves   f32[1, 4] +sum@tp
-            all_reduce(tp)                   f32[1, 4]   7.8 us
+  moves   f32[1, 4] +sum@tp -> f32[1, 4]
+            all_reduce(tp)               f32[1, 4]           16 B       7.8 us
+            16 bytes a rank of at least 16, 7.8 us, 32 bytes of memory
   found   max abs 5, max rel 1 at [0, 3] on rank 0: 5 on one device, 0 distributed; 2 of 4 elements there, on ranks \
 0, 1, 2, 3"""
     gap = found.first.gap

@@ -252,8 +252,8 @@ def test_gathered_ops_are_named():
 class Named(C10dTransport):
     """Torch's collectives with groups by axis name: enough to bind, not to run."""
 
-    def group(self, mesh, axis):
-        return f"group of {mesh.axis_name(axis)}"
+    def group(self, mesh, axes):
+        return f"group of {','.join(map(mesh.axis_name, axes))}"
 
 
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -46,12 +46,11 @@ def shown(call: tuple) -> str:
     op, *args = call
     *args, options = [*args, {}] if not args or not isinstance(args[-1], dict) else args
     found = lowered(op, *args, **options)
-    mesh = found.plans[0].src.mesh
     name = re.sub("^aten::|native_|_scaled_dot_product_", "", _torch.qualified_name(op))
     lines = [f"{name}({listed(p.src for p in found.plans)}) -> {listed(found.outs)}"]
     for p in found.plans:
         if p.steps:
-            lines.append(f"    {p.src}: {', '.join(s.move.show(mesh) for s in p.steps)}")
+            lines.append(f"    {p.src}: {', '.join(str(s) for s in p.steps)}")
     return "\n".join(lines)
 
 

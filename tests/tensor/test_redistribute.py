@@ -223,29 +223,34 @@ class TestPlans(expecttest.TestCase):
         pairs = [line.split(" -> ") for line in PAIRS.strip().splitlines()]
         lines = [str(plan(parse_spec(a, mesh), parse_spec(b, mesh))) for a, b in pairs]
         self.assertExpectedInline("\n".join(lines), """\
-f32[8@dp, 8]
-  all_to_all(dp, 0, 1)             f32[8, 8@dp]   7.2 us
-f32[8@dp,tp, 8]
-  all_gather(tp, 0)                f32[8@dp, 8]   7.2 us
-  all_gather(dp, 0)                f32[8, 8]   7.2 us
-f32[8@dp, 8@tp]
-  all_gather(dp, 0)                f32[8, 8@tp]   7.2 us
-  all_to_all(tp, 1, 0)             f32[8@tp, 8]   7.2 us
-  slice(dp, 1)                     f32[8@tp, 8@dp]   0.0 us
-f32[8@dp, 8] +sum@tp
-  all_reduce(tp)                   f32[8@dp, 8]   7.8 us
-f32[8@dp, 8] +sum@tp
-  reduce_scatter(tp, 0)            f32[8@dp,tp, 8]   7.2 us
-f32[8, 8] +sum@tp
-  reduce_scatter(tp, 1)            f32[8, 8@tp]   7.2 us
-f32[8, 8] +sum@dp +sum@tp
-  all_reduce(dp)                   f32[8, 8] +sum@tp   7.8 us
-  all_reduce(tp)                   f32[8, 8]   7.8 us
-f32[8, 8]
-  slice(dp, 0)                     f32[8@dp, 8]   0.0 us
-  to_partial(tp, 'sum')            f32[8@dp, 8] +sum@tp   0.0 us
-f32[6@dp,tp, 8]
-  all_to_all(tp, 0, 1)             f32[6@dp, 8@tp]   7.2 us""")
+f32[8@dp, 8] -> f32[8, 8@dp]
+  all_to_all(dp, 0, 1)         f32[8, 8@dp]           64 B       7.2 us
+  64 bytes a rank of at least 64, 7.2 us, 512 bytes of memory
+f32[8@dp,tp, 8] -> f32[8, 8]
+  all_gather(dp,tp, 0)         f32[8, 8]          192 B       8.4 us
+  192 bytes a rank of at least 192, 8.4 us, 320 bytes of memory
+f32[8@dp, 8@tp] -> f32[8@tp, 8@dp]
+  permute(dp,tp)               f32[8@tp, 8@dp]           64 B       7.2 us
+  64 bytes a rank of at least 64, 7.2 us, 128 bytes of memory
+f32[8@dp, 8] +sum@tp -> f32[8@dp, 8]
+  all_reduce(tp)               f32[8@dp, 8]          128 B       7.8 us
+  128 bytes a rank of at least 128, 7.8 us, 256 bytes of memory
+f32[8@dp, 8] +sum@tp -> f32[8@dp,tp, 8]
+  reduce_scatter(tp, 0)        f32[8@dp,tp, 8]           64 B       7.2 us
+  64 bytes a rank of at least 64, 7.2 us, 192 bytes of memory
+f32[8, 8] +sum@tp -> f32[8, 8@tp]
+  reduce_scatter(tp, 1)        f32[8, 8@tp]          128 B       7.2 us
+  128 bytes a rank of at least 128, 7.2 us, 384 bytes of memory
+f32[8, 8] +sum@dp +sum@tp -> f32[8, 8]
+  all_reduce(dp,tp)            f32[8, 8]          384 B      10.2 us
+  384 bytes a rank of at least 384, 10.2 us, 512 bytes of memory
+f32[8, 8] -> f32[8@dp, 8] +sum@tp
+  slice(dp,tp, 0)              f32[8@dp,tp, 8]                 0 B       0.0 us
+  to_partial(tp, 'sum')        f32[8@dp, 8] +sum@tp            0 B       0.0 us
+  0 bytes a rank of at least 0, 0.0 us, 320 bytes of memory
+f32[6@dp,tp, 8] -> f32[6@dp, 8@tp]
+  all_to_all(tp, 0, 1)         f32[6@dp, 8@tp]           32 B       7.2 us
+  32 bytes a rank of at least 32, 7.2 us, 224 bytes of memory""")
 
 
 def test_a_plan_is_the_same_for_every_rank_and_time():

@@ -64,7 +64,7 @@ class _Packer:
 
     def _add(self, node: fx.Node) -> None:
         spec = node.target.before
-        key = node.target.move, spec.on(node.target.axis), spec.dtype
+        key = node.target.move, tuple(map(spec.on, node.target.axes)), spec.dtype
         bucket = self.open.setdefault(key, _Open(self.first))
         bucket.members.append(node)
         if bucket.nbytes >= bucket.limit:

@@ -21,7 +21,7 @@ from spmd.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Bucket:
-    """All-reduces of one axis, kind and dtype, made by one collective; in a program it stands as a `Step` does."""
+    """All-reduces of the same axes, kinds and dtype, made by one collective; stands in a program as a `Step` does."""
 
     steps: tuple[Step, ...]
 
@@ -30,8 +30,8 @@ class Bucket:
     __name__: ClassVar[str] = "bucket"
 
     @property
-    def axis(self) -> int:
-        return self.steps[0].axis
+    def axes(self) -> tuple[int, ...]:
+        return self.steps[0].axes
 
     @property
     def before(self) -> tuple[Spec, ...]:
@@ -55,10 +55,10 @@ class Bucket:
 
     def priced(self, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the one collective."""
-        return cost.all_reduce_cost(self.nbytes, self.axis, topology)
+        return cost.all_reduce_cost(self.nbytes, self.axes, topology)
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
-        return f"all_reduce({operand}, {mesh.axis_name(self.axis)})"
+        return f"all_reduce({operand}, {','.join(map(mesh.axis_name, self.axes))})"
 
     def start(self, xs, coordinate: tuple[int, ...], transport: Transport):
         """Launch the reduction of these blocks, one for each step."""
@@ -84,12 +84,12 @@ class Bucket:
 
     @property
     def _reduce(self) -> AllReduce:
-        return AllReduce(self.axis)
+        return AllReduce(self.axes)
 
     def _at(self, coordinate: tuple[int, ...], transport: Transport) -> At:
         """The buffer as a tensor of this rank: partial on the axis, and of the length that this rank's blocks have."""
         length = sum(prod(spec.local_shape(coordinate)) for spec in self.before)
         first = self.before[0]
-        kind = first.on(self.axis).reduce_op
-        flat = Spec.of(first.mesh, (length,), first.dtype, partial=[(self.axis, kind)])
+        partial = [(a, kind) for a, kind in first.partial if a in self.axes]
+        flat = Spec.of(first.mesh, (length,), first.dtype, partial=partial)
         return At(flat, flat.with_layout(flat.dims, flat.units), coordinate, transport)

@@ -1,24 +1,30 @@
-"""Moves: the closed set of steps, each on one axis, that change how a tensor lies on the mesh.
+"""Moves: the closed set of steps that change how a tensor lies on the mesh.
 
-    AllGather(1, 0)        f32[8@dp, 16@tp] -> ...   dim 0 whole again over axis 1
-    AllReduce(1)           +sum@tp -> replicated
-    ReduceScatter(1, 0)    +sum@tp -> dim 0 over tp
-    AllToAll(1, 0, 1)      dim 0 over tp -> dim 1 over tp
-    Slice(1, 0)            replicated -> dim 0 over tp, nothing is sent
-    ToPartial(1, "sum")    replicated -> a sum, nothing is sent
+    Slice          a smaller box of what each rank has; nothing is sent
+    ToPartial      one rank keeps the tensor, or its block of it, the others hold what changes nothing; nothing is sent
+    Scale          sum to average and back; nothing is sent
+    AllGather      shards of the axes to replicated
+    AllToAll       shards of the axes to shards of the same axes of other dims
+    Permute        the same blocks, held by other ranks: each rank sends its block to at most one other
+    Exchange       any blocks to any blocks
+    ReduceScatter  partial on the axes to any blocks inside what each rank has
+    AllReduce      partial on the axes to replicated
 
-A move is a value. `apply` gives the spec after it, `cost` its modelled time, and `start`/`finish` are its code:
-plain calls on a tensor, so that a DTensor runs them, simulated ranks run them, and fx writes them down.
-Whatever differs between ranks comes from the coordinate; no size is read from the tensor.
+A move goes over one axis or over several that form one group. It is a value; where it leads from and to is in the specs
+around it (`Step`), and these decide all of it: a rank's block is a box (`boxes.py`), and what a rank sends to another
+is what the one has and the other wants. So even, uneven, empty, merged and reordered shards are one case.
 
-Blocks that differ in size (uneven shards) are padded to the largest for gathers and reduce-scatters, and sent as
-they are by all-to-all. What the ranks of a group need not send, because it is empty, none of them sends.
+`start` and `finish` are a move's code: plain calls on a tensor, so that a DTensor runs them, simulated ranks run them,
+and fx writes them down. Whatever differs between ranks comes from the coordinate; no size is read from the tensor.
 
-Left out: merging several axes into one collective, permutes, exchanges.
+Gathers and reduce-scatters pad blocks that differ in size to the largest; all others send what there is. What the ranks
+of a group need not send, because it is empty, none of them sends.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -27,9 +33,20 @@ from typing import ClassVar
 import torch
 
 from spmd.comm import Transport, wire
-from spmd.comm.chunk import chunk, smallest_unit
 from spmd.mesh import MeshTopoInfo, cost
-from spmd.tensor.spec import Spec, commute
+from spmd.tensor.redistribute.boxes import (
+    Box,
+    cut,
+    joined,
+    joined_padded,
+    narrowed,
+    overlap,
+    volume,
+    within,
+)
+from spmd.tensor.spec import Spec
+
+Coordinate = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,14 +55,11 @@ class At:
 
     before: Spec
     after: Spec
-    coordinate: tuple[int, ...]
+    coordinate: Coordinate
     transport: Transport
 
-    def size(self, axis: int) -> int:
-        return self.before.mesh.shape[axis]
-
-    def group(self, axis: int) -> str:
-        return self.transport.group(self.before.mesh, axis)
+    def group(self, axes: tuple[int, ...]) -> str:
+        return self.transport.group(self.before.mesh, axes)
 
     def shape_before(self) -> tuple[int, ...]:
         return self.before.local_shape(self.coordinate)
@@ -54,24 +68,35 @@ class At:
         return self.after.local_shape(self.coordinate)
 
 
+@dataclass(frozen=True)
 class Move:
-    """One step on one axis; the base of all moves."""
+    """One step over the group of some axes; the base of all moves."""
 
-    axis: int
+    axes: tuple[int, ...]
+
     kind: ClassVar[str]
     sends: ClassVar[bool] = True
-
-    def apply(self, spec: Spec) -> Spec | None:
-        """The spec after the move, or None where the move is not legal."""
-        raise NotImplementedError
-
-    def cost(self, before: Spec, after: Spec, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds over these links."""
-        raise NotImplementedError
 
     def nbytes(self, before: Spec, after: Spec) -> int:
         """Bytes of the tensor that one rank hands to the collective (the largest rank's)."""
         return before.local_nbytes
+
+    def received(self, before: Spec, after: Spec, coordinate: Coordinate) -> int:
+        """Bytes that the rank at the coordinate gets from others."""
+        return 0
+
+    def peak(self, before: Spec, after: Spec) -> int:
+        """Bytes of memory on the rank with most while the move runs: its block before and after, what is packed."""
+        return before.local_nbytes + after.local_nbytes
+
+    def cost(self, before: Spec, after: Spec, topology: MeshTopoInfo) -> float:
+        """Modelled microseconds over these links."""
+        most = max(self.received(before, after, at) for at in before.mesh.coordinates())
+        return self.price(most, topology) if self.sends else 0.0
+
+    def price(self, received: float, topology: MeshTopoInfo) -> float:
+        """Modelled microseconds where the busiest rank gets so many bytes from others."""
+        raise NotImplementedError
 
     def start(self, x, at: At):
         """Launch the move on this rank's block; the result may be in flight."""
@@ -81,293 +106,353 @@ class Move:
         """Wait for what `start` launched and give the block after the move."""
         return y
 
-    def show(self, mesh) -> str:
-        """The move with its axis by name, for people."""
-        rest = [repr(v) for k, v in vars(self).items() if k not in ("axis", "unit")]
-        return f"{self.kind}({', '.join([mesh.axis_name(self.axis), *rest])})"
+    def show(self, before: Spec, after: Spec) -> str:
+        """The move with its axes by name, and the dims that it makes whole or shards, for people."""
+        names = ",".join(map(before.mesh.axis_name, self.axes))
+        return f"{self.kind}({', '.join([names, *self._details(before, after)])})"
+
+    def _details(self, before: Spec, after: Spec) -> list[str]:
+        return []
 
 
-@dataclass(frozen=True)
-class AllReduce(Move):
-    """Partial to replicated."""
-
-    axis: int
-    kind = "all_reduce"
-
-    def apply(self, spec):
-        return _without_partial(spec, self.axis)
-
-    def cost(self, before, after, topology):
-        return cost.all_reduce_cost(before.local_nbytes, self.axis, topology)
-
-    def start(self, x, at):
-        if _empty(at.shape_before()):
-            return x
-        op = _wire_op(at, self.axis)
-        return at.transport.all_reduce(_sent(x, at, op), op, at.group(self.axis))
-
-    def finish(self, y, at):
-        return y if _empty(at.shape_before()) else _received(at.transport.wait_tensor(y), at, self.axis)
-
-
-@dataclass(frozen=True)
-class ReduceScatter(Move):
-    """Partial to a shard of `dim`, inside the axes that shard it already. Sums and averages only, of wide dtypes."""
-
-    axis: int
-    dim: int
-    unit: int = 1
-    kind = "reduce_scatter"
-
-    def apply(self, spec):
-        if not spec.on(self.axis).is_partial() or spec.on(self.axis).reduce_op not in ("sum", "avg"):
-            return None
-        if spec.dtype in wire.WIDENED:
-            return None
-        return _with_shard(_without_partial(spec, self.axis), self.axis, self.dim, self.unit)
-
-    def cost(self, before, after, topology):
-        return cost.reduce_scatter_cost(before.local_nbytes, self.axis, topology)
-
-    def start(self, x, at):
-        sizes = _sizes(at, self.axis, self.dim, at.shape_before())
-        if _empty(at.shape_before()):
-            return _narrow(x, self.dim, 0, sizes[at.coordinate[self.axis]])
-        if len(set(sizes)) > 1 or self.dim:
-            pieces = zip(_split(x, sizes, self.dim), sizes, strict=True)
-            x = torch.cat([_padded(p, self.dim, size, sizes[0], len(at.before.shape)) for p, size in pieces], 0)
-        n, op = at.size(self.axis), _wire_op(at, self.axis)
-        return at.transport.reduce_scatter_tensor(x.contiguous(), op, n, at.group(self.axis))
-
-    def finish(self, y, at):
-        if _empty(at.shape_before()):
-            return y
-        y = _averaged(at.transport.wait_tensor(y), at, self.axis)
-        sizes = _sizes(at, self.axis, self.dim, at.shape_before())
-        own = sizes[at.coordinate[self.axis]]
-        # Contiguous like the blocks of other ranks, so that views of it are views on all of them.
-        return y if own == sizes[0] else _narrow(y, self.dim, 0, own).contiguous()
-
-
-@dataclass(frozen=True)
-class AllGather(Move):
-    """Shard of `dim` to replicated; the axis must be the innermost that shards the dim."""
-
-    axis: int
-    dim: int
-    kind = "all_gather"
-
-    def apply(self, spec):
-        return _without_shard(spec, self.axis, self.dim)
-
-    def cost(self, before, after, topology):
-        return cost.all_gather_cost(after.local_nbytes, self.axis, topology)
-
-    def start(self, x, at):
-        if _empty(at.shape_after()):
-            return x.new_zeros(at.shape_after())
-        sizes = _sizes(at, self.axis, self.dim, at.shape_after())
-        x = _padded(x, self.dim, sizes[at.coordinate[self.axis]], sizes[0], len(at.before.shape))
-        n = at.size(self.axis)
-        return at.transport.all_gather_into_tensor(_widened(x, at).contiguous(), n, at.group(self.axis))
-
-    def finish(self, y, at):
-        if _empty(at.shape_after()):
-            return y
-        sizes = _sizes(at, self.axis, self.dim, at.shape_after())
-        y = _narrowed(at.transport.wait_tensor(y), at)
-        if self.dim == 0 and len(set(sizes)) == 1:
-            return y
-        rows = sizes[0] if self.dim == 0 else at.shape_before()[0]
-        pieces = _split(y, [rows] * len(sizes), 0)
-        whole = [p if s == sizes[0] else _narrow(p, self.dim, 0, s) for p, s in zip(pieces, sizes, strict=True)]
-        return torch.cat(whole, self.dim)
-
-
-@dataclass(frozen=True)
-class AllToAll(Move):
-    """Shard of `gather_dim` to a shard of `shard_dim`: one all-to-all of (n-1)/n of the local bytes."""
-
-    axis: int
-    gather_dim: int
-    shard_dim: int
-    unit: int = 1
-    kind = "all_to_all"
-
-    def apply(self, spec):
-        bare = _without_shard(spec, self.axis, self.gather_dim)
-        return bare and _with_shard(bare, self.axis, self.shard_dim, self.unit)
-
-    def cost(self, before, after, topology):
-        return cost.all_to_all_cost(before.local_nbytes, self.axis, topology)
-
-    def _pieces(self, at: At) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Sizes along shard_dim of what goes to each rank; shapes of what comes from each."""
-        out = _sizes(at, self.axis, self.shard_dim, at.shape_before())
-        gathered = _sizes(at, self.axis, self.gather_dim, at.shape_after(), at.before)
-        shapes = [_resized(at.shape_after(), self.gather_dim, s) for s in gathered]
-        return out, shapes
-
-    def _idle(self, at: At) -> bool:
-        return _empty(_resized(at.shape_after(), self.shard_dim, at.shape_before()[self.shard_dim]))
-
-    def start(self, x, at):
-        if self._idle(at):
-            return x.new_zeros(at.shape_after())
-        sizes, shapes = self._pieces(at)
-        flat = torch.cat([p.reshape(-1) for p in _split(x, sizes, self.shard_dim)], 0)
-        each = 2 if at.before.dtype.is_complex else 1  # numbers an element
-        sent = [each * prod(_resized(at.shape_before(), self.shard_dim, s)) for s in sizes]
-        received = [each * prod(shape) for shape in shapes]
-        flat = wire.as_reals(_widened(flat, at), at.before.dtype)
-        return at.transport.all_to_all_single(flat, received, sent, at.group(self.axis))
-
-    def finish(self, y, at):
-        if self._idle(at):
-            return y
-        _, shapes = self._pieces(at)
-        y = wire.from_reals(_narrowed(at.transport.wait_tensor(y), at), at.before.dtype)
-        pieces = _split(y, [prod(shape) for shape in shapes], 0)
-        return torch.cat([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], self.gather_dim)
+# ---- nothing is sent --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Slice(Move):
-    """Replicated to a shard of `dim`: each rank keeps its block. A copy, so that writes stay apart."""
+    """Each rank keeps a smaller box. A copy, so that writes stay apart."""
 
-    axis: int
-    dim: int
-    unit: int = 1
     kind = "slice"
     sends = False
 
-    def apply(self, spec):
-        return _with_shard(spec, self.axis, self.dim, self.unit) if spec.on(self.axis).is_replicate() else None
-
-    def cost(self, before, after, topology):
-        return 0.0
-
     def start(self, x, at):
-        sizes = _sizes(at, self.axis, self.dim, at.shape_before())
-        i = at.coordinate[self.axis]
-        return _narrow(x, self.dim, sum(sizes[:i]), sizes[i]).clone(memory_format=torch.contiguous_format)
+        if not prod(at.shape_after()):
+            return x.new_zeros(at.shape_after())
+        have = at.before.box(at.coordinate)
+        want = within(overlap(have, at.after.box(at.coordinate)), have)
+        return narrowed(x, want, at.shape_before()).clone(memory_format=torch.contiguous_format)
+
+    def _details(self, before, after):
+        return [_dims(self.axes, after)]
 
 
 @dataclass(frozen=True)
 class ToPartial(Move):
-    """Replicated to Partial: for sums and products the first rank keeps the tensor, the others hold the identity."""
+    """The axes become Partial: each element is kept by one rank of the axis, or by all where that changes nothing."""
 
-    axis: int
     reduce_op: str = "sum"
     kind = "to_partial"
     sends = False
 
-    def apply(self, spec):
-        if not spec.on(self.axis).is_replicate() or not commute([self.reduce_op, *(kind for _, kind in spec.partial)]):
-            return None
-        return spec.with_layout(spec.dims, spec.units, (*spec.partial, (self.axis, self.reduce_op)))
+    def start(self, x, at):
+        nothing = _identity(self.reduce_op, at.before.dtype)
+        padded = [a for a in self.axes if at.before.on(a).is_shard()]
+        if self.reduce_op == "avg" and padded:
+            x = x * prod(at.before.mesh.shape[a] for a in padded)
+        if self._is_spare(at):
+            x = torch.full_like(x, nothing, memory_format=torch.contiguous_format)
+        if not padded:
+            return x.clone(memory_format=torch.contiguous_format)
+        mine = within(at.before.box(at.coordinate), at.after.box(at.coordinate))
+        shape = list(at.shape_before())
+        for dim, ((start, stop), size) in enumerate(zip(mine, at.shape_after(), strict=True)):
+            sides = [(*shape[:dim], n, *shape[dim + 1 :]) for n in (start, size - stop)]
+            x = torch.cat([x.new_full(sides[0], nothing), x, x.new_full(sides[1], nothing)], dim)
+            shape[dim] = size
+        return x
 
-    def cost(self, before, after, topology):
-        return 0.0
+    def _is_spare(self, at: At) -> bool:
+        """Whether another rank, with the same block, keeps the elements: adding them twice would change a sum."""
+        if self.reduce_op not in ("sum", "product"):
+            return False
+        return any(at.coordinate[a] for a in self.axes if at.before.on(a).is_replicate())
+
+    def _details(self, before, after):
+        return [repr(self.reduce_op)]
+
+
+@dataclass(frozen=True)
+class Scale(Move):
+    """Partial sums become partial averages, or the other way, on these axes."""
+
+    kind = "scale"
+    sends = False
 
     def start(self, x, at):
-        if at.coordinate[self.axis] == 0 or self.reduce_op not in _IDENTITY:
-            return x.clone(memory_format=torch.contiguous_format)
-        return torch.full_like(x, _IDENTITY[self.reduce_op], memory_format=torch.contiguous_format)
+        n = prod(at.before.mesh.shape[a] for a in self.axes)
+        return x * n if at.after.on(self.axes[0]).is_partial("avg") else x / n
+
+    def _details(self, before, after):
+        return [repr(after.on(self.axes[0]).reduce_op)]
 
 
-_IDENTITY = {"sum": 0, "product": 1}
+# ---- without a reduction ----------------------------------------------------------------------
 
 
-# ---- specs ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class AllGather(Move):
+    """Shards of the axes, in any dims, to replicated."""
+
+    kind = "all_gather"
+
+    def received(self, before, after, coordinate):
+        biggest = max(map(volume, members(before, self.axes, coordinate)))
+        return (_size(self.axes, before) - 1) * biggest * before.dtype.itemsize
+
+    def price(self, received, topology):
+        return cost.all_gather_cost(_with_own(received, self.axes, topology), self.axes, topology)
+
+    def start(self, x, at):
+        blocks = members(at.before, self.axes, at.coordinate)
+        row = max(map(volume, blocks))
+        if not row:
+            return x
+        flat = _padded(x.reshape(-1), volume(at.before.box(at.coordinate)), row)
+        return at.transport.all_gather_into_tensor(_to_wire(flat, at), len(blocks), at.group(self.axes))
+
+    def finish(self, y, at):
+        blocks = members(at.before, self.axes, at.coordinate)
+        row = max(map(volume, blocks))
+        if not row:
+            return y.new_zeros(at.shape_after())
+        whole = at.after.box(at.coordinate)
+        y = _from_wire(at.transport.wait_tensor(y), at)
+        return joined_padded(y, [within(block, whole) for block in blocks], at.shape_after(), row)
+
+    def _details(self, before, after):
+        return [_dims(self.axes, before)]
 
 
-def _without_partial(spec: Spec, axis: int) -> Spec | None:
-    if not spec.on(axis).is_partial():
-        return None
-    return spec.with_layout(spec.dims, spec.units, [(a, k) for a, k in spec.partial if a != axis])
+@dataclass(frozen=True)
+class Exchange(Move):
+    """Any blocks to any blocks: an all-to-all in which each rank gets what it wants from those that have it."""
+
+    kind = "exchange"
+
+    def received(self, before, after, coordinate):
+        want = after.box(coordinate)
+        return (volume(want) - volume(overlap(want, before.box(coordinate)))) * before.dtype.itemsize
+
+    def peak(self, before, after):
+        return 2 * (before.local_nbytes + after.local_nbytes)
+
+    def price(self, received, topology):
+        return cost.all_to_all_cost(_with_own(received, self.axes, topology), self.axes, topology)
+
+    def _sent(self, at: At) -> list[Box]:
+        """What goes to each rank, as seen in this rank's block."""
+        mine = at.before.box(at.coordinate)
+        return [within(overlap(mine, want), mine) for want in members(at.after, self.axes, at.coordinate)]
+
+    def _come(self, at: At) -> list[Box]:
+        """What comes from each rank, as seen in this rank's block after the move."""
+        want = at.after.box(at.coordinate)
+        return [within(overlap(have, want), want) for have in members(at.before, self.axes, at.coordinate)]
+
+    def _idle(self, at: At) -> bool:
+        return not any(map(volume, members(at.before, self.axes, at.coordinate)))
+
+    def start(self, x, at):
+        if self._idle(at):
+            return x
+        sent, come = self._sent(at), self._come(at)
+        flat = _to_wire(cut(x, at.shape_before(), sent), at)
+        sizes = [[_wire_items(at) * volume(box) for box in boxes] for boxes in (come, sent)]
+        return at.transport.all_to_all_single(flat, *sizes, at.group(self.axes))
+
+    def finish(self, y, at):
+        if self._idle(at):
+            return y.new_zeros(at.shape_after())
+        return joined(_from_wire(at.transport.wait_tensor(y), at), self._come(at), at.shape_after())
 
 
-def _without_shard(spec: Spec, axis: int, dim: int) -> Spec | None:
-    if spec.dims[dim][-1:] != (axis,):
-        return None
-    dims = (*spec.dims[:dim], spec.dims[dim][:-1], *spec.dims[dim + 1 :])
-    return spec.with_layout(dims, spec.units, spec.partial)
+@dataclass(frozen=True)
+class AllToAll(Exchange):
+    """Shards of the axes to shards of the same axes elsewhere: one all-to-all of (n-1)/n of the local bytes."""
+
+    kind = "all_to_all"
+
+    def _details(self, before, after):
+        return [_dims(self.axes, before), _dims(self.axes, after)]
 
 
-def _with_shard(spec: Spec, axis: int, dim: int, unit: int) -> Spec | None:
-    """The axis inside those that shard the dim already, if these cut it as the unit would."""
-    ns = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
-    if ns and smallest_unit(spec.shape[dim], unit, ns) != spec.units[dim]:
-        return None
-    dims = (*spec.dims[:dim], (*spec.dims[dim], axis), *spec.dims[dim + 1 :])
-    units = (*spec.units[:dim], unit, *spec.units[dim + 1 :])
-    return spec.with_layout(dims, units, spec.partial)
+@dataclass(frozen=True)
+class Permute(Exchange):
+    """The same blocks on other ranks: what each rank wants, one rank has."""
 
+    kind = "permute"
 
-# ---- sizes and pieces -------------------------------------------------------------------------
+    def peak(self, before, after):
+        return before.local_nbytes + after.local_nbytes
 
-
-def _sizes(at: At, axis: int, dim: int, shape: Sequence[int], sharded: Spec | None = None) -> list[int]:
-    """Along dim, the lengths of the blocks that the ranks of the axis hold of `shape`; the first is the largest."""
-    spec = sharded or (at.after if axis in at.after.dims[dim] else at.before)
-    unit, n = spec.units[dim], at.size(axis)
-    return [chunk(shape[dim] // unit, n, i)[1] * unit for i in range(n)]
-
-
-def _empty(shape: Sequence[int]) -> bool:
-    return prod(shape) == 0
-
-
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _narrow(x, dim: int, start: int, length: int):
-    return x.narrow(dim, start, length)
-
-
-def _split(x, sizes: Sequence[int], dim: int) -> list:
-    pieces = x.split(list(sizes), dim)
-    return [pieces[i] for i in range(len(sizes))]
-
-
-def _padded(x, dim: int, size: int, to: int, ndim: int):
-    """x grown along dim from size to `to`; what is added is never read."""
-    return x if size == to else torch.nn.functional.pad(x, (0, 0) * (ndim - dim - 1) + (0, to - size))
+    def price(self, received, topology):
+        return cost.permute_cost(received, self.axes, topology)
 
 
 # ---- reductions -------------------------------------------------------------------------------
 
 
-def _wire_op(at: At, axis: int) -> str:
-    """The reduction that is sent: gloo has no average, so it is a sum and a division."""
-    op = at.before.on(axis).reduce_op
-    return "sum" if op == "avg" else op
+@dataclass(frozen=True)
+class _Reduction(Move):
+    """Partial on the axes to no longer so."""
+
+    def op(self, spec: Spec) -> str:
+        """The reduction; where averages and sums meet it is a sum."""
+        kinds = {kind for a, kind in spec.partial if a in self.axes}
+        return kinds.pop() if len(kinds) == 1 else "sum"
+
+    def wire_itemsize(self, spec: Spec) -> int:
+        """Bytes that an element takes on the wire."""
+        dtype, _ = wire.reduced_as(spec.dtype, self.op(spec))
+        return dtype.itemsize * (2 if wire.marks_nan(spec.dtype, self.op(spec)) else 1)
+
+    def _averaged(self, y, at: At):
+        n = prod(at.before.mesh.shape[a] for a, kind in at.before.partial if a in self.axes and kind == "avg")
+        return y if n == 1 else y / n
 
 
-def _averaged(y, at: At, axis: int):
-    return y / at.size(axis) if at.before.on(axis).reduce_op == "avg" else y
+@dataclass(frozen=True)
+class AllReduce(_Reduction):
+    """Partial to replicated."""
+
+    kind = "all_reduce"
+
+    def received(self, before, after, coordinate):
+        n, size = _size(self.axes, before), volume(before.box(coordinate))
+        return 2 * (n - 1) * size * self.wire_itemsize(before) // n
+
+    def price(self, received, topology):
+        return cost.all_reduce_cost(_with_own(received / 2, self.axes, topology), self.axes, topology)
+
+    def start(self, x, at):
+        if not prod(at.shape_before()):
+            return x
+        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        if wire.marks_nan(at.before.dtype, op):
+            x = wire.with_marks(x, at.before.dtype, op)
+        return at.transport.all_reduce(_as(x, at.before.dtype, dtype).contiguous(), op, at.group(self.axes))
+
+    def finish(self, y, at):
+        if not prod(at.shape_before()):
+            return y
+        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        y = _as(at.transport.wait_tensor(y), dtype, at.before.dtype)
+        if wire.marks_nan(at.before.dtype, op):
+            y = wire.without_marks(y, at.shape_before())
+        return self._averaged(y, at)
 
 
-def _widened(x, at: At):
-    dtype = at.before.dtype
-    return x.to(wire.WIDENED[dtype]) if dtype in wire.WIDENED else x
+@dataclass(frozen=True)
+class ReduceScatter(_Reduction):
+    """Partial to blocks inside what each rank has: of the axes, and of others that replicate."""
+
+    kind = "reduce_scatter"
+
+    def nbytes(self, before, after):
+        return min(before.local_nbytes, _size(self.axes, before) * after.local_nbytes)
+
+    def received(self, before, after, coordinate):
+        biggest = max(map(volume, members(after, self.axes, coordinate)))
+        return (_size(self.axes, before) - 1) * biggest * self.wire_itemsize(before)
+
+    def price(self, received, topology):
+        return cost.reduce_scatter_cost(_with_own(received, self.axes, topology), self.axes, topology)
+
+    def _pieces(self, at: At) -> list[Box]:
+        mine = at.before.box(at.coordinate)
+        return [within(box, mine) for box in members(at.after, self.axes, at.coordinate)]
+
+    def start(self, x, at):
+        pieces = self._pieces(at)
+        row = max(map(volume, pieces))
+        if not row:
+            return x
+        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        marked = wire.marks_nan(at.before.dtype, op)
+        if marked or any(volume(piece) != row for piece in pieces):
+            rows = [_padded(cut(x, at.shape_before(), [piece]), volume(piece), row) for piece in pieces]
+            flat = torch.cat([wire.with_marks(r, at.before.dtype, op) for r in rows] if marked else rows, 0)
+        else:
+            flat = cut(x, at.shape_before(), pieces)
+        flat = _as(flat, at.before.dtype, dtype).contiguous()
+        return at.transport.reduce_scatter_tensor(flat, op, len(pieces), at.group(self.axes))
+
+    def finish(self, y, at):
+        row = max(map(volume, self._pieces(at)))
+        if not row:
+            return y.new_zeros(at.shape_after())
+        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        y = _as(at.transport.wait_tensor(y), dtype, at.before.dtype)
+        if wire.marks_nan(at.before.dtype, op):
+            y = wire.without_marks(y, (row,))
+        own = prod(at.shape_after())
+        y = self._averaged(y, at)
+        return (y if own == row else y.narrow(0, 0, own).clone()).view(at.shape_after())
+
+    def _details(self, before, after):
+        return [_dims(self.axes, after)]
 
 
-def _narrowed(y, at: At):
-    return y.to(at.before.dtype) if at.before.dtype in wire.WIDENED else y
+# ---- groups and sizes -------------------------------------------------------------------------
 
 
-def _sent(x, at: At, op: str):
-    """What goes on the wire for an all-reduce."""
-    dtype = at.before.dtype
-    return wire.with_marks(x, dtype, op) if wire.marks_nan(dtype, op) else _widened(x, at).contiguous()
+@functools.lru_cache(maxsize=16384)
+def members(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> tuple[Box, ...]:
+    """The boxes of the ranks of the group along the axes that goes through the coordinate, in their order."""
+    every = itertools.product(*(range(n) if a in axes else (coordinate[a],) for a, n in enumerate(spec.mesh.shape)))
+    return tuple(spec.box(at) for at in every)
 
 
-def _received(y, at: At, axis: int):
-    """The reduced block, from what came back of what `_sent` sent."""
-    y = _narrowed(y, at)
-    if wire.marks_nan(at.before.dtype, _wire_op(at, axis)):
-        y = wire.without_marks(y, at.shape_before())
-    return _averaged(y, at, axis)
+def _size(axes: Sequence[int], spec: Spec) -> int:
+    return prod(spec.mesh.shape[a] for a in axes)
+
+
+def _with_own(received: float, axes: Sequence[int], topology: MeshTopoInfo) -> float:
+    """The bytes of all ranks of a group together, from those that come from the others."""
+    n = prod([topology.sizes[a] for a in axes])
+    return received * n / (n - 1)
+
+
+def _dims(axes: Sequence[int], spec: Spec) -> str:
+    """The dims that the axes shard, for people."""
+    return "/".join(str(d) for d, sharding in enumerate(spec.dims) if set(sharding) & set(axes))
+
+
+def _padded(flat, size: int, to: int):
+    """A row grown from size to `to`; what is added is never read."""
+    return flat if size == to else torch.nn.functional.pad(flat, (0, to - size))
+
+
+# ---- the wire ---------------------------------------------------------------------------------
+
+
+def _wire_items(at: At) -> int:
+    """How many items of the wire's an element is."""
+    return at.before.dtype.itemsize if at.before.dtype in wire.BYTES_ONLY else 1
+
+
+def _to_wire(flat, at: At):
+    """A row as it is sent where nothing is computed on the way: as bytes, where a backend does not know the dtype."""
+    flat = flat.contiguous()
+    return flat.view(torch.uint8) if at.before.dtype in wire.BYTES_ONLY else flat
+
+
+def _from_wire(y, at: At):
+    return y.view(at.before.dtype) if at.before.dtype in wire.BYTES_ONLY else y
+
+
+def _as(x, has: torch.dtype, wanted: torch.dtype):
+    return x if has is wanted else x.to(wanted)
+
+
+def _identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """What changes nothing where it is reduced with other terms."""
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op == "min"
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min if op == "max" else torch.iinfo(dtype).max
+    return float("-inf") if op == "max" else float("inf")

@@ -1,26 +1,26 @@
 """Plans: the cheapest moves from one spec to another.
 
-A plan is found by Dijkstra's algorithm over specs: the neighbours of a spec are what one move makes of it.
-Only moves towards the target are looked at - an axis is sliced, scattered or exchanged into the dim where the
-target wants it, or gathered - so that the search stays small; gathering all and slicing again is always a
-way, so there is always a plan. Ties go to fewer moves, then to the order in which moves are listed: the plan
-is the same on every rank.
+`states.py` has where a plan may go, `search.py` how the cheapest is found, `bounds.py` what none can go below. A plan
+is a function of two specs, and of the links that are in their mesh: the same on every rank, with no rank's data in it.
 """
 
 from __future__ import annotations
 
 import functools
-import heapq
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
+from math import inf
 from typing import ClassVar
 
 from spmd.comm import Transport, transport
 from spmd.mesh import DeviceMesh, MeshTopoInfo
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, At, Move, ReduceScatter, Slice, ToPartial
+from spmd.tensor.redistribute.bounds import lower_bound
+from spmd.tensor.redistribute.moves import At, Move, Scale, ToPartial
+from spmd.tensor.redistribute.search import cheapest
+from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.spec import Spec
 
 _made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=None)
@@ -55,20 +55,31 @@ class Step:
         return self.move.kind
 
     @property
-    def axis(self) -> int:
-        return self.move.axis
+    def axes(self) -> tuple[int, ...]:
+        return self.move.axes
 
     @property
     def sends(self) -> bool:
         return self.move.sends
 
-    @property
+    @cached_property
     def cost(self) -> float:
+        """Modelled microseconds."""
         return self.priced(self.before.mesh.topology)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor that one rank hands to the collective (the largest rank's)."""
         return self.move.nbytes(self.before, self.after)
+
+    def received(self, coordinate: tuple[int, ...]) -> int:
+        """Bytes that the rank at the coordinate gets from others."""
+        return self.move.received(self.before, self.after, coordinate)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of memory on the rank with most, while the move runs."""
+        return self.move.peak(self.before, self.after)
 
     def priced(self, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the move over other links than its mesh's."""
@@ -76,7 +87,10 @@ class Step:
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
         """The move of this operand as code, axes by name."""
-        return self.move.show(mesh).replace("(", f"({operand}, ", 1)
+        return str(self).replace("(", f"({operand}, ", 1)
+
+    def __str__(self):
+        return self.move.show(self.before, self.after)
 
     def start(self, x, coordinate: tuple[int, ...], transport: Transport):
         """Launch the move on the block of the rank at the coordinate."""
@@ -101,19 +115,39 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The moves that take a tensor from spec `src` to spec `dst`, with their modelled time."""
+    """The moves that take a tensor from spec `src` to spec `dst`, with what they cost. Prints as a short table."""
 
     src: Spec
     dst: Spec
     steps: tuple[Step, ...]
 
     @property
-    def modelled_us(self) -> float:
-        return sum(step.cost for step in self.steps)
-
-    @property
     def moves(self) -> tuple[Move, ...]:
         return tuple(step.move for step in self.steps)
+
+    @cached_property
+    def modelled_us(self) -> float:
+        """Microseconds, one move after the other."""
+        return sum(step.cost for step in self.steps)
+
+    def received(self, coordinate: tuple[int, ...]) -> int:
+        """Bytes that the rank at the coordinate gets from others, over the wire."""
+        return sum(step.received(coordinate) for step in self.steps)
+
+    @cached_property
+    def bytes_per_rank(self) -> int:
+        """Bytes that the busiest rank gets from others, over the wire."""
+        return max(map(self.received, self.src.mesh.coordinates()))
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """Bytes of memory that the rank with most needs at once: blocks before and after a move, and what is packed."""
+        return max([step.peak_bytes for step in self.steps], default=self.src.local_nbytes)
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that some rank gets from others whatever the plan."""
+        return lower_bound(self.src, self.dst)
 
     def run(self, local):
         """Carry the plan out on this rank's block."""
@@ -122,26 +156,35 @@ class Plan:
         return local
 
     def __str__(self):
-        mesh = self.src.mesh
-        lines = [f"{s.move.show(mesh):<32} {s.after}   {s.cost:.1f} us" for s in self.steps]
-        return "\n".join([str(self.src), *("  " + line for line in lines)])
+        lines = [f"{self.src} -> {self.dst}"]
+        width = max([len(str(s.after)) for s in self.steps], default=0)
+        for s in self.steps:
+            most = max(map(s.received, self.src.mesh.coordinates()))
+            lines.append(f"  {s!s:<28} {s.after!s:<{width}} {most:>12,} B {s.cost:>9.1f} us")
+        lines.append(
+            f"  {self.bytes_per_rank:,} bytes a rank of at least {self.lower_bound_bytes:,}, "
+            f"{self.modelled_us:.1f} us, {self.peak_bytes:,} bytes of memory"
+        )
+        return "\n".join(lines)
 
 
 @functools.lru_cache(maxsize=16384)
-def plan(src: Spec, dst: Spec) -> Plan:
-    """The cheapest moves from src to dst, two specs of one tensor on one mesh.
+def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
+    """The cheapest moves from src to dst, two specs of one tensor on one mesh, each with at most so much memory.
 
     >>> from spmd.mesh import DeviceMesh
     >>> from spmd.tensor.spec import parse_spec
     >>> mesh = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("tp",))
-    >>> [m.show(mesh) for m in plan(parse_spec("f32[8@tp, 8]", mesh), parse_spec("f32[8, 8@tp]", mesh)).moves]
-    ['all_to_all(tp, 0, 1)']
+    >>> print(plan(parse_spec("f32[8@tp, 8]", mesh), parse_spec("f32[8, 8@tp]", mesh)))
+    f32[8@tp, 8] -> f32[8, 8@tp]
+      all_to_all(tp, 0, 1)         f32[8, 8@tp]           48 B       8.4 us
+      48 bytes a rank of at least 48, 8.4 us, 256 bytes of memory
     """
     if src.mesh != dst.mesh or src.shape != dst.shape or src.dtype != dst.dtype:
         raise ValueError(f"no plan from {src!r} to {dst!r}: mesh, shape and dtype must be equal")
     if src.stride != dst.stride:
         src = dst.with_layout(src.dims, src.units, src.partial)
-    return Plan(src, dst, _cheapest(src, dst))
+    return Plan(src, dst, tuple(_steps(src, dst, max_bytes)))
 
 
 def redistribute_cost(current: Spec, target: Spec) -> float:
@@ -149,41 +192,46 @@ def redistribute_cost(current: Spec, target: Spec) -> float:
     return plan(current, target).modelled_us
 
 
-def _cheapest(src: Spec, dst: Spec) -> tuple[Step, ...]:
-    count = itertools.count()
-    queue = [(0.0, 0, next(count), src, ())]
-    done: set[Spec] = set()
-    while queue:
-        us, n, _, spec, steps = heapq.heappop(queue)
-        if spec is dst:
-            return steps
-        if spec in done:
-            continue
-        done.add(spec)
-        for move in _towards(spec, dst):
-            after = move.apply(spec)
-            if after is not None and after not in done:
-                step = Step(move, spec, after)
-                heapq.heappush(queue, (us + step.cost, n + 1, next(count), after, (*steps, step)))
-    raise RuntimeError(f"no plan from {src} to {dst}: this is a fault in spmd, please report it")
+def _steps(src: Spec, dst: Spec, max_bytes: float) -> Iterator[Step]:
+    spec = src
+    for scaled in _scaled(src, dst):
+        axes = tuple(a for a, kind in spec.partial if scaled.on(a).reduce_op != kind)
+        yield Step(Scale(axes), spec, scaled)
+        spec = scaled
+    space = Space(spec, dst, src.mesh.topology)
+    ways = cheapest(space, max_bytes)
+    if ways is None:
+        raise ValueError(
+            f"no plan from {src} to {dst} keeps within {max_bytes:,.0f} bytes a rank; without a limit it takes "
+            f"{plan(src, dst).peak_bytes:,}"
+        )
+    for way in ways:
+        after = spec_of_state(space, way.to, src if spec is src else spec, dst)
+        if after is not spec:
+            yield Step(way.move(way.axes), spec, after)
+        spec = after
+    if spec is not dst:
+        yield from _made_partial(spec, dst)
 
 
-def _towards(spec: Spec, dst: Spec) -> Iterator[Move]:
-    """The moves that may be part of a shortest way to dst."""
-    home = {axis: (dim, dst.units[dim]) for dim, axes in enumerate(dst.dims) for axis in axes}
-    for axis in range(spec.mesh.ndim):
-        if spec.mesh.shape[axis] == 1:
-            continue
-        have, want = spec.on(axis), dst.on(axis)
-        if have.is_replicate() and axis in home:
-            yield Slice(axis, *home[axis])
-        elif have.is_replicate() and want.is_partial():
-            yield ToPartial(axis, want.reduce_op)
-        elif have.is_partial() and have != want:
-            yield AllReduce(axis)
-            if axis in home:
-                yield ReduceScatter(axis, *home[axis])
-        elif have.is_shard():
-            yield AllGather(axis, have.dim)
-            if axis in home and home[axis][0] != have.dim:
-                yield AllToAll(axis, have.dim, *home[axis])
+def _scaled(src: Spec, dst: Spec) -> Iterator[Spec]:
+    """src with the sums and averages that stay Partial as dst has them: first the one kind, then the other."""
+    want = dict(dst.partial)
+    partial = dict(src.partial)
+    for kind in ("avg", "sum"):
+        turned = {a: kind for a, k in partial.items() if {k, want.get(a)} == {"sum", "avg"} and want[a] == kind}
+        if turned:
+            partial |= turned
+            yield dst.with_layout(src.dims, src.units, tuple(partial.items()))
+
+
+def _made_partial(spec: Spec, dst: Spec) -> Iterator[Step]:
+    """What makes axes Partial, one kind after the other."""
+    have = dict(spec.partial)
+    for kind in dict.fromkeys(kind for a, kind in dst.partial if a not in have):
+        axes = tuple(a for a, k in dst.partial if a not in have and k == kind)
+        have |= dict.fromkeys(axes, kind)
+        dims = [tuple(a for a in sharding if a not in axes) for sharding in spec.dims]
+        after = dst.with_layout(dims, spec.units, tuple(have.items()))
+        yield Step(ToPartial(axes, kind), spec, after)
+        spec = after

@@ -1,0 +1,109 @@
+"""Boxes: what a rank holds of a tensor, and what it cuts out of it for others.
+
+A box is an interval (start, stop) for each dim. The block of every rank is one, however many axes shard a dim and in
+whatever order, so all that moves do is to cut boxes out of a block and to join boxes into one:
+
+    >>> overlap(((0, 4), (0, 6)), ((2, 8), (0, 3)))
+    ((2, 4), (0, 3))
+    >>> within(((2, 4), (0, 3)), ((0, 4), (0, 6)))     # relative to the second
+    ((2, 4), (0, 3))
+
+What is cut and joined is decided by boxes alone, never by looking at a tensor; the code is plain torch, so it can be
+written into a graph as well as run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+Box = tuple[tuple[int, int], ...]
+
+
+def volume(box: Box) -> int:
+    """How many elements the box has."""
+    return prod([stop - start for start, stop in box])
+
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The lengths of its sides."""
+    return tuple([stop - start for start, stop in box])
+
+
+def overlap(a: Box, b: Box) -> Box:
+    """What is in both; where nothing is, a box of no elements."""
+    return tuple([(max(x[0], y[0]), max(x[0], y[0], min(x[1], y[1]))) for x, y in zip(a, b, strict=True)])
+
+
+def within(part: Box, whole: Box) -> Box:
+    """The part as seen from the first corner of the whole."""
+    return tuple([(start - o, stop - o) for (start, stop), (o, _) in zip(part, whole, strict=True)])
+
+
+# ---- cutting ----------------------------------------------------------------------------------
+
+
+def cut(x: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Tensor:
+    """These boxes of x, which has this shape: each row-major, one after the other in one row."""
+    boxes = [box for box in boxes if volume(box)]
+    if _in_rows(boxes, shape):
+        return x.reshape(-1)
+    pieces = [narrowed(x, box, shape).reshape(-1) for box in boxes]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0) if pieces else x.new_empty(0)
+
+
+def narrowed(x: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
+    """The view of x, which has this shape, that shows the box."""
+    for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
+        if stop - start != size:
+            x = x.narrow(dim, start, stop - start)
+    return x
+
+
+# ---- joining ----------------------------------------------------------------------------------
+
+
+def joined(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> torch.Tensor:
+    """The tensor of this shape that the boxes tile; they stand in y one after the other, as `cut` leaves them."""
+    filled = [box for box in boxes if volume(box)]
+    if not prod(shape):
+        return y.new_zeros(shape)
+    if _in_rows(filled, shape):
+        return y.view(shape)
+    sizes = [volume(box) for box in filled]
+    pieces = y.split(sizes, 0)
+    return _tiled([(box, pieces[i].view(shape_of(box))) for i, box in enumerate(filled)], 0)
+
+
+def joined_padded(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], row: int) -> torch.Tensor:
+    """The same where each box stands in a row of this length, its rest not to be read."""
+    if all(volume(box) == row for box in boxes):
+        return joined(y, boxes, shape)
+    pieces = y.split([row] * len(boxes), 0)
+    filled = [(box, pieces[i]) for i, box in enumerate(boxes) if volume(box)]
+    return _tiled([(box, p.narrow(0, 0, volume(box)).view(shape_of(box))) for box, p in filled], 0)
+
+
+def _in_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether the boxes are consecutive rows, from the first to the last, of a tensor of this shape."""
+    at = 0
+    for box in boxes:
+        if not box:
+            return len(boxes) == 1
+        if box[0][0] != at or any(side != (0, size) for side, size in zip(box[1:], shape[1:], strict=True)):
+            return False
+        at = box[0][1]
+    return bool(boxes) and at == shape[0]
+
+
+def _tiled(parts: list[tuple[Box, torch.Tensor]], dim: int) -> torch.Tensor:
+    """The tensors side by side, as their boxes lie: first those of one row along dim, then the rows."""
+    if len(parts) == 1:
+        return parts[0][1]
+    rows: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}
+    for part in sorted(parts, key=lambda part: part[0]):
+        rows.setdefault(part[0][dim], []).append(part)
+    bands = [_tiled(row, dim + 1) for row in rows.values()]
+    return bands[0] if len(bands) == 1 else torch.cat(bands, dim)
