@@ -9,7 +9,7 @@ import torch
 from spmd import distribute_tensor
 from spmd.mesh import DeviceMesh, init_device_mesh
 from spmd.sim import ThreadWorld, run_ranks
-from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.redistribute.plan import forget, plan
 from spmd.tensor.spec import Spec, parse_spec, spec_of
 from tests.tensor.oracle import close, split
 from tests.tensor.single import AVG, MAX, MIN, PRODUCT, S0, S1, SUM, R, cut, leaf, mesh_of, on_ranks, weights
@@ -258,5 +258,5 @@ def test_a_plan_is_the_same_for_every_rank_and_time():
     mesh = mesh_of((2, 2))
     pairs = [(spec_of(mesh, a, (6, 5)), spec_of(mesh, b, (6, 5))) for a in SOURCES[:12] for b in TARGETS[:9]]
     first = [str(plan(a, b)) for a, b in pairs]
-    plan.cache_clear()
+    forget()
     assert [str(plan(a, b)) for a, b in reversed(pairs)][::-1] == first

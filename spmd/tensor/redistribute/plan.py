@@ -6,7 +6,7 @@ is a function of two specs, and of the links that are in their mesh: the same on
 
 from __future__ import annotations
 
-import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -168,7 +168,17 @@ class Plan:
         return "\n".join(lines)
 
 
-@functools.lru_cache(maxsize=16384)
+_plans: dict[tuple[Spec, Spec, float], Plan] = {}
+_planning = threading.RLock()  # ranks that are threads ask for one plan at once: one of them makes it
+MOST_PLANS = 16384
+
+
+def forget() -> None:
+    """Make every plan anew; nothing but time depends on it."""
+    with _planning:
+        _plans.clear()
+
+
 def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
     """The cheapest moves from src to dst, two specs of one tensor on one mesh, each with at most so much memory.
 
@@ -180,6 +190,19 @@ def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
       all_to_all(tp, 0, 1)         f32[8, 8@tp]           48 B       8.4 us
       48 bytes a rank of at least 48, 8.4 us, 256 bytes of memory
     """
+    key = src, dst, max_bytes
+    found = _plans.get(key)
+    if found is None:
+        with _planning:
+            found = _plans.get(key)
+            if found is None:
+                while len(_plans) >= MOST_PLANS:
+                    del _plans[next(iter(_plans))]
+                found = _plans[key] = _planned(src, dst, max_bytes)
+    return found
+
+
+def _planned(src: Spec, dst: Spec, max_bytes: float) -> Plan:
     if src.mesh != dst.mesh or src.shape != dst.shape or src.dtype != dst.dtype:
         raise ValueError(f"no plan from {src!r} to {dst!r}: mesh, shape and dtype must be equal")
     if src.stride != dst.stride:
