@@ -20,7 +20,7 @@ from spmd.sim import run_ranks
 from spmd.tensor.call import Call
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
-from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.redistribute.plan import forget, plan
 from spmd.tensor.spec import Spec, parse_spec
 
 aten = torch.ops.aten
@@ -220,7 +220,7 @@ def test_lowering_does_not_depend_on_what_was_lowered_before():
     """Neither on the order of calls nor on the plans that are kept."""
     want = everything()
     order = random.Random(0).sample(range(len(TYPICAL)), len(TYPICAL))
-    plan.cache_clear()
+    forget()
     got = {i: shown(TYPICAL[i]) for i in order}
     assert [got[i] for i in range(len(want))] == want
 
