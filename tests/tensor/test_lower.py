@@ -20,7 +20,7 @@ from spmd.sim import run_ranks
 from spmd.tensor.call import Call
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
-from spmd.tensor.redistribute.plan import forget, plan
+from spmd.tensor.redistribute.plan import forget
 from spmd.tensor.spec import Spec, parse_spec
 
 aten = torch.ops.aten
