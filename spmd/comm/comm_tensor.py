@@ -194,11 +194,14 @@ def _reduction(boxed: torch.ScriptObject, name: str) -> str:
 
 
 def _group_name(group: dist.ProcessGroup) -> str:
-    """The name that spells the group's ranks, if it leads to this very group; otherwise the one torch gave it."""
+    """The name that spells the group's ranks, if it leads to this very group; otherwise the one torch gave it.
+
+    The default group is the one of all ranks, and always spelled.
+    """
     if groups.lists_in(group.group_name) is not None:
         return group.group_name
     ranks = groups.ranks_of(group)
     if group is dist.group.WORLD:
-        groups.group_of(ranks)  # makes the spelled name known
+        return groups.named(ranks)
     name = groups.name_of(ranks)
     return name if _torch.is_group(name) and groups.called(name) is group else group.group_name

@@ -170,6 +170,16 @@ class DTensor(torch.Tensor):
         """An error: no rank holds all of it."""
         raise TypeError("numpy: a DTensor is spread over ranks; use full_tensor().numpy(), or to_local().numpy()")
 
+    # ---- plain tensors ------------------------------------------------------------------------
+    # torch reads off the first dispatch key what kind of tensor to make, and that of DTensors names none.
+    def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:
+        """A plain tensor of the data, by default of this one's dtype, on its device."""
+        return self._local_tensor.new_tensor(data, **kwargs)
+
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The same in torch's old spelling."""
+        return self._local_tensor.new(*args, **kwargs)
+
     # ---- copies -------------------------------------------------------------------------------
     def __reduce_ex__(self, protocol):
         attributes = {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copy")}

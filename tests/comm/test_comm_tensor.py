@@ -541,7 +541,10 @@ def reduce_over(group: dist.ProcessGroup | None) -> Callable:
 
 
 def groups_of_ones_own(rank: int) -> list:
-    """Names and sums over a group of torch's of all ranks, one of half of them, and spmd's of the same half."""
+    """Whether the names lead to the groups, names, and sums.
+
+    Over a group of torch's of all ranks, one of half of them, spmd's of the same half, and the default one.
+    """
     half = [0, 1] if rank < 2 else [2, 3]
     every = dist.new_group([0, 1, 2, 3])
     mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
@@ -549,7 +552,8 @@ def groups_of_ones_own(rank: int) -> list:
     for group in (every, mine, groups.group_of(tuple(half)), None):
         gm = make_fx(reduce_over(group), tracing_mode="fake")(torch.ones(1))
         name = next(node.args[-1] for node in gm.graph.nodes if node.name == "all_reduce")
-        found.append((name == getattr(group, "group_name", None), name, gm(torch.tensor([1.0 + rank])).item()))
+        leads = group is not None and groups.called(name) is group
+        found.append((leads, name, gm(torch.tensor([1.0 + rank])).item()))
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+import spmd
+from spmd.sim import run_ranks
 from spmd.tensor.composites import composites
 from tests.tensor.single import S0, S1, R, agree
 
@@ -23,3 +25,15 @@ def test_tensor_split_refuses_what_torch_refuses():
             torch.tensor_split(torch.randn(4), where)
         with pytest.raises(RuntimeError, match="must be a 0-D or 1-D tensor of int64"):
             composites[torch.ops.aten.tensor_split.tensor_indices_or_sections](torch.randn(4), where)
+
+
+def test_a_new_tensor_of_data_is_plain_and_of_the_same_dtype() -> None:
+    def made(mesh):
+        x = spmd.distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, [spmd.Shard(0)])
+        return x.new_tensor([1, 2]), x.new_tensor(3, dtype=torch.int32), x.new([4.0])
+
+    for found in run_ranks(lambda rank: made(spmd.init_device_mesh("cpu", (2,))), 2):
+        assert [(y.dtype, y.tolist()) for y in found] == [
+            (torch.float64, [1.0, 2.0]), (torch.int32, 3), (torch.float64, [4.0])
+        ]  # fmt: skip
+        assert {type(y) for y in found} == {torch.Tensor}
