@@ -2,6 +2,7 @@
 
     python benchmarks/coverage.py                    # all of it, about 20 minutes
     python benchmarks/coverage.py --short            # every so manieth op, one sample each, under a minute
+    python benchmarks/coverage.py --samples 1 --placings 2   # every entry, in two ways
     python benchmarks/coverage.py --op conv2d        # one entry, every case that is not right
     python benchmarks/coverage.py --side spmd        # without the peer
     python benchmarks/coverage.py --part 0/4         # a fourth of the entries, for several processes
@@ -132,7 +133,7 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
     elif args.short:
         chosen = chosen[:: args.every]
     for entry in chosen:
-        yield from list(cases(entry, 1, 2) if args.short else cases(entry, args.samples))
+        yield from list(cases(entry, 1, 2) if args.short else cases(entry, args.samples, args.placings))
 
 
 def work(args: argparse.Namespace) -> None:
@@ -198,6 +199,7 @@ def _count_from(start: int, side: str, args: argparse.Namespace, found: Count) -
     """Count until the process ends; where it died of a case, the number of the next one."""
     given = [f"--samples={args.samples}", f"--every={args.every}", f"--part={args.part}"]
     given += ["--short"] if args.short else []
+    given += [f"--placings={args.placings}"] if args.placings else []
     given += [f"--op={args.op}"] if args.op else []
     command = [sys.executable, __file__, f"--worker={side}", f"--start={start}", *given]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -266,6 +268,7 @@ def main() -> int:
     parser.add_argument("--op", help="one entry of the database, by its name")
     parser.add_argument("--side", choices=SIDES, help="one of the two only")
     parser.add_argument("--samples", type=int, default=3, help="of each entry (default: %(default)s)")
+    parser.add_argument("--placings", type=int, help="of each sample, so many at random (default: all, some ten)")
     parser.add_argument("--every", type=int, default=12, help="of --short: every so manieth entry")
     parser.add_argument("--part", type=Part.parse, default=Part(0, 1), metavar="k/n", help="every n-th entry")
     parser.add_argument("--verbose", action="store_true", help="failing ops of torch's DTensor too, and whole results")

@@ -42,7 +42,7 @@ from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec
-from spmd.tensor.vocabulary import ByRows, is_by_rows
+from spmd.tensor.vocabulary import recipe_for
 
 lowerings = Cache(maxsize=16384)
 """How eager calls are run, by op, specs and static arguments."""
@@ -248,8 +248,9 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
         return Whole()
     _refuse_memory_tricks(call, outs)
     call = Call(op, args, kwargs, outs, which)
-    if is_by_rows(call):
-        return ByRows()
+    recipe = recipe_for(call)
+    if recipe is not None:
+        return recipe
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return Whole()
     return Way.of(call, lower(call, in_place=_torch.writes_first(op)))

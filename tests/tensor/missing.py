@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from spmd.comm.chunk import blocks
 from spmd.debug.oracle import UNWRITTEN, Case, Sample, in_order, join, run, split
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.rules.rule import Row, rows
@@ -97,9 +98,13 @@ def _kinds(t: torch.Tensor) -> Sequence[str]:
 
 
 def right_row(case: Case, ins: Ins) -> Row | None:
-    """The row with operands that lie so, if there is one that is right on 2 and on 3 ranks."""
-    two, three = (_outs(case, ins, n) for n in (2, 3))
-    return Row(ins, two) if two is not None and two == three else None
+    """The row with operands that lie so, if there is one that is right on 2 and on 3 ranks.
+
+    Only on as many as have a block each: there are kernels that die of an empty one, and the process with them.
+    """
+    sharded = [x.shape[p.dim] for x, p in zip(case.ins, ins, strict=True) if isinstance(p, Shard)]
+    outs = [_outs(case, ins, n) for n in (2, 3) if all(blocks(size, 1, (n,))[-1][1] for size in sharded)]
+    return Row(ins, outs[0]) if outs and outs[0] is not None and outs[0] == outs[-1] else None
 
 
 def _outs(case: Case, ins: Ins, n: int) -> Ins | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,10 +54,55 @@ def test_a_token_that_no_rank_has_is_an_error():
     ThreadWorld(2).run(rank)
 
 
-def test_a_loss_with_sharded_classes_is_the_loss():
-    """Scores move from classes to rows by one all-to-all."""
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("classes", [6, 7, 2])
+def test_a_loss_with_sharded_classes_is_the_loss(classes, reduction):
+    """Even, uneven and empty blocks of classes; weights; rows that do not count; an infinite score elsewhere."""
     torch.manual_seed(0)
-    scores, classes = torch.randn(8, 6, dtype=torch.float64, requires_grad=True), torch.randint(0, 6, (8,))
+    scores = torch.randn(8, classes, dtype=torch.float64, requires_grad=True)
+    weight, targets = torch.rand(classes, dtype=torch.float64) + 0.5, torch.randint(0, classes, (8,))
+    placings = [[S0, S1], [S0, R]], [[R, S1], [R, R]], [[S1, S1], [S0, S0]], [[S1, S0], [R, S0]]
     debug.fallbacks.clear()
-    agree(F.cross_entropy, [scores, classes], [[S0, S1], [S0, R]], [[R, S1], [R, R]], [[S1, S1], [R, R]])
+    for ignored in (-100, 1):
+        loss = functools.partial(F.cross_entropy, reduction=reduction, ignore_index=ignored)
+        agree(loss, [scores, targets], *placings)
+        agree(lambda x, t, w, loss=loss: loss(x, t, w), [scores, targets, weight], *([*p, [S0, R]] for p in placings))
     assert not debug.fallbacks()
+    infinite = torch.tensor([[0.0, -float("inf")]] * 4, dtype=torch.float64, requires_grad=True)
+    agree(lambda x, t: F.nll_loss(x, t, reduction=reduction), [infinite, targets[:4] * 0], [[R, S1], [R, R]])
+
+
+@pytest.mark.parametrize("dim, shape", [(1, (5, 1)), (1, (5, 9)), (0, (3, 7)), (-2, (5, 7))], ids=str)
+def test_a_gather_along_a_sharded_dim_is_the_gather(dim, shape):
+    torch.manual_seed(0)
+    x = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    index = torch.randint(0, x.shape[dim], shape)
+    placings = [[R, S1], [S0, S1]], [[S0, S1], [R, R]], [[S1, S0], [S1, S0]], [[S0, S0], [R, S0]], [[S1, S1], [S0, S0]]
+    agree(lambda x, i: x.gather(dim, i), [x, index], *placings)
+
+
+def test_the_scores_are_not_gathered():
+    """Of 2000 classes on four ranks: what is sent is numbers a row."""
+    world = ThreadWorld(4)
+
+    def rank(_):
+        mesh = spmd.init_device_mesh("cpu", (4,))
+        scores = distribute_tensor(torch.randn(8, 2000), mesh, [S1]).requires_grad_()
+        targets = distribute_tensor(torch.arange(8), mesh, [R])
+        F.cross_entropy(scores, targets).backward()
+        picked = scores.detach().log_softmax(1).gather(1, targets.unsqueeze(1))
+        return str(scores.grad._spec), str(picked._spec)
+
+    assert world.run(rank) == [("f32[8, 2000@dim0]", "f32[8, 1] +sum@dim0")] * 4
+    sent = [call for call in world.calls[0] if call.kind != "broadcast"]
+    assert {call.kind for call in sent} == {"all_reduce"}
+
+
+def test_a_class_that_no_rank_has_is_an_error():
+    def rank(_):
+        mesh = spmd.init_device_mesh("cpu", (2,))
+        scores = distribute_tensor(torch.ones(2, 4), mesh, [S1], src_data_rank=None)
+        with pytest.raises(RuntimeError, match="index out of range"):
+            F.nll_loss(scores, distribute_tensor(torch.tensor([1, 4]), mesh, [R], src_data_rank=None))
+
+    ThreadWorld(2).run(rank)
