@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain, combinations, permutations
+from math import prod
 
 import pytest
 from hypothesis import given, settings
@@ -263,6 +264,40 @@ def test_a_reduction_is_no_dearer_than_its_two_halves(topo: MeshTopoInfo, nbytes
     axes = data.draw(st.sampled_from(subsets(len(topo.sizes))))
     halves = reduce_scatter_cost(nbytes, axes, topo) + all_gather_cost(nbytes, axes, topo)
     assert all_reduce_cost(nbytes, axes, topo) <= halves * (1 + 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(topologies(), st.integers(0, 1 << 34), st.data())
+def test_no_way_round_is_cheaper(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
+    """The triangle inequality on one group of ranks: going by another layout, and slicing for free, saves nothing."""
+    axes = data.draw(st.sampled_from(subsets(len(topo.sizes))))
+    n = prod(topo.sizes[axis] for axis in axes)
+    part, slack = nbytes / n, 1 + 1e-12
+    reduced, gathered = all_reduce_cost(nbytes, axes, topo), all_gather_cost(nbytes, axes, topo)
+    assert reduce_scatter_cost(nbytes, axes, topo) <= reduced * slack  # partial, replicated, shard
+    assert all_to_all_cost(part, axes, topo) <= gathered * slack  # shard, replicated, another shard
+    assert exchange_cost([part * (n - 1) / n] * n, axes, topo) <= gathered * slack
+    assert permute_cost(part, axes, topo) <= gathered * slack
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"])
+@pytest.mark.parametrize("machine", PRESETS.values(), ids=PRESETS)
+@pytest.mark.parametrize("nics", [None, 1, 2])
+def test_axes_as_one_send_no_more_than_one_by_one(name: str, machine: Machine, nics: int | None) -> None:
+    """Bytes, level by level; the hops of one long ring may be more than those of two short ones."""
+    machine = Machine("m", machine.ways, nics)
+    for hosts in (1, 2, 4):
+        mesh = init_device_mesh("cpu", (2, 2, 4))
+        topo = MeshTopoInfo.from_mesh(mesh, machine=machine, ranks_per_host=16 // hosts)
+        for one, rest in (((0,), (1, 2)), ((2,), (0, 1)), ((0, 2), (1,))):
+            second = {"all_to_all": 1, "all_reduce": 1}.get(name, 1 / prod(topo.sizes[axis] for axis in rest))
+            merged = per_byte(name, 1, (*one, *rest), topo)
+            assert merged <= (per_byte(name, second, one, topo) + per_byte(name, 1, rest, topo)) * (1 + 1e-9)
+
+
+def per_byte(name: str, share: float, axes: tuple[int, ...], topo: MeshTopoInfo) -> float:
+    """Microseconds that a further byte of the whole takes, where messages are large."""
+    return (COSTS[name](share * 2**50, axes, topo) - COSTS[name](share * 2**49, axes, topo)) / 2**49
 
 
 def test_a_known_machine_is_near_what_was_measured() -> None:
