@@ -7,7 +7,7 @@
 
 Any op that touches it waits by itself; `wait` does so by hand. What comes out of an op is a plain tensor. In a trace
 no AsyncTensors are made: there the wait stands right behind its collective, and passes move it. One that is an input
-of a trace has arrived there.
+of a trace has arrived there. Until it has arrived, what is sent must not be written to: an error says so where it was.
 
 Left out: what torch does not ask it for. `x.data = y` into a plain tensor x and `y.untyped_storage()` find no data;
 write `wait(y)` there.

@@ -19,6 +19,8 @@ from spmd.comm.group import Members
 from spmd.comm.transport import C10dTransport, Transport, transport
 from spmd.mesh.rank import players
 
+Receive = Callable[[torch.Tensor], torch.Tensor]
+
 _OPS = C10dTransport()
 
 
@@ -53,7 +55,8 @@ def all_gather(x: torch.Tensor, dim: int, to: Members) -> torch.Tensor:
     x = wait(x)
     parcel, by = p.to_gather(x, dim, to.size), _carrier(x)
     _check(by, "all_gather_tensor", [x], (dim,), to)
-    return _result(_launched(by, by.all_gather_into_tensor, parcel.sent, to.size, to.name), parcel, by)
+    raw = _launched(by, by.all_gather_into_tensor, parcel.sent, to.size, to.name)
+    return _result(raw, parcel, by, "all_gather_tensor")
 
 
 @_played
@@ -62,7 +65,7 @@ def reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, to: Members) -> to
     parcel, by = p.to_reduce_scatter(x, reduce_op, dim, to.size), _carrier(x)
     _check(by, "reduce_scatter_tensor", [x], (reduce_op, dim), to)
     raw = _launched(by, by.reduce_scatter_tensor, parcel.sent, parcel.op, to.size, to.name)
-    return _result(raw, parcel, by)
+    return _result(raw, parcel, by, "reduce_scatter_tensor")
 
 
 @_played
@@ -75,7 +78,7 @@ def all_to_all(
     if by is not _OPS and checking():
         check_splits(x, out_splits, in_splits, to)
     raw = _launched(by, by.all_to_all_single, parcel.sent, list(out_splits), list(in_splits), to.name)
-    return _result(raw, parcel, by)
+    return _result(raw, parcel, by, "the all-to-all")
 
 
 @_played
@@ -126,7 +129,8 @@ def _many(
         came = _launched(by, getattr(by, kind), [parcels[i].sent for i in places], *reduction, *size, to.name)
         for i, raw in zip(places, came, strict=True):
             raws[i] = raw
-    return [_result(raw, parcel, by) for raw, parcel in zip(raws, parcels, strict=True)]
+    reader = "" if kind.startswith("all_reduce") else kind
+    return [_result(raw, parcel, by, reader) for raw, parcel in zip(raws, parcels, strict=True)]
 
 
 def _carrier(x: torch.Tensor) -> Transport:
@@ -146,10 +150,29 @@ def _check(by: Transport, kind: str, xs: list[torch.Tensor], plain: tuple, to: M
         check_call(kind, xs, plain, to)
 
 
-def _result(raw: torch.Tensor, parcel: p.Parcel, by: Transport) -> torch.Tensor:
+def _result(raw: torch.Tensor, parcel: p.Parcel, by: Transport, reader: str = "") -> torch.Tensor:
+    """`reader`: the collective, where it reads what is sent until it has arrived; others take a copy first."""
     opened = parcel.opened
     if by is _OPS:
         y = by.wait_tensor(raw)
         return opened(y) if opened is not None else y
     receive = by.wait_tensor if opened is None else lambda sent: opened(by.wait_tensor(sent))
+    if reader and not parcel.sent.is_inference():
+        receive = _unless_written(parcel.sent, receive, reader)
     return AsyncTensor(raw, parcel.shape, parcel.dtype, receive)
+
+
+def _unless_written(sent: torch.Tensor, receive: Receive, reader: str) -> Receive:
+    """The same, and an error where somebody has written into what is sent: it may have gone out before or after."""
+    version = sent._version  # shared by all views of its memory
+
+    def checked(raw: torch.Tensor) -> torch.Tensor:
+        y = receive(raw)
+        if sent._version != version:
+            raise RuntimeError(
+                f"the input of {reader} was written to while it was on its way, so what the other ranks got is either "
+                "the old or the new values. Wait for the result before the write, or give a clone: x.clone()."
+            )
+        return y
+
+    return checked

@@ -12,7 +12,19 @@ import pytest
 import torch
 from workers import Pool
 
-from spmd.comm import AsyncTensor, all_gather_tensor, all_reduce, all_reduce_coalesced, transport, wait
+from spmd.comm import (
+    AsyncTensor,
+    all_gather_into_tensor_coalesced,
+    all_gather_tensor,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all_single,
+    broadcast,
+    permute_tensor,
+    reduce_scatter_tensor,
+    transport,
+    wait,
+)
 from spmd.mesh import init_device_mesh
 from spmd.tensor.dtensor import DTensor
 from spmd.tensor.placement import Shard
@@ -305,3 +317,40 @@ def dropped(rank: int) -> float:
 
 def test_a_dropped_one_holds_nobody_up(gloo4: Pool) -> None:
     assert gloo4.run(dropped) == [4.0] * 4
+
+
+RANKS = [0, 1, 2, 3]
+READERS: dict[str, Callable] = {
+    "all_gather_tensor": lambda x: all_gather_tensor(x, 1, RANKS),
+    "all_to_all_single": lambda x: all_to_all_single(x, None, None, RANKS),
+    "permute_tensor": lambda x: permute_tensor(x, [1, 2, 3, 0], RANKS),
+    "reduce_scatter_tensor": lambda x: reduce_scatter_tensor(x, "sum", 0, RANKS),
+    "all_gather_into_tensor_coalesced": lambda x: all_gather_into_tensor_coalesced([x], RANKS)[0],
+}
+COPIERS: dict[str, Callable] = {
+    "all_reduce": lambda x: all_reduce(x, "sum", RANKS),
+    "all_reduce_coalesced": lambda x: all_reduce_coalesced([x], "sum", RANKS)[0],
+    "broadcast": lambda x: broadcast(x, 0, RANKS),
+    "all_gather_tensor of its own copy": lambda x: all_gather_tensor(x.t(), 0, RANKS),
+}
+
+
+def written_meanwhile(rank: int) -> dict[str, object]:
+    """What comes of collectives whose input is overwritten before the wait: numbers that are right, or an error."""
+    found: dict[str, object] = {}
+    for name, send in {**READERS, **COPIERS}.items():
+        x = torch.arange(12.0).reshape(4, 3) + rank
+        right = wait(send(x)).clone()
+        y = send(x)
+        x[0].fill_(-1000.0)
+        try:
+            found[name] = torch.equal(wait(y), right)
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_write_into_what_is_still_read_is_an_error(gloo4: Pool) -> None:
+    for found in gloo4.run(written_meanwhile):
+        assert all("was written to while it was on its way" in str(found[name]) for name in READERS)
+        assert [found[name] for name in COPIERS] == [True] * len(COPIERS)
