@@ -96,7 +96,11 @@ class Eager(NamedTuple):
 def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     """Run an op of which some operand is a `dtensor` (the DTensor class, handed down to keep imports in a line)."""
     if op in decompositions:
-        out = decompositions[op](*args, **kwargs) if op not in SUMS_OF_PRODUCTS else _summed(op, args, kwargs, dtensor)
+        try:
+            own_way = op in SUMS_OF_PRODUCTS
+            out = _summed(op, args, kwargs, dtensor) if own_way else decompositions[op](*args, **kwargs)
+        except explicit.ImplicitCommunicationError as error:
+            raise error.of(op) from None
         if out is not NotImplemented:
             return out
     given = operands = _tensors(args, kwargs)

@@ -31,6 +31,21 @@ _CARRIED = "spmd_explicit"
 class ImplicitCommunicationError(RuntimeError):
     """An op would have to communicate, and `spmd.explicit()` is on."""
 
+    part: str | None = None  # what was said of the op that is a part of the one that the user called
+
+    def of(self, op: object) -> ImplicitCommunicationError:
+        """The same, said of an op that is done by others here."""
+        part = self.part or str(self)
+        first, *moves, _ = part.splitlines()
+        error = ImplicitCommunicationError("\n".join([
+            f"{op} is done by other ops here, and {first}",
+            *moves,
+            f"Redistribute the operands of {op} before it, so that the dims are whole which it reduces, or let it pass "
+            "with spmd.explicit(False).",
+        ]))  # fmt: skip
+        error.part = part
+        return error
+
 
 @contextlib.contextmanager
 def explicit(on: bool = True) -> Iterator[None]:
@@ -107,5 +122,5 @@ def _text(asked: object, sent: list[tuple[str, Plan]]) -> str:
 
 
 def _moves(way: Plan) -> str:
-    mesh, sends = way.src.mesh, [step for step in way.steps if step.sends]
-    return f"{', '.join(s.move.show(mesh) for s in sends)}, {sum(s.nbytes for s in sends):,} bytes a rank"
+    sends = [step for step in way.steps if step.sends]
+    return f"{', '.join(s.move.show(s.before, s.after) for s in sends)}, {sum(s.nbytes for s in sends):,} bytes a rank"

@@ -69,6 +69,18 @@ def as_dtensors(args: dict, mesh, parts: dict) -> dict:
     return {k: leaf(parts[k], v[1], v[0], mesh) if isinstance(v, tuple) else v for k, v in args.items()}
 
 
+def follow(advice: str, args: dict) -> None:
+    """Do to the arguments what the error says."""
+    found = re.search(r"    (\w+): .*\n(?:    .*\n)*Write", advice)
+    lies = re.search(r"Write (\w+)\.redistribute\(placements=(\[.*\])\)", advice)
+    for name, x in args.items():
+        if found is None and isinstance(x, DTensor):  # the op is made of others
+            assert "Redistribute the operands" in advice
+            args[name] = x.redistribute()
+        elif found is not None and name == found[1]:
+            args[name] = x.redistribute(placements=eval(lies[2], WORDS) if lies else None)
+
+
 def results(out) -> list[torch.Tensor]:
     return [torch.as_tensor(whole(x)) for x in (out if isinstance(out, tuple) else [out])]
 
@@ -100,9 +112,7 @@ def test_an_op_sends_nothing_or_is_an_error_that_says_what_to_write(name):
                     except ImplicitCommunicationError as error:
                         assert len(world.calls[number]) == before, "sent, and then refused"
                         refused.append(str(error))
-                        found = re.search(r"    (\w+): .*\n(?:    .*\n)*Write", str(error))[1]
-                        lies = re.search(rf"Write {found}\.redistribute\(placements=(\[.*\])\)", str(error))
-                        now[found] = now[found].redistribute(placements=eval(lies[1], WORDS) if lies else None)
+                        follow(str(error), now)
                         continue
                     assert len(world.calls[number]) == before, f"{now} was sent in silence"
                     break
