@@ -14,6 +14,7 @@ from spmd.tensor.local_map import local_map
 from spmd.tensor.module import distribute_module
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
+from spmd.tensor.redistribute.plan import plan_redistribute
 from spmd.tensor.register import register_rule
 from spmd.tensor.rules import spelling as rules
 
@@ -23,6 +24,7 @@ __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "ImplicitCommunicationError", "LocalTensor",
     "LocalTensorMode", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug",
     "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
-    "init_device_mesh", "local_map", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones", "rand", "randn",
-    "recompute", "register_rule", "rules", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
+    "init_device_mesh", "local_map", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones",
+    "plan_redistribute", "rand", "randn", "recompute", "register_rule", "rules", "set_explicit", "set_rng_state",
+    "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

@@ -91,9 +91,9 @@ class OneDevice(torch.Tensor):
     def data(self, other: OneDevice) -> None:
         self._whole = other._whole
 
-    def redistribute(self, device_mesh=None, placements=None) -> OneDevice:
+    def redistribute(self, device_mesh=None, placements=None, *, forward_dtype=None, **how: Any) -> OneDevice:
         """The same tensor: what moves between ranks is there already."""
-        return aten.alias.default(self)
+        return aten.alias.default(self) if forward_dtype is None else self.to(forward_dtype)
 
     def tolist(self) -> Any:
         return self._whole.tolist()

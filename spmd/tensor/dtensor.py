@@ -37,7 +37,7 @@ from spmd.tensor.dispatch import dispatch
 from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
-from spmd.tensor.spec import Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
+from spmd.tensor.spec import Order, Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
 
 aten = torch.ops.aten
 
@@ -131,22 +131,36 @@ class DTensor(torch.Tensor):
         return _ToLocal.apply(self, _gradient_spec(self._spec, grad_placements))
 
     def redistribute(
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        order: Order | None = None,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same global tensor, lying otherwise, by the cheapest moves. Differentiable.
+        """The same global tensor, lying otherwise, by the cheapest moves (`spmd.plan_redistribute`). Differentiable.
 
-        Where it lies so already the result is a view; otherwise a new tensor.
+        Where it lies so already the result is a view; otherwise a new tensor. order: for a dim that several axes shard
+        these axes, the outermost first, {0: ("tp", "dp")}; that of the mesh where it is not said. async_op: return
+        before the last move is done; what reads the result waits for it. forward_dtype: convert to it before anything
+        is sent, and give the result in it; backward_dtype: the same for gradients, which come out in the tensor's own
+        dtype.
         """
-        if device_mesh is not None and device_mesh != self._spec.mesh:
+        spec = self._spec
+        if device_mesh is not None and device_mesh != spec.mesh:
             raise NotImplementedError(
-                f"redistribute from {self._spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
+                f"redistribute from {spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
             )
-        target = _placed(self._spec, placements or [REPLICATE] * self._spec.mesh.ndim)
-        if target is self._spec:
+        target = _placed(spec, placements or [REPLICATE] * spec.mesh.ndim, order)
+        if forward_dtype not in (None, spec.dtype):
+            target = target.with_tensor(spec.shape, _checked_dtype(spec, forward_dtype))
+        if target is spec and (backward_dtype is None or not self.requires_grad):
             return aten.alias.default(self)
         if self.requires_grad and torch.is_grad_enabled():
-            return _Redistribute.apply(self, target)
-        return _moved(self, target)
+            return _Redistribute.apply(self, target, async_op, backward_dtype)
+        return _moved(self, target, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
@@ -278,9 +292,22 @@ def _or_replicated(placements: Sequence[Placement] | None, mesh: DeviceMesh) -> 
     return [REPLICATE] * mesh.ndim if placements is None else placements
 
 
-def _placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
+def _placed(spec: Spec, placements: Sequence[Placement], order: Order | None = None) -> Spec:
     """The spec of the same tensor placed so: itself where it lies so already, contiguous where it has to move."""
+    if order:
+        target = spec_of(spec.mesh, placements, spec.shape, spec.dtype, order=order)
+        return spec if spec.lies_as(target) else target
     return _placed_so(spec, tuple(placements))
+
+
+def _checked_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor is to be sent in; of a reduction that is still to be done only another of its kind."""
+    if spec.partial and not (spec.dtype.is_floating_point and dtype.is_floating_point):
+        raise TypeError(
+            f"redistribute: forward_dtype is {dtype}, and {spec} is still to be reduced, which would give other "
+            "numbers in it; redistribute first and convert the result"
+        )
+    return dtype
 
 
 @functools.lru_cache(maxsize=4096)
@@ -387,7 +414,7 @@ class _FromLocal(torch.autograd.Function):
         explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
         for axis, kind in spec.partial:
             share /= spec.mesh.shape[axis] if kind == "avg" else 1
-        local = _Redistribute.apply(grad, target).to_local()
+        local = _Redistribute.apply(grad, target, False, None).to_local()
         return (local if share == 1.0 else local * share), None
 
 
@@ -405,21 +432,29 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, ctx.spec), None
 
 
-def _moved(x: DTensor, target: Spec) -> DTensor:
-    """x lying otherwise; with memory of its own for its history."""
-    local = plan(x._spec, target).run(block(x))
-    return DTensor(local.view_as(local) if local is x._local_tensor else local, target)
+def _moved(x: DTensor, target: Spec, async_op: bool = False) -> DTensor:
+    """x lying otherwise, in the target's dtype; with memory of its own for its history."""
+    local, spec = block(x), x._spec
+    if spec.dtype is not target.dtype:
+        local, spec = local.to(target.dtype), spec.with_tensor(spec.shape, target.dtype)
+    way = plan(spec, target)
+    moved = way.launch(local) if async_op else way.run(local)
+    return DTensor(moved.view_as(moved) if moved is x._local_tensor else moved, target)
 
 
 class _Redistribute(torch.autograd.Function):
     """Globally the identity. The cotangent goes to where the input lies, and never becomes Partial again."""
 
     @staticmethod
-    def forward(ctx, x, target):
-        ctx.spec = x._spec
-        return _moved(x, target)
+    def forward(ctx, x, target, async_op, backward_dtype):
+        ctx.spec, ctx.backward_dtype = x._spec, backward_dtype
+        return _moved(x, target, async_op)
 
     @staticmethod
     def backward(ctx, grad):
-        target = grad._spec.moved_to(ctx.spec.dims, ctx.spec.units)
-        return (grad if target is grad._spec else _Redistribute.apply(grad, target)), None
+        spec, dtype = ctx.spec, ctx.backward_dtype or grad.dtype
+        target = grad._spec.moved_to(spec.dims, spec.units)
+        if dtype != grad.dtype:
+            target = target.with_tensor(target.shape, dtype)
+        back = grad if target is grad._spec else _Redistribute.apply(grad, target, False, None)
+        return (back if dtype == spec.dtype else back.to(spec.dtype)), None, None, None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 
@@ -238,14 +238,23 @@ def _has(dtype: torch.dtype, kind: str) -> bool:
 # ---- from and to placements -------------------------------------------------------------------
 
 
-def spec_of(mesh: DeviceMesh, placements: Sequence[Placement], shape, dtype=torch.float32, *, stride=None) -> Spec:
+Order = Mapping[int, Sequence[int | str]]
+"""For a dim that several axes shard, these axes, the outermost first."""
+
+
+def spec_of(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape, dtype=torch.float32, *, stride=None,
+    order: Order | None = None,
+) -> Spec:  # fmt: skip
     """The spec of a tensor of global `shape` placed so, one placement per axis of the mesh.
 
-    Several axes may shard one dim; the order is that of the mesh, the first axis outermost.
+    Several axes may shard one dim; the order is that of the mesh, the first axis outermost, or what `order` says.
 
     >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> print(spec_of(mesh, [Shard(0), Partial()], (8, 16)))
     f32[8@dp, 16] +sum@tp
+    >>> print(spec_of(mesh, [Shard(0), Shard(0)], (8, 16), order={0: ("tp", "dp")}))
+    f32[8@tp,dp, 16]
     """
     shape = tuple(shape)
     placements = check_placements(mesh, placements, len(shape))
@@ -258,7 +267,22 @@ def spec_of(mesh: DeviceMesh, placements: Sequence[Placement], shape, dtype=torc
             dims[p.dim] += (axis,)
             units[p.dim] = p.unit
     partial = [(a, p.reduce_op) for a, p in enumerate(placements) if isinstance(p, Partial)]
+    for dim, axes in (order or {}).items():
+        dims[dim] = _checked_order(mesh, dims, dim, axes)
     return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=tuple(units), partial=partial)
+
+
+def _checked_order(mesh: DeviceMesh, dims: list[tuple[int, ...]], dim: int, axes: Sequence[int | str]) -> tuple[int,
+...]:
+    if not -len(dims) <= dim < len(dims):
+        raise ValueError(f"order names dim {dim} of a tensor of {len(dims)} dims")
+    found = tuple(mesh.axis(a) for a in axes)
+    if sorted(found) != sorted(dims[dim]):
+        sharding = ", ".join(map(mesh.axis_name, dims[dim])) or "none"
+        raise ValueError(
+            f"order {tuple(axes)} of dim {dim}: the placements shard it by {sharding}; name each of these axes once"
+        )
+    return found
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:

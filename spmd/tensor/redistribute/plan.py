@@ -7,7 +7,7 @@ is a function of two specs, and of the links that are in their mesh: the same on
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,13 +15,18 @@ from functools import cached_property
 from math import inf
 from typing import ClassVar
 
-from spmd.comm import Transport, transport
-from spmd.mesh import DeviceMesh, MeshTopoInfo
+import torch
+
+from spmd import _torch
+from spmd.comm import AsyncTensor, Transport, transport
+from spmd.mesh import DeviceMesh, Machine, MeshTopoInfo
+from spmd.mesh.rank import players
+from spmd.tensor.placement import Placement
 from spmd.tensor.redistribute.bounds import lower_bound
 from spmd.tensor.redistribute.moves import At, Move, Scale, ToPartial
 from spmd.tensor.redistribute.search import cheapest
 from spmd.tensor.redistribute.states import Space, spec_of_state
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Order, Spec, spec_of
 
 _made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=None)
 
@@ -106,6 +111,15 @@ class Step:
             made.append(self)
         return transport().step(self._start_here, self._finish_here, local)
 
+    def launched(self, local) -> AsyncTensor:
+        """The move under way: the block after it, which waits for itself when it is read."""
+        if (made := _made.get()) is not None:
+            made.append(self)
+        at, by = self.before.mesh.get_coordinate(), transport()
+        with torch.no_grad():
+            sent = self.start(local, at, by)
+        return AsyncTensor(sent, self.after.local_shape(at), self.after.dtype, lambda y: self.finish(y, at, by))
+
     def _start_here(self, local):
         return self.start(local, self.before.mesh.get_coordinate(), transport())
 
@@ -155,6 +169,15 @@ class Plan:
             local = step(local)
         return local
 
+    def launch(self, local):
+        """The same, without waiting for the last move if it sends: what comes is an AsyncTensor then."""
+        if not self.steps or not self.steps[-1].sends or players() is not None or _torch.is_tracing(local):
+            return self.run(local)
+        *first, last = self.steps
+        for step in first:
+            local = step(local)
+        return last.launched(local)
+
     def __str__(self):
         lines = [f"{self.src} -> {self.dst}"]
         width = max([len(str(s.after)) for s in self.steps], default=0)
@@ -200,6 +223,41 @@ def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
                     del _plans[next(iter(_plans))]
                 found = _plans[key] = _planned(src, dst, max_bytes)
     return found
+
+
+def plan_redistribute(
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    src: Sequence[Placement],
+    dst: Sequence[Placement],
+    *,
+    src_order: Order | None = None,
+    dst_order: Order | None = None,
+    topology: MeshTopoInfo | Machine | str | None = None,
+    max_memory: int | None = None,
+) -> Plan:
+    """The cheapest moves that take a tensor of this global shape from the placements `src` to `dst`; nothing is sent.
+
+    src_order, dst_order: for a dim that several axes shard, in which order, the outermost first: {0: ("tp", "dp")}. In
+    that of the mesh where it is not said. topology: other links than the mesh's. max_memory: bytes that a rank may use
+    for its block before and after a move and for what is packed meanwhile; ValueError where no plan keeps within them.
+
+    `DTensor.redistribute` makes exactly these moves.
+
+    >>> from spmd import Replicate, Shard, init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    >>> print(plan_redistribute(mesh, (64, 8), torch.float32, [Shard(0), Shard(0)], [Replicate(), Shard(0)]))
+    f32[64@dp,tp, 8] -> f32[64@tp, 8]
+      exchange(dp,tp)              f32[64@tp, 8]          512 B      10.8 us
+      512 bytes a rank of at least 512, 10.8 us, 1,536 bytes of memory
+    """
+    mesh = mesh if topology is None else mesh.with_topology(topology)
+    specs = [
+        spec_of(mesh, placements, shape, dtype, order=order) for placements, order in ((src, src_order), (dst,
+        dst_order))
+    ]
+    return plan(*specs, inf if max_memory is None else max_memory)
 
 
 def _planned(src: Spec, dst: Spec, max_bytes: float) -> Plan:

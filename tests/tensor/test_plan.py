@@ -1,0 +1,290 @@
+"""What plans promise: never below the bound and mostly at it, as cheap as brute force, the same wherever made."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+from workers import Pool
+
+from spmd import DTensor, distribute_tensor, plan_redistribute
+from spmd.comm import AsyncTensor, use_transport
+from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
+from spmd.sim import ThreadWorld
+from spmd.tensor.redistribute.plan import forget, plan
+from spmd.tensor.spec import Spec, parse_spec
+from tests.tensor.brute import least_ps
+from tests.tensor.planned import Counting, carried_out, cut_up, specs, wrong_blocks
+from tests.tensor.single import AVG, S0, S1, SUM, R, mesh_of, on_ranks
+
+MB64 = (4096, 4096)  # of 4 bytes
+
+
+def every_pair(mesh, shape, dtype=torch.float32, ordered=False):
+    """From every layout, sums too, to every one without."""
+    return list(itertools.product(specs(mesh, shape, True, dtype, ordered), specs(mesh, shape, False, dtype)))
+
+
+def two_hosts(shape) -> DeviceMesh:
+    mesh = init_device_mesh("cpu", shape)
+    return mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=mesh.size() // 2))
+
+
+# ---- bytes ------------------------------------------------------------------------------------
+
+RATIOS = {(8,): 1.0, (2, 4): 1.02, (2, 2, 2): 1.07, (2, 3): 1.06}
+
+
+@pytest.mark.parametrize("shape", RATIOS, ids=str)
+def test_bytes_are_at_the_bound_or_near_it(shape):
+    """Never below; at it where nothing is reduced; over all pairs so near."""
+    mesh = init_device_mesh("cpu", shape)
+    tensor = (6144, 4096) if 3 in shape else MB64
+    pairs = every_pair(mesh, tensor, ordered=True)
+    plans = [plan(*pair) for pair in pairs[:: max(1, len(pairs) // 250)]]
+    assert [str(p) for p in plans if p.bytes_per_rank < p.lower_bound_bytes] == []
+    assert [str(p) for p in plans if not p.src.partial and p.bytes_per_rank > p.lower_bound_bytes] == []
+    assert sum(p.bytes_per_rank for p in plans) / sum(p.lower_bound_bytes for p in plans) <= RATIOS[shape]
+
+
+PAIRS = """
+f32[4096@x,y, 4096] -> f32[4096, 4096@x,y]
+f32[4096@y, 4096] -> f32[4096@x,y, 4096]
+f32[4096@x,y, 4096] -> f32[4096@y, 4096]
+f32[4096@y, 4096] +sum@x -> f32[4096@x,y, 4096]
+f32[4096@x,y, 4096] -> f32[4096@y,x, 4096]
+f32[4096, 4096] +sum@x -> f32[4096@x,y, 4096]
+f32[4096, 4096] +sum@x +sum@y -> f32[4096, 4096]
+f32[4096, 4096] +sum@y -> f32[4096@y, 4096]
+f32[4096@x, 4096] -> f32[4096, 4096] +avg@x
+f32[4096, 4096] +sum@x -> f32[4096, 4096] +avg@x
+"""
+
+
+class TestPairs(expecttest.TestCase):
+    def test_pairs_that_other_planners_lose(self):
+        """Bytes a rank as a share of the tensor: the plan's, and the bound."""
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("x", "y"))
+        lines = []
+        for line in PAIRS.strip().splitlines():
+            p = plan(*(parse_spec(text, mesh) for text in line.split(" -> ")))
+            moves = " ".join(str(step) for step in p.steps)
+            bound = p.lower_bound_bytes / p.src.nbytes
+            lines.append(f"{line.replace('4096', 'n')}: {p.bytes_per_rank / p.src.nbytes:.3f} of {bound:.3f} {moves}")
+        self.assertExpectedInline("\n".join(lines), """\
+f32[n@x,y, n] -> f32[n, n@x,y]: 0.109 of 0.109 all_to_all(x,y, 0, 1)
+f32[n@y, n] -> f32[n@x,y, n]: 0.125 of 0.125 slice(x, 0) permute(x,y)
+f32[n@x,y, n] -> f32[n@y, n]: 0.250 of 0.250 exchange(x,y)
+f32[n@y, n] +sum@x -> f32[n@x,y, n]: 0.250 of 0.219 reduce_scatter(x, 0) permute(x,y)
+f32[n@x,y, n] -> f32[n@y,x, n]: 0.125 of 0.125 permute(x,y)
+f32[n, n] +sum@x -> f32[n@x,y, n]: 0.125 of 0.125 reduce_scatter(x, 0)
+f32[n, n] +sum@x +sum@y -> f32[n, n]: 1.750 of 1.750 all_reduce(x,y)
+f32[n, n] +sum@y -> f32[n@y, n]: 0.500 of 0.500 reduce_scatter(y, 0) all_gather(x, 0)
+f32[n@x, n] -> f32[n, n] +avg@x: 0.000 of 0.000 to_partial(x, 'avg')
+f32[n, n] +sum@x -> f32[n, n] +avg@x: 0.000 of 0.000 scale(x, 'avg')""")
+
+
+def test_what_is_counted_is_what_the_plan_says():
+    """Every rank of every pair on (2, 2), and some on (2, 3): bytes at the transport, and the values."""
+    x = torch.arange(1.0, 1 + 5 * 6, dtype=torch.float64).reshape(5, 6)
+    for shape, step in (((2, 2), 1), ((2, 3), 7)):
+        mesh = init_device_mesh("cpu", shape)
+        for src, dst in every_pair(mesh, x.shape, x.dtype)[::step]:
+            p, received = plan(src, dst), Counter()
+            assert not wrong_blocks(carried_out(p, cut_up(x, src), received), x, dst), p
+            assert {at: received[at] for at in mesh.coordinates()} == {at: p.received(at) for at in mesh.coordinates()}
+            assert max(received.values(), default=0) == p.bytes_per_rank
+
+
+def counted_on_gloo(rank: int) -> list[str]:
+    mesh, x = init_device_mesh("cpu", (2, 2)), torch.arange(30.0).reshape(5, 6)
+    at, wrong = mesh.get_coordinate(), []
+    for src, dst in every_pair(mesh, x.shape, x.dtype):
+        p, by = plan(src, dst), Counting(rank)
+        with use_transport(by):
+            got = p.run(cut_up(x, src)[at])
+        if not torch.equal(got, cut_up(x, dst)[at]) or by.received != p.received(at):
+            wrong.append(f"{by.received} bytes of {p.received(at)}: {p}")
+    return wrong
+
+
+def test_so_it_is_on_gloo(gloo4: Pool):
+    """Real ranks, real groups of several axes."""
+    assert gloo4.run(counted_on_gloo) == [[]] * 4
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+MESHES = {(2, 2): 1, (2, 3): 3, (3, 2): 5, (4,): 1, (2, 2, 2): 41}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 11, 24, 40])
+def test_uneven_blocks_of_several_axes_keep_their_values(size):
+    """From and to any order of axes, merged or not; benchmarks/planner.py does all sizes and all pairs."""
+    x = torch.arange(1.0, 1 + size * 3, dtype=torch.float64).reshape(size, 3)
+    for shape, step in MESHES.items():
+        mesh = init_device_mesh("cpu", shape)
+        sums = specs(mesh, x.shape, True)
+        pairs = every_pair(mesh, x.shape, x.dtype) + list(itertools.product(specs(mesh, x.shape, False), sums))
+        for src, dst in pairs[size % step :: step * 4]:
+            assert not wrong_blocks(carried_out(plan(src, dst), cut_up(x, src)), x, dst), plan(src, dst)
+
+
+MADE = [("sum", torch.float64), ("avg", torch.float32), ("max", torch.int64), ("min", torch.bfloat16),
+        ("product", torch.int32), ("max", torch.bool), ("sum", torch.complex64), ("min", torch.uint8)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, dtype", MADE, ids=str)
+def test_to_partial_moves_nothing_and_back_is_exact(kind, dtype):
+    """From shards and from whole tensors, on one axis or two; but an outer axis cannot leave a dim for nothing."""
+    mesh, x = init_device_mesh("cpu", (2, 2)), (torch.arange(15).reshape(5, 3) % 4).to(dtype)
+    for dims in (None, [(0,), ()], [(0, 1), ()], [(1,), (0,)]):
+        src = Spec.of(mesh, x.shape, dtype, dims=dims)
+        for axes in ((0,), (1,), (0, 1)):
+            left = None if dims is None else [tuple(a for a in each if a not in axes) for each in dims]
+            dst = Spec.of(mesh, x.shape, dtype, dims=left, partial=[(a, kind) for a in axes])
+            there = plan(src, dst)
+            outer = dims == [(0, 1), ()] and axes == (0,)
+            assert outer or there.bytes_per_rank == there.lower_bound_bytes == 0, there
+            back = carried_out(plan(dst, src), carried_out(there, cut_up(x, src)))
+            assert not wrong_blocks(back, x, src), there
+
+
+# ---- time -------------------------------------------------------------------------------------
+
+TOPOLOGIES = {"one host": init_device_mesh, "two hosts": lambda _, shape: two_hosts(shape)}
+
+
+@pytest.mark.parametrize("where", TOPOLOGIES)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_plans_are_as_cheap_as_brute_force(shape, where):
+    """Large and small, even and not."""
+    mesh = TOPOLOGIES[where]("cpu", shape)
+    for tensor in [(4096, 4096), (16, 8), (37, 5)]:
+        pairs = every_pair(mesh, tensor)
+        for src, dst in pairs[:: max(1, len(pairs) // (8 if mesh.ndim == 3 else 40))]:
+            spent = sum(int(step.cost * 1e6) for step in plan(src, dst).steps)
+            assert abs(spent - least_ps(src, dst)) <= len(plan(src, dst).steps), plan(src, dst)
+
+
+def test_a_plan_of_more_bytes_is_never_faster():
+    """Nor is there a jump: twice the bytes take at most twice the time."""
+    mesh = two_hosts((2, 2, 2))
+    for src, dst in every_pair(mesh, (8, 8))[::150]:
+        times = []
+        for k in range(10):
+            a, b = (Spec.of(mesh, (8 << k, 8 << k), s.dtype, dims=s.dims, partial=s.partial) for s in (src, dst))
+            times.append(plan(a, b).modelled_us)
+        assert all(a <= b * (1 + 1e-9) and b <= 4 * a * (1 + 1e-9) for a, b in itertools.pairwise(times)), (src, dst)
+
+
+def test_a_detour_is_never_cheaper():
+    """From a to c over b takes at least what a to c takes, but for the rounding of a picosecond."""
+    mesh = two_hosts((2, 4))
+    every = specs(mesh, (64, 64), False, torch.float32)
+    for a, b, c in list(itertools.product(every, repeat=3))[::13]:
+        assert plan(a, c).modelled_us <= plan(a, b).modelled_us + plan(b, c).modelled_us + 1e-5
+
+
+def test_views_of_one_mesh_plan_alike():
+    """Axes in another order, and axes of one rank more."""
+    mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("x", "y"))
+    padded = DeviceMesh("cpu", [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], mesh_dim_names=("x", "one", "y"))
+    for a, b in itertools.product(["f32[64@x,y, 8]", "f32[64@y, 8@x]", "f32[64, 8@y] +sum@x"], repeat=2):
+        if "sum" not in b:
+            plans = [plan(parse_spec(a, m), parse_spec(b, m)) for m in (mesh, mesh["y", "x"], padded)]
+            assert len({p.modelled_us for p in plans}) == len({p.bytes_per_rank for p in plans}) == 1
+
+
+def test_another_order_of_axes_is_one_permute():
+    """Of at most what a rank holds, and never a gather."""
+    for shape in ((2, 4), (2, 2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        orders = list(itertools.permutations(range(mesh.ndim)))
+        for a, b in itertools.permutations(orders, 2):
+            src, dst = (Spec.of(mesh, MB64, torch.float32, dims=[order, ()]) for order in (a, b))
+            assert [s.kind for s in plan(src, dst).steps] == ["permute"]
+            assert plan(src, dst).bytes_per_rank <= src.local_nbytes
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def test_a_plan_keeps_within_the_memory_it_is_given():
+    """A slower plan where the fastest takes too much; an error, with what it takes, where none does."""
+    mesh = init_device_mesh("cpu", (2, 4))
+    src, dst = [S0, S0], [R, S1]
+    free = plan_redistribute(mesh, MB64, torch.float32, src, dst)
+    tight = plan_redistribute(mesh, MB64, torch.float32, src, dst, max_memory=free.peak_bytes - 1)
+    assert tight.peak_bytes < free.peak_bytes and tight.modelled_us > free.modelled_us
+    with pytest.raises(ValueError, match=rf"keeps within 1,000 bytes.*{free.peak_bytes:,}"):
+        plan_redistribute(mesh, MB64, torch.float32, src, dst, max_memory=1000)
+
+
+# ---- one plan for all -------------------------------------------------------------------------
+
+
+def all_plans() -> str:
+    mesh = two_hosts((2, 2, 2))
+    return "\n".join(str(plan(a, b)) for a, b in every_pair(mesh, (24, 10))[::97])
+
+
+def test_plans_are_the_same_in_another_process():
+    """Whatever hash it starts with, and whatever was planned before."""
+    text = all_plans()
+    forget()
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    code = "from tests.tensor.test_plan import all_plans; print(all_plans())"
+    out = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, timeout=120)
+    assert out.stdout.strip() == text == all_plans(), out.stderr
+
+
+# ---- the door ---------------------------------------------------------------------------------
+
+
+def test_redistribute_makes_the_plan():
+    """With orders, in another dtype, awaited later; the gradient too, and nothing else is sent."""
+    whole, world = torch.arange(24.0, dtype=torch.float64).reshape(8, 3), ThreadWorld(4)
+
+    def rank(rank):
+        mesh = mesh_of((2, 2))
+        x = distribute_tensor(whole, mesh, [S0, S0], src_data_rank=None).requires_grad_()
+        turned = x.redistribute(placements=[S0, S0], order={0: ("tp", "dp")}, backward_dtype=torch.float32)
+        assert turned._spec.dims == ((1, 0), ())
+        small = turned.redistribute(placements=[R, R], async_op=True, forward_dtype=torch.float32)
+        assert isinstance(small._local_tensor, AsyncTensor) and small.dtype == torch.float32
+        (small * 2).sum().backward()
+        grad = x.grad.full_tensor()
+        return small.to_local().tolist(), grad.dtype, grad.unique().tolist()
+
+    assert world.run(rank) == [(whole.tolist(), torch.float64, [2.0])] * 4
+    sent = [(call.kind, call.nbytes) for call in world.calls[0]]
+    # 2 of 8 rows a rank: as float64, then float32; the gradient is sliced, turned back in float32, and gathered.
+    assert sent == [("all_to_all_single", 48), ("all_gather_into_tensor", 24), ("all_to_all_single", 24),
+                    ("all_gather_into_tensor", 48)]  # fmt: skip
+
+
+def test_a_sum_may_be_sent_in_fewer_bits_but_never_as_integers():
+    """What is reduced in another kind of number is another number."""
+
+    def rank(mesh):
+        x = DTensor.from_local(torch.ones(4), mesh, [SUM, AVG])
+        narrow = x.redistribute(placements=[R, R], forward_dtype=torch.bfloat16)
+        with pytest.raises(TypeError, match="still to be reduced"):
+            x.redistribute(placements=[R, R], forward_dtype=torch.int64)
+        return narrow.dtype, narrow.to_local().tolist()
+
+    assert on_ranks(rank) == [(torch.bfloat16, [2.0] * 4)] * 4
+
+
+def test_an_order_must_name_the_axes_that_shard():
+    mesh = mesh_of((2, 2))
+    for order, says in (({0: ("dp",)}, "shard it by dp, tp"), ({2: ("dp", "tp")}, "of a tensor of 2 dims")):
+        with pytest.raises(ValueError, match=says):
+            plan_redistribute(mesh, (8, 8), torch.float32, [S0, S0], [R, S1], src_order=order)
