@@ -28,6 +28,14 @@ def test_bytes_are_those_of_the_values_and_not_of_the_memory(layout: str) -> Non
     assert torch.equal(wire.from_rows_of_bytes(wire.as_rows_of_bytes(x), torch.complex64, (4,)), x)
 
 
+@pytest.mark.parametrize("shape, stride", [((1,), (2,)), ((1, 1), (3, 2)), ((3, 1), (1, 7)), ((0, 2), (4, 2))], ids=str)
+def test_a_contiguous_tensor_may_have_strange_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Those of dims of one entry say nothing, and views as bytes mind them."""
+    x = torch.arange(10, dtype=torch.int16).as_strided(shape, stride)
+    assert x.is_contiguous()
+    assert torch.equal(wire.from_rows_of_bytes(wire.as_rows_of_bytes(x), torch.int16, shape[1:]), x)
+
+
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @pytest.mark.parametrize("op", REDUCE_OPS)
 def test_a_reduction_exists_or_is_refused(op: str, dtype: torch.dtype) -> None:
