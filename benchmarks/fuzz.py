@@ -43,6 +43,7 @@ def main() -> None:
         if wrong:
             counts[program.mesh, "differ"] += 1
             found[symptom(wrong)].append((seed, program))
+            print(f"# seed {seed}: {symptom(wrong)}", flush=True)
     for kind, programs in found.items():
         _show(kind, programs)
     columns = ("programs", "steps", "differ")

@@ -14,48 +14,53 @@ so that the dim is whole, where that is too much.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from spmd import _torch
 from spmd.tensor import explicit
-from spmd.tensor.hot import memory_of
+from spmd.tensor.hot import Memory, memory_of
 from spmd.tensor.redistribute.plan import Plan, plan
 
 
 @dataclass(eq=False)
 class Copy:
-    """What views of `base` show.
+    """What views of a tensor, their base, show.
 
-    memory: the copy, this rank's block of the base as `plan` moves it; of a view that sets a bit, read so (`bit`).
-    seen: how often the base had been written when the copy was last like it.
+    memory: the copy, `block` as `plan` moves it; of a view that sets a bit, read so (`bit`).
+    block: the base's local tensor. below: what that shows, if it is a copy itself.
+    shared: the writes to all this memory; `seen` of them when the copy was last like its base.
     """
 
-    base: Any
     memory: torch.Tensor
     plan: Plan
     bit: _torch.OpOverload | None
+    block: torch.Tensor
+    below: Copy | None
+    shared: Memory
     seen: int
 
     @classmethod
     def of(cls, base, memory: torch.Tensor, plan: Plan, bit: _torch.OpOverload | None = None) -> Copy:
-        return cls(base, memory, plan, bit, memory_of(base).writes)
+        shared = memory_of(base)
+        return cls(memory, plan, bit, base._local_tensor, base._copy, shared, shared.writes)
 
     def refresh(self) -> None:
         """Make the copy like its base, if that was written since."""
-        writes = self.base._memory.writes
-        if self.seen != writes:
-            explicit.check("reading a view of what was written since", [("x", self.plan)])
-            self.memory.copy_(self._read(self.plan.run(block(self.base))))
-            self.seen = writes
+        if self.seen == self.shared.writes:
+            return
+        explicit.check("reading a view of what was written since", [("x", self.plan)])
+        if self.below is not None:
+            self.below.refresh()
+        self.memory.copy_(self._read(self.plan.run(self.block)))
+        self.seen = self.shared.writes
 
     def deliver(self) -> None:
         """Make the base like the copy, which was written; and what the base shows, in its turn."""
-        self.base._local_tensor.copy_(plan(self.plan.dst, self.plan.src).run(self._read(self.memory)))
-        if self.base._copy is not None:
-            self.base._copy.deliver()
-        self.seen = self.base._memory.writes
+        self.block.copy_(plan(self.plan.dst, self.plan.src).run(self._read(self.memory)))
+        if self.below is not None:
+            self.below.deliver()
+        self.seen = self.shared.writes
 
     def _read(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.bit is None else self.bit(x)

@@ -312,6 +312,24 @@ def test_all_views_of_a_tensor_show_what_is_written_through_any():
         agree(written_all_over, [smooth(5, 6)], [[S0, S1]], [[S1, S1]])
 
 
+def test_a_view_goes_on_showing_the_memory_it_was_taken_of():
+    """Its base may be turned, or get other data: that is nothing to the view."""
+
+    def rank(mesh):
+        x, y = placed(mesh, torch.ones(4, 2), [S0, R]), placed(mesh, torch.ones(4, 2), [S0, R])
+        turned, kept = x[1:], y[1:]
+        x.t_()
+        x[0].mul_(3)
+        before = y.detach()
+        y.data = placed(mesh, torch.zeros(4, 2), [S0, R])
+        before.mul_(5)
+        kept.add_(1)
+        return [t.full_tensor().tolist() for t in (turned, kept, before, y)]
+
+    want = [[[3.0, 1.0]] * 3, [[6.0, 6.0]] * 3, [[5.0, 5.0]] + [[6.0, 6.0]] * 3, [[0.0, 0.0]] * 4]
+    assert on_ranks(rank) == [want] * 4
+
+
 def test_what_a_view_shows_is_moved_again_only_after_a_write():
     """One move makes the copy; one brings it up to date after a write to the base, which itself moves nothing."""
 
