@@ -3,6 +3,7 @@
     python benchmarks/fuzz.py                          # a minute, from seed 0
     python benchmarks/fuzz.py --minutes 30 --seed 1000
     python benchmarks/fuzz.py --seed 4711 --programs 1
+    python benchmarks/fuzz.py --compiled               # each program as one compiled step
 
 Writes a program from each seed (`tests/tensor/fuzz.py`), runs it on one device and on simulated ranks, with cold caches
 and with warm ones, and compares all that is left. Of each kind of difference one program is shrunk and printed, as
@@ -16,13 +17,24 @@ import random
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from _table import table
 
-from tests.tensor.fuzz import MESHES, Program, differences, fails_like, shrink, symptom, write
+from tests.tensor.fuzz import (
+    MESHES,
+    Program,
+    compiled_differences,
+    differences,
+    fails_like,
+    graph_of,
+    shrink,
+    symptom,
+    write,
+)
 
 
 def main() -> None:
@@ -30,7 +42,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="how many programs at most")
+    parser.add_argument("--compiled", action="store_true", help="compile the programs, without what no graph can hold")
     chosen = parser.parse_args()
+    ask = compiled_differences if chosen.compiled else differences
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
     found: dict[str, list[tuple[int, Program]]] = defaultdict(list)
     end = time.monotonic() + chosen.minutes * 60
@@ -38,27 +52,28 @@ def main() -> None:
         if time.monotonic() > end:
             break
         program = write(random.Random(seed))
-        wrong = differences(program)
+        program = graph_of(program) if chosen.compiled else program
+        wrong = ask(program)
         counts.update({(program.mesh, "programs"): 1, (program.mesh, "steps"): len(program.steps)})
         if wrong:
             counts[program.mesh, "differ"] += 1
             found[symptom(wrong)].append((seed, program))
             print(f"# seed {seed}: {symptom(wrong)}", flush=True)
     for kind, programs in found.items():
-        _show(kind, programs)
+        _show(kind, programs, ask)
     columns = ("programs", "steps", "differ")
     rows = [["x".join(map(str, mesh)), *(f"{counts[mesh, c]:,}" for c in columns)] for mesh in MESHES]
     print(table(["mesh", *columns], [*rows, ["all", *(f"{sum(counts[m, c] for m in MESHES):,}" for c in columns)]]))
     sys.exit(bool(found))
 
 
-def _show(kind: str, programs: list[tuple[int, Program]]) -> None:
+def _show(kind: str, programs: list[tuple[int, Program]], ask: Callable[[Program], list[str]]) -> None:
     """One program of a kind of difference, as short as it gets, and the seeds of all."""
     small = min((program for _, program in programs), key=lambda program: len(program.steps))
-    small = shrink(small, fails_like(small))
+    small = shrink(small, fails_like(small, ask))
     seeds = ", ".join(str(seed) for seed, _ in programs[:12])
     print(f"# {len(programs)} programs differ so: {kind}\n# of seeds {seeds}\n\n{small}\n")
-    print(*(f"# {line}" for text in differences(small)[:2] for line in text.splitlines()), sep="\n", end="\n\n")
+    print(*(f"# {line}" for text in ask(small)[:2] for line in text.splitlines()), sep="\n", end="\n\n")
 
 
 if __name__ == "__main__":

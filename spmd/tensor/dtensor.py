@@ -19,6 +19,7 @@ Left out: moves from one mesh to another; gradients of `from_local` with Partial
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -81,14 +82,16 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> DTensor:
-        """The same tensor without its history. Assigning another one of the same global shape replaces the block."""
+        """The same tensor without its history. Assigning another one makes this show its memory, whatever its shape."""
         return self.detach()
 
     @data.setter
     def data(self, other: DTensor) -> None:
-        if not isinstance(other, DTensor) or _looks(other) != _looks(self):
-            raise TypeError(f"cannot assign {_brief(other)} to the data of {self._spec}; use copy_, or a new DTensor")
-        self._local_tensor, self._spec, self._memory, self._copy = block(other), other._spec, None, None
+        if not isinstance(other, DTensor):
+            raise TypeError(f"cannot assign a {type(other).__name__} to the data of {self._spec}; give a DTensor")
+        torch.Tensor.data.__set__(self, other)
+        self._local_tensor, self._spec = other._local_tensor, other._spec
+        self._memory, self._copy = hot.memory_of(other), other._copy
 
     # ---- making one, and getting out ----------------------------------------------------------
     @staticmethod
@@ -195,9 +198,23 @@ class DTensor(torch.Tensor):
         return self._local_tensor.new(*args, **kwargs)
 
     # ---- copies -------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        """The same numbers in memory of its own, whatever this is a view of; of a leaf, as in torch."""
+        if not self.is_leaf:
+            raise RuntimeError(f"deepcopy: {self._spec} has a history, which no copy has; detach() it first")
+        if id(self) not in memo:
+            memo[id(self)] = _rebuilt(block(self).clone(), self._spec, self.requires_grad, {})
+            memo[id(self)].__dict__.update(copy.deepcopy(self._attributes, memo))
+            memo[id(self)].grad = copy.deepcopy(self.grad, memo)
+        return memo[id(self)]
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        """What was said about this tensor in Python."""
+        return {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copy")}
+
     def __reduce_ex__(self, protocol):
-        attributes = {name: v for name, v in self.__dict__.items() if name not in ("_memory", "_copy")}
-        return _rebuilt, (block(self), self._spec, self.requires_grad, attributes)
+        return _rebuilt, (block(self), self._spec, self.requires_grad, self._attributes)
 
     def __tensor_flatten__(self):
         return ["_local_tensor"], (self._spec, self.requires_grad)
@@ -382,14 +399,6 @@ def _checked_together(run_check: bool, mesh: DeviceMesh, make) -> Spec:
                 "the local tensors, or pass the global shape with shape="
             )
     return spec
-
-
-def _looks(x: DTensor) -> tuple:
-    return x._spec.mesh, x.shape, x.stride(), x.dtype, x.device
-
-
-def _brief(x: Any) -> str:
-    return str(x._spec) if isinstance(x, DTensor) else f"a {type(x).__name__}"
 
 
 # ---- autograd ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ values only.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from spmd.expand.compile import compile as spmd_compile
 from spmd.mesh import DeviceMesh
 from spmd.sim import LocalTensor, LocalTensorMode
 from spmd.tensor.dispatch import forget
@@ -37,7 +39,7 @@ from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.spec import Spec, spec_of
 from tests.tensor.single import mesh_of, weights
 
-MESHES = ((2,), (3,), (4,), (2, 2), (2, 3))
+MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 1, 2))
 DTYPES = ("float64",) * 6 + ("float32",) * 2 + ("int64",) * 3 + ("bool", "int32", "bfloat16", "complex128", "uint8")
 TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.bfloat16: 5e-2}
 MAGNITUDE = 1e3
@@ -149,8 +151,10 @@ class OneDevice:
         return values(given).requires_grad_(given.grad)
 
     def words(self) -> dict[str, Any]:
-        move = lambda x, placements: x.clone()  # noqa: E731
-        return {"torch": torch, "F": F, "move": move, "weights": lambda x: weights(x.detach()), **PLACEMENTS}
+        move = lambda x, placements: x.clone(memory_format=torch.contiguous_format)  # noqa: E731
+        stay = lambda x: x.view_as(x)  # noqa: E731
+        words = {"stay": stay, "move": move, "weights": lambda x: weights(x.detach())}
+        return {"torch": torch, "F": F, "copy": copy, **words, **PLACEMENTS}
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         return x.detach().clone()
@@ -173,8 +177,11 @@ class OnMesh(OneDevice):
             plain = weights(torch.empty(x.shape, dtype=x.dtype))
             return DTensor(plain, spec_of(self.mesh, [Replicate()] * self.mesh.ndim, plain.shape, plain.dtype))
 
-        move = lambda x, placements: x.redistribute(placements=placements).clone()  # noqa: E731
-        return super().words() | {"move": move, "weights": weighing}
+        def move(x, placements):
+            return x.redistribute(placements=placements).clone(memory_format=torch.contiguous_format)
+
+        stay = lambda x: x.redistribute(placements=x.placements)  # noqa: E731
+        return super().words() | {"stay": stay, "move": move, "weights": weighing}
 
     def read(self, x: torch.Tensor) -> Any:
         """The whole tensor, which all ranks have alike; or what is wrong with it."""
@@ -255,10 +262,74 @@ def differences(program: Program, warm: bool = True) -> list[str]:
     return []
 
 
+# ---- compiled ---------------------------------------------------------------------------------
+
+DECIDES = re.compile(
+    r"copy\.|func\.|register_hook|item\(\)|tolist|bool\(\(|nonzero\(\)|unique|masked_select|torch.equal|bincount|histc|isin|detach_"
+    r"|\[\(\w+ != 1\)\]|\[t?\w+\]|requires_grad_|autograd|backward"
+)
+"""Steps whose shapes or ways are in the data, which no graph has, or that make an argument want a gradient."""
+
+
+def graph_of(program: Program) -> Program:
+    """The program without the steps that one graph cannot hold, and those that need them."""
+    tensors = tuple(dataclasses.replace(given, grad=False) for given in program.tensors)
+    steps = tuple(step for step in program.steps if not DECIDES.search(step))
+    while True:
+        program = dataclasses.replace(program, tensors=tensors, steps=steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            errors = run(program, OneDevice()).errors
+        steps = tuple(step for step, error in zip(steps, errors, strict=True) if error is None)
+        if len(steps) == len(program.steps):
+            return program
+
+
+def compiled_differences(program: Program) -> list[str]:
+    """Where the program as one compiled step leaves something else than one device, the first time or the second."""
+    side, plain = OnMesh(program), OneDevice()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fn = _function(program)
+        want = fn(**{given.name: plain.leaf(given) for given in program.tensors})
+        try:
+            with LocalTensorMode(math.prod(program.mesh)):
+                step = spmd_compile(fn, side.mesh)
+                for turn in ("first", "second"):
+                    got = step(**{given.name: side.leaf(given) for given in program.tensors})
+                    found = [text for name in want for text in _differs(name, side.read(got[name]), want[name])]
+                    if found:
+                        return [f"{turn} call: {text}" for text in found]
+        except Exception as error:
+            refused = any(text in str(error) for text in REFUSED)
+            return [] if refused else [f"the step fails: {type(error).__name__}: {error}"]
+    return []
+
+
+def _function(program: Program) -> Callable[..., dict[str, torch.Tensor]]:
+    """The program as a function of its tensors, which it does not write into; it gives all that it has at the end."""
+
+    def body(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        names = OneDevice().words() | {name: x.clone() for name, x in given.items()}
+        for step in program.steps:
+            exec(step, names)
+        return {name: x.detach() for name, x in names.items() if isinstance(x, torch.Tensor)}
+
+    words: dict[str, Any] = {"body": body}
+    arguments = ", ".join(given.name for given in program.tensors)
+    exec(f"def step({arguments}):\n    return body(dict(locals()))", words)
+    return words["step"]
+
+
+# ---- comparing --------------------------------------------------------------------------------
+
 REFUSED = {
     "would get new memory": "out= of another size, with views: torch warns that it will not go on doing that",
+    "mutated that has internal overlap": "in a graph: torch refuses writes into views whose elements share memory",
+    "lshift: Expected input tensor to have an integral dtype": "torch infers no shape of bools here",
+    "decides by a value in a tensor": "in a graph: there is one way through it",
 }
-"""What a mesh may refuse that one device does, with the reason. The program is not compared further."""
+"""What may be refused that one device does, with the reason. The program is not compared further."""
 
 
 def _unlike(got: Outcome, want: Outcome, program: Program) -> Iterator[str]:
@@ -313,7 +384,15 @@ SMOOTH = """{n} = {x} / (({y}).abs() + 1); {n} = {x}.exp(); {n} = {x}.sigmoid();
     {n} = torch.addcmul({x}, {y}, {y}, value=0.5); {n} = torch.addcdiv({x}, {y}, {z}.abs() + 1);
     {n} = {x}.cumprod({d}); {n} = torch.logaddexp({x}, {y}); {n} = F.mse_loss({x}, {z});
     {n} = F.smooth_l1_loss({x}, {z}); {n} = torch.bmm({x}, {x}.mT); {n} = torch.outer({x}.flatten(), {z}.flatten());
-    {n} = {x}.prod({d})"""
+    {n} = {x}.prod({d}); {n} = F.conv1d({x}[None], {x}[None]); {n} = F.scaled_dot_product_attention({x}, {z}, {z});
+    {n} = F.cross_entropy({x}, {x}.argmax(-1)); {n} = torch.tensordot({x}, {z}, 1); {n} = torch.kron({x}, {z});
+    {n} = {x} @ {z}.flatten(); {n} = torch.matmul({z}.mT, {x}); {n} = F.normalize({x}, dim={d});
+    {n} = F.cosine_similarity({x}, {z}, {d}); {n} = torch.cdist({x}, {z}); {n} = F.silu({x});
+    {n} = F.rms_norm({x}, {x}.shape[-1:]); {n} = F.group_norm({x}, 1); {n} = F.avg_pool1d({x}, 2);
+    {n} = torch.cov({x}); {n} = torch.trapezoid({x}, dim={d}); {n} = {x}.cumsum({d}) / 3;
+    {n} = torch.einsum('ij,kj->ik', {x}, {z}); {n} = torch.baddbmm({z}, {x}, {x}.mT);
+    {n} = {x}.square().mean().sqrt(); {n} = torch.fft.rfft({x}).real; {n} = F.softplus({x}); {n} = F.logsigmoid({x});
+    {n} = F.binary_cross_entropy_with_logits({x}, {z})"""
 
 EXACT = """{n} = {x} + {y}; {n} = {x} - {y}; {n} = {y} - {x}; {n} = {x} * {y}; {n} = {x} * {s}; {n} = {s} * {x};
     {n} = {x} + {s}; {n} = {s} - {x}; {n} = -{x}; {n} = torch.add({x}, {y}, alpha=2); {n} = {x} / 2; {n} = {x} / -4;
@@ -330,7 +409,21 @@ EXACT = """{n} = {x} + {y}; {n} = {x} - {y}; {n} = {y} - {x}; {n} = {x} * {y}; {
     {n} = {x}.new_zeros({x}.shape); {n} = {x}.float() * 2; {n} = {x}.index_add({d}, torch.tensor([0]), {z});
     {n} = {x}.gather({d}, {x}.long() * 0); {n} = torch.tensor(2.0, dtype=torch.float64) * {x};
     {n} = {x} * torch.tensor(3); {n} = {x} + torch.tensor(1.5); {n} = move({x}, {p}); {n} = move({x}, {p});
-    {n} = move({x}, {p}); {n} = {x}.scatter({d}, {x}.long() * 0, {s})"""
+    {n} = move({x}, {p}); {n} = {x}.scatter({d}, {x}.long() * 0, {s}); {n} = stay({x}); {n} = {x}.diff(dim={d});
+    {n} = torch.select_scatter({x}, {x}.select({d}, 0) * 2, {d}, -1);
+    {n} = torch.slice_scatter({x}, {x}.narrow({d}, 0, 1) * 0, {d}, 0, 1);
+    {n} = {x}.diagonal_scatter({x}.diagonal() + 1); {n} = {x}.scatter_add({d}, {x}.long() * 0, {z});
+    {n} = {x}.index_put(([0, -1],), torch.tensor(2.0, dtype={x}.dtype));
+    {n} = torch.index_put({x}, (torch.tensor([0]),), {x}[:1], accumulate=True); {n} = {x}.rot90();
+    {n} = torch.diag_embed({x}); {n} = torch.block_diag({x}, {z});
+    {n} = torch.meshgrid({x}.flatten(), {z}.flatten(), indexing='ij')[0]; {n} = torch.tile({x}, (2,));
+    {n} = torch.cartesian_prod({x}.flatten(), {z}.flatten()); {n} = torch.hstack([{x}, {z}]);
+    {n} = torch.vstack([{x}, {x}]); {n} = {x}.unfold({d}, 2, 1).sum(-1); {n} = copy.deepcopy({x}.detach());
+    {n} = torch.broadcast_tensors({x}, {y})[1] * 1; {n} = torch.take_along_dim({x}, {x}.long() * 0, {d});
+    {n} = torch.block_diag({x}); {n} = F.embedding({i}, {x}); {n} = torch.addcmul({x}, {y}, {y}, value=2);
+    {n} = {x}.view(torch.int64).view(torch.float64); {n} = {x}.triu(1); {n} = {x}.sum(({d}, {k}));
+    {n} = torch.stack([{x}, {z}]).sum(0); {n} = torch.cat([{x}[:1], {z}, {x}], 0);
+    {n} = {x}.to(torch.float64, copy=True); {n} = torch.rsub({x}, {y}, alpha=2)"""
 
 KINKED = """{n} = {x}.abs(); {n} = {x}.relu(); {n} = {x}.clamp(-1, 1); {n} = {x}.clamp(max={s}); {n} = {x}.amax({d});
     {n} = {x}.amin(); {n} = torch.maximum({x}, {y}); {n} = torch.minimum({x}, {y}); {n} = {x}.max({d}).values;
@@ -347,7 +440,12 @@ STEEP = """{n} = {x} > {y}; {n} = {x} <= {s}; {n} = {x} == {y}; {n} = {x}.long()
     {n} = {x}.to(torch.bfloat16).double(); {n} = torch.equal({x}, {z}); {n} = {x}.norm(0); {n} = {x}.logical_not();
     {n} = bool(({x} > 0).any()); {n} = {x}.tolist(); {n} = {x}.sum().item(); {n} = torch.isnan({x}); {n} = {x} & {y};
     {n} = {x} | {y}; {n} = ~{x}; {n} = {x}.searchsorted({z}); {n} = {x}.bincount(); {n} = {x} << 1;
-    {n} = {x}.flatten().kthvalue(1).values; {n} = {x}.mode({d}).values; {n} = torch.histc({x}, 3)"""
+    {n} = {x}.flatten().kthvalue(1).values; {n} = {x}.mode({d}).values; {n} = torch.histc({x}, 3);
+    {n} = {x}.aminmax(dim={d}).max; {n} = {x}.argsort({d}, stable=True); {n} = {x}.unique(return_inverse=True)[1];
+    {n} = {x}.nanmedian({d}).indices; {n} = torch.bucketize({x}, {z}.flatten().sort().values); {n} = {x} != {x};
+    {n} = torch.where({x} > 0); {n} = {x}.ne({y}); {n} = torch.clamp({x}, {y}, {x}.amax()); {n} = {x}.heaviside({y});
+    {n} = torch.fmod({x}, 2); {n} = torch.remainder({x}, {y}); {n} = {x}.to(torch.float16);
+    {n} = torch.cummin({x}, {d}).indices"""
 
 LOOKS = """{n} = {x}{v}; {n} = {x}{v}; {n} = {x}{v}; {n} = {x}{v}; {n} = {x}{v}; {n} = {x}{v}"""
 
@@ -359,7 +457,14 @@ WRITES = """{x}{v}.add_({y}); {x}{v}.mul_({s}); {x}{v}.sub_({s}); {x}{v}.zero_()
     torch.sum({x}, {d}, out={z}); {x}.t_(); {x}.unsqueeze_({d}); torch._foreach_add_([{x}, {z}], [{y}, {y}]);
     torch._foreach_mul_([{x}, {z}], 2); torch._foreach_zero_([{x}]);
     {n} = torch._foreach_mul([{x}, {z}], [2.0, 0.5])[0]; torch._foreach_copy_([{x}, {z}], [{y}, {z}]);
-    {x}{v}.add_({x}{v}); {x}.transpose_(0, {d}); {x}.squeeze_(); {x}.detach_(); torch.cat([{x}, {x}], out={z})"""
+    {x}{v}.add_({x}{v}); {x}.transpose_(0, {d}); {x}.squeeze_(); {x}.detach_(); torch.cat([{x}, {x}], out={z});
+    {x}{v}.index_add_({d}, torch.tensor([0]), {z}); {x}{v}.scatter_({d}, {z}.long() * 0, 3);
+    {x}{v}.index_copy_({d}, torch.tensor([0]), {z}); {x}[{c}][{c}] = {s}; {x}[{c}][{c}] *= 2;
+     {x}.data = {x}.data * 2; {x}{v}.addcmul_({y}, {y}); {x}{v}.cumsum_(0);
+    {x}{v}.index_put_((torch.tensor([0]),), torch.tensor(2.0, dtype={x}.dtype), accumulate=True); {x}{v}.squeeze_();
+    {x}{v}.fill_diagonal_(2); torch.where({m}, {x}, {x}, out={z}); torch.sub({x}, {y}, out={z}{v});
+    torch._foreach_add_([{x}{v}, {z}], 1); torch._foreach_mul_([{x}, {z}{v}], [2, 3]);
+    torch._foreach_sub_([{x}], [{x}], alpha=2); {x}{v}.swapdims_(0, -1); {x}.resize_(1); {x}{v}.bernoulli_(0.0)"""
 
 WRITES_SMOOTH = """{x}{v}.exp_(); {x}{v}.lerp_({y}, 0.3); {x}{v}.div_(3); {x}{v}.sigmoid_(); {x}.addmm_({x}, {x});
     torch._foreach_lerp_([{x}], [{y}], 0.3); torch._foreach_addcdiv_([{x}], [{y}], [{z}.abs() + 1]);
@@ -369,7 +474,12 @@ WRITES_KINKED = """{x}{v}.relu_(); {x}{v}.clamp_(-1, 2); {x}{v}.abs_(); {x}.clam
     {x}.copy_({z}.sort(-1).values)"""
 
 GRADS = """{n} = {x}.detach(); {n} = {x}.detach().requires_grad_(); ({x} * weights({x})).sum().backward();
-    {n} = torch.autograd.grad(({x} * weights({x})).sum(), {z}, allow_unused=True)[0]; {x}.requires_grad_()"""
+    {n} = torch.autograd.grad(({x} * weights({x})).sum(), {z}, allow_unused=True)[0]; {x}.requires_grad_();
+    {x}.sum().backward(); {n} = torch.autograd.grad(({x} * {x}).sum(), {z}, create_graph=True, allow_unused=True)[0];
+    ({x}{v} * weights({x}{v})).sum().backward(); ({x} * {x} * weights({x})).sum().backward();
+    {n} = torch.func.grad(lambda u: (u * u * u).sum())({x}.detach());
+    {n} = torch.func.vmap(lambda u: u * 2)({x});
+    {n} = torch.func.jvp(lambda u: u * u, ({x}.detach(),), ({x}.detach(),))[1]; {x}.register_hook(lambda g: g * 2)"""
 
 
 VIEWS = """[1:]; [:, :2]; [0]; [..., 0]; [::2]; [..., 1:]; .t(); .mT; .unsqueeze(0); .view(-1); .flatten(); [-1];
@@ -378,7 +488,9 @@ VIEWS = """[1:]; [:, :2]; [0]; [..., 0]; [::2]; [..., 1:]; .t(); .mT; .unsqueeze
     .squeeze(); .view(2, -1); .view(-1, 2); .view(-1, 1, 3); .swapaxes(0, 1); [..., ::2];
     .split_with_sizes([1, 1], {d})[1]; .T; .real; .conj(); .reshape(-1); .reshape(2, -1); .ravel(); .view_as({x});
     .unflatten(0, (2, -1)); .mH; [1]; [..., -1:]; .tensor_split(2, {d})[0]; .select({d}, -1); .flatten(0, 1);
-    .expand_as({z}); .broadcast_to({z}.shape)"""
+    .expand_as({z}); .broadcast_to({z}.shape);   .swapdims(0, 1);
+    .hsplit(2)[0]; .unsqueeze(-1); .view({x}.shape); .permute(*range({x}.ndim)[::-1]); .data; .squeeze(-1);
+    .squeeze((0, -1)); .narrow({d}, -1, 1); .expand(-1, *[-1] * ({x}.ndim - 1))"""
 PLACES = "0; 1:; ..., 0; ::2; :2; -1; ..., 1:; :, 1; 0, 0; ..."
 NUMBERS = "2; -1.5; True; 0; -3; 0.5; 1; torch.tensor(2.5); torch.tensor(-3); torch.tensor(True)"
 KINDS = {
@@ -463,7 +575,7 @@ class Writer:
         rough = any(map(self.is_rough, used))
         if WHOLE_NUMBERS.search(step) and not all(x.isfinite().all() for x in used):
             return False
-        if (out := re.search(r"(sum|cat)\(.*out=(\w+)\)", step)) and self._shares(used, self.names[out[2]]):
+        if (out := re.search(r"(sum|cat)\(.*out=(\w+)\)", step)) and self._shares(step, out[2]):
             return False  # torch clears such a result before it reads the same memory
         if kind.startswith("writes") and self._reads_what_it_writes(step):
             return False
@@ -482,8 +594,10 @@ class Writer:
         same = [n for n, x in self._named_in(given[0]).items() if _memory(x) == _memory(self.it)]
         return any(n != self.x or not re.fullmatch(r"\w+(\.[a-z]+)?", target) for n in same)
 
-    def _shares(self, used: list[torch.Tensor], x: torch.Tensor) -> bool:
-        return any(y is not x and _memory(y) == _memory(x) for y in used) or len(used) == 1
+    def _shares(self, step: str, name: str) -> bool:
+        """Whether a step names the memory of this tensor twice."""
+        same = [n for n, x in self._named_in(step).items() if _memory(x) == _memory(self.names[name])]
+        return sum(len(re.findall(rf"\b{n}\b", step)) for n in same) > 1
 
     def is_rough(self, x: torch.Tensor) -> bool:
         return _memory(x) in self.rough or x.dtype is torch.bfloat16
@@ -556,6 +670,9 @@ class Writer:
     def _s(self) -> str:
         numbers = [name for name, x in self.names.items() if type(x) in (int, float, bool)]
         return self.rng.choice([*numbers, *_listed(NUMBERS)])
+
+    def _k(self) -> str:
+        return self._d()
 
     def _c(self) -> str:
         return self.rng.choice(_listed(PLACES))
@@ -646,12 +763,12 @@ def _simpler(given: Given) -> Iterator[Given]:
             yield dataclasses.replace(given, placements=fewer)
 
 
-def fails_like(program: Program) -> Callable[[Program], bool]:
+def fails_like(program: Program, ask: Callable[[Program], list[str]] = differences) -> Callable[[Program], bool]:
     """Whether a program differs in a way that this one does, and runs as well on one device."""
-    kind = symptom(differences(program))
+    kind = symptom(ask(program))
 
     def fails(smaller: Program) -> bool:
-        return not _names_missing(smaller) and symptom(differences(smaller)) == kind
+        return not _names_missing(smaller) and symptom(ask(smaller)) == kind
 
     return fails
 

@@ -324,9 +324,14 @@ def test_a_view_goes_on_showing_the_memory_it_was_taken_of():
         y.data = placed(mesh, torch.zeros(4, 2), [S0, R])
         before.mul_(5)
         kept.add_(1)
-        return [t.full_tensor().tolist() for t in (turned, kept, before, y)]
+        shown = y[2:]
+        y.data = after = placed(mesh, torch.arange(6), [R, S0])
+        rows = after[1:]
+        y[4:].fill_(9)
+        return [t.full_tensor().tolist() for t in (turned, kept, before, y, shown, rows)]
 
-    want = [[[3.0, 1.0]] * 3, [[6.0, 6.0]] * 3, [[5.0, 5.0]] + [[6.0, 6.0]] * 3, [[0.0, 0.0]] * 4]
+    want = [[[3.0, 1.0]] * 3, [[6.0, 6.0]] * 3, [[5.0, 5.0]] + [[6.0, 6.0]] * 3, [0, 1, 2, 3, 9, 9], [[0.0, 0.0]] * 2]
+    want.append([1, 2, 3, 9, 9])
     assert on_ranks(rank) == [want] * 4
 
 

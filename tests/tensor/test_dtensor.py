@@ -438,7 +438,7 @@ def test_modules_hold_dtensors():
     assert on_ranks(rank) == [[True] * 6] * 4
 
 
-def test_data_can_be_replaced_by_a_tensor_that_looks_the_same():
+def test_data_can_be_replaced():
     """`.data` is a view without history; assigning it puts another block in place, or says why not."""
 
     def rank(mesh):

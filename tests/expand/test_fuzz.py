@@ -1,0 +1,30 @@
+"""Random programs, each compiled as one step, give what they give on one device."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.tensor.fuzz import compiled_differences, fails_like, graph_of, shrink, write
+
+CASES = 25
+
+
+def test_random_programs_compiled(record_property):
+    """Views and writes through them, lists, dtypes: what a graph can hold of the programs that DTensors are asked."""
+    seen = []
+
+    @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(st.integers(0, 2**32 - 1))
+    def run(seed):
+        program = graph_of(write(random.Random(seed)))
+        seen.append(program)
+        if compiled_differences(program):
+            small = shrink(program, fails_like(program, compiled_differences))
+            raise AssertionError(f"{small}\n\n" + "\n".join(compiled_differences(small)))
+
+    run()
+    assert len(seen) == CASES
+    record_property("cases", f"{len(seen)} random programs of {sum(len(p.steps) for p in seen)} steps, each run twice")
