@@ -129,6 +129,11 @@ def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
     return out
 
 
+def is_normal_in_inference(x: torch.Tensor) -> bool:
+    """Whether x was made outside of the inference mode that is on now. Then so are its views, in torch's eyes."""
+    return torch.is_inference_mode_enabled() and not x.is_inference()
+
+
 def _again(tensors: list, x: Any) -> tuple[str, int]:
     """Where a tensor that comes again came first."""
     return "again", next(i for i, t in enumerate(tensors) if t is x)
@@ -137,6 +142,8 @@ def _again(tensors: list, x: Any) -> tuple[str, int]:
 def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: type) -> Any:
     if found.moves and explicit.is_on():
         return MISS  # the slow way asks whether they send anything
+    if found.views and is_normal_in_inference(first):
+        return MISS
     seen.hits += 1
     _, call, outs, single, views, in_place, sizes, moves = found
     if in_place:

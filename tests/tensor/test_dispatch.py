@@ -312,6 +312,25 @@ def test_all_views_of_a_tensor_show_what_is_written_through_any():
         agree(written_all_over, [smooth(5, 6)], [[S0, S1]], [[S1, S1]])
 
 
+def test_views_of_a_tensor_from_outside_of_inference_mode():
+    """They are no inference tensors, as on one device: autograd may meet them later. What is computed is one."""
+
+    def rank(mesh):
+        x = placed(mesh, smooth(4, 6), [S0, R])
+        for _ in range(2):
+            with torch.inference_mode():
+                views = [x.t(), x[1:], *x.split(2), x.view(-1), x.detach(), x.redistribute(placements=x.placements)]
+                views[1].mul_(2)
+                made = [x * 2, x.sum(0), F.linear(x, x)]
+            assert [v.is_inference() for v in views + made] == [False] * len(views) + [True] * 3
+        (views[1] * x.detach().requires_grad_()[1:]).sum().backward()
+        return x.full_tensor()
+
+    want = smooth(4, 6)
+    want[1:] *= 4
+    assert all(torch.equal(found, want) for found in on_ranks(rank))
+
+
 def test_a_view_goes_on_showing_the_memory_it_was_taken_of():
     """Its base may be turned, or get other data: that is nothing to the view."""
 
