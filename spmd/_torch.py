@@ -165,6 +165,12 @@ for _method in ("allreduce allreduce_coalesced allgather allgather_coalesced all
         setattr(GroupToBe, _method, _handed_on(_method))
 
 
+def constant_in_dynamo(fn: Callable) -> Callable:
+    """Decorates a function whose result Dynamo takes for a constant: torch.compiler's mark without importing Dynamo."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
 # A mode that sees every op below autograd.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 

@@ -22,7 +22,6 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -87,7 +86,7 @@ def _constant(n: int) -> int:
 _torch.pytree.register_constant(DeviceMesh)
 
 
-@torch.compiler.assume_constant_result
+@_torch.constant_in_dynamo
 def _along_axis(mesh_alone: tuple[DeviceMesh], axis: int | str | None) -> tuple[str, int, int]:
     [mesh] = mesh_alone
     if axis is None and mesh.ndim != 1:
@@ -99,7 +98,7 @@ def _along_axis(mesh_alone: tuple[DeviceMesh], axis: int | str | None) -> tuple[
     return groups.known(name), size, place
 
 
-@torch.compiler.assume_constant_result
+@_torch.constant_in_dynamo
 def _by_name(name: str) -> tuple[str, int, int]:
     ranks = groups.ranks_in(name)
     if ranks is None:
@@ -108,7 +107,7 @@ def _by_name(name: str) -> tuple[str, int, int]:
     return groups.known(name), len(ranks), _place(ranks)
 
 
-@torch.compiler.assume_constant_result
+@_torch.constant_in_dynamo
 def _in_lists(count: int, *numbers: int) -> tuple[str, int, int]:
     name, size, place = _of_lists(_own_rank(), count, *numbers)
     return groups.known(name), size, place
