@@ -330,6 +330,15 @@ def carried(key: str) -> Any:
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open, in this process, so that tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+# Whether a tensor is one of autograd's zeros without memory, which no kernel can read: tangents of what has none.
+is_nothing = torch.Tensor._is_zerotensor
+
+
 def last_node() -> int:
     """The number of the node that autograd made last in this thread: inside a mode, that of the op being run."""
     return torch.autograd._get_sequence_nr() - 1

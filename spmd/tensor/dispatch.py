@@ -207,7 +207,9 @@ def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
 
     RuntimeError elsewhere: torch's operators turn a TypeError into "unsupported operand type(s)".
     """
-    if x.numel() > 1 and not (_implicit.get() or _torch.in_backward() or _is_internal(x, mesh)):
+    if _torch.is_nothing(x):
+        x = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+    elif x.numel() > 1 and not (x.is_meta or _implicit.get() or _torch.in_backward() or _is_internal(x, mesh)):
         raise RuntimeError(
             f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor. If it is the same on all ranks write "
             "distribute_tensor(t, mesh, [Replicate(), ...]) or run under spmd.implicit_replication(); if it is this "

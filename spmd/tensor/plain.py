@@ -34,7 +34,8 @@ def is_torchs_own(x: torch.Tensor) -> bool:
     if _torch.is_tracing(x):
         return False
     held = sys.getrefcount(x)
-    return held <= _LENT or _is_of_library(x)
+    lent = _LENT + 2 * _torch.in_forward_ad()  # which keeps what an op was given until it has the tangent, too
+    return held <= lent or _is_of_library(x)
 
 
 def _is_of_library(x: torch.Tensor) -> bool:
