@@ -8,19 +8,23 @@ Ops go through `spmd.tensor.dispatch`; autograd runs above it, so the backward i
 plain tensors become DTensors, and back, has autograd to be told what the ranks' gradients have to do with each other:
 
     from_local, Shard or Replicate      this rank's block of the cotangent
-    from_local, Partial                 all of it, on every rank; of an average a share
+    from_local, Partial                 all of it, on every rank; of an average a share; what a reduction over the
+                                        ranks gives to a term, where the terms are those of a maximum or a product
     to_local                            a block of the cotangent; the caller may say how the blocks lie
     redistribute                        globally the identity, and so is its gradient
 
-A gradient is never made Partial on the way back, and never multiplied by a number of ranks.
+A gradient is never made Partial on the way back, and never multiplied by a number of ranks. Tangents of forward-mode
+AD cross in the same places.
 
-Left out: moves from one mesh to another; gradients of `from_local` with Partial("max"), "min" and "product".
+Left out: moves from one mesh to another. Inside torch.func's transforms a tensor is torch's stand-in, which has no
+methods of a DTensor: redistribute, to_local and from_local before or after them.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +40,7 @@ from spmd.tensor.composites import KEYS
 from spmd.tensor.copies import Copy, block
 from spmd.tensor.dispatch import dispatch
 from spmd.tensor.hot import Memory
-from spmd.tensor.placement import REPLICATE, Placement
+from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Order, Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
 
@@ -118,8 +122,8 @@ class DTensor(torch.Tensor):
             local_tensor, device_mesh, placements, shape, stride
         ))  # fmt: skip
         local_tensor = _on_device(local_tensor, device_mesh)
-        if local_tensor.requires_grad and torch.is_grad_enabled():
-            return _FromLocal.apply(local_tensor, spec)
+        if _is_followed(local_tensor):
+            return _from_local(local_tensor, spec)
         return DTensor(local_tensor.view_as(local_tensor), spec)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -129,7 +133,7 @@ class DTensor(torch.Tensor):
         the loss of its own, say `grad_placements=[Partial()]`. A Partial gives its unreduced part; its gradient is
         taken as replicated.
         """
-        if not (self.requires_grad and torch.is_grad_enabled()):
+        if not _is_followed(self):
             return block(self)
         return _ToLocal.apply(self, _gradient_spec(self._spec, grad_placements))
 
@@ -161,7 +165,7 @@ class DTensor(torch.Tensor):
             target = target.with_tensor(spec.shape, _checked_dtype(spec, forward_dtype))
         if target is spec and (backward_dtype is None or not self.requires_grad):
             return aten.alias.default(self)
-        if self.requires_grad and torch.is_grad_enabled():
+        if _is_followed(self):
             return _Redistribute.apply(self, target, async_op, backward_dtype)
         return _moved(self, target, async_op)
 
@@ -405,6 +409,36 @@ def _checked_together(run_check: bool, mesh: DeviceMesh, make) -> Spec:
 # The backward of each is written with the others, so that it can be differentiated in its turn.
 
 
+def _is_followed(x: torch.Tensor) -> bool:
+    """Whether autograd is to know what becomes of x: it wants a gradient, or may have a tangent."""
+    return (x.requires_grad and torch.is_grad_enabled()) or _torch.in_forward_ad()
+
+
+def _from_local(local: torch.Tensor, spec: Spec) -> DTensor:
+    """The DTensor of a block, differentiable; in what is neither a sum nor an average the ranks' terms meet as such."""
+    linear = all(kind in ("sum", "avg") for _, kind in spec.partial)
+    return _FromLocal.apply(local, spec) if linear else _reduced(local, spec)
+
+
+_REDUCTIONS = {"max": torch.amax, "min": torch.amin, "product": torch.prod}
+
+
+def _reduced(local: torch.Tensor, spec: Spec) -> DTensor:
+    """The maximum (minimum, product) of the ranks' terms, as that over a dim of which every rank has one index.
+
+    It is left Partial, and what each term gets of the cotangent - of a maximum g where the term equals it, over the
+    ties - is what this op gives on one device.
+    """
+    kind = spec.partial[0][1]  # one for all axes: others do not commute with it
+    n = math.prod(spec.mesh.shape[axis] for axis, _ in spec.partial)
+    places = [
+        Shard(0) if p.is_partial() else Shard(p.dim + 1, p.unit) if p.is_shard() else p for p in spec.placements
+    ]
+    terms = _FromLocal.apply(local.unsqueeze(0), spec_of(spec.mesh, places, (n, *spec.shape), spec.dtype))
+    out = _REDUCTIONS[kind](terms, 0)  # [n@axes, ...] -> [...] +max@axes
+    return out if out._spec.lies_as(spec) else out.redistribute(placements=spec.placements)
+
+
 class _FromLocal(torch.autograd.Function):
     """The block of the cotangent; for a Partial every rank's term has the whole one, an average's a share of it."""
 
@@ -416,9 +450,6 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         spec = ctx.spec
-        strict = [kind for _, kind in spec.partial if kind not in ("sum", "avg")]
-        if strict:
-            raise NotImplementedError(f"the gradient of from_local with Partial({strict[0]!r}) is not supported yet")
         target, share = grad._spec.moved_to(spec.dims, spec.units), 1.0
         explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
         for axis, kind in spec.partial:
@@ -426,19 +457,33 @@ class _FromLocal(torch.autograd.Function):
         local = _Redistribute.apply(grad, target, False, None).to_local()
         return (local if share == 1.0 else local * share), None
 
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return _FromLocal.apply(tangent, ctx.spec)
+
 
 class _ToLocal(torch.autograd.Function):
     """The blocks that come back are blocks of the cotangent; `spec` says how they lie."""
 
     @staticmethod
     def forward(ctx, x, spec):
-        ctx.spec = spec
+        ctx.spec, ctx.lies = spec, x._spec
         local = block(x)
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx, grad):
-        return _FromLocal.apply(grad, ctx.spec), None
+        return _from_local(grad, ctx.spec), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        lies = ctx.lies
+        if any(kind not in ("sum", "avg") for _, kind in lies.partial):
+            raise NotImplementedError(
+                f"to_local of {lies}: the tangent of one rank's part is not known; redistribute it first"
+            )
+        there = tangent._spec.moved_to(lies.dims, lies.units, lies.partial)
+        return _Redistribute.apply(tangent, there, False, None).to_local()
 
 
 def _moved(x: DTensor, target: Spec, async_op: bool = False) -> DTensor:
@@ -456,7 +501,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, target, async_op, backward_dtype):
-        ctx.spec, ctx.backward_dtype = x._spec, backward_dtype
+        ctx.spec, ctx.target, ctx.backward_dtype = x._spec, target, backward_dtype
         return _moved(x, target, async_op)
 
     @staticmethod
@@ -467,3 +512,8 @@ class _Redistribute(torch.autograd.Function):
             target = target.with_tensor(target.shape, dtype)
         back = grad if target is grad._spec else _Redistribute.apply(grad, target, False, None)
         return (back if dtype == spec.dtype else back.to(spec.dtype)), None, None, None
+
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        target = tangent._spec.moved_to(ctx.target.dims, ctx.target.units)
+        return _Redistribute.apply(tangent, target.with_tensor(target.shape, ctx.target.dtype), False, None)
