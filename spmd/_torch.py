@@ -707,10 +707,13 @@ def memory_of(x: torch.Tensor) -> int | None:
         return None
 
 
+# Whether x is what a transform of torch.func shows of a tensor.
+is_stand_in = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def is_transformed(x: torch.Tensor) -> bool:
     """Whether x is a stand-in of torch.func or of functionalisation, whose memory is not what in-place ops write."""
-    functorch = torch._C._functorch
-    return isinstance(x, FunctionalTensor) or torch._is_functional_tensor(x) or functorch.is_functorch_wrapped_tensor(x)
+    return isinstance(x, FunctionalTensor) or torch._is_functional_tensor(x) or is_stand_in(x)
 
 
 # ---- process groups under the dispatcher ------------------------------------------------------

@@ -118,6 +118,8 @@ class DTensor(torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise TypeError("from_local: takes this rank's plain tensor, but was given a DTensor; use redistribute")
+        if _torch.is_stand_in(local_tensor):
+            raise TypeError("from_local: not inside of a transform of torch.func; make the DTensor before it")
         spec = _checked_together(run_check, device_mesh, lambda: _spec_from_local(
             local_tensor, device_mesh, placements, shape, stride
         ))  # fmt: skip
@@ -454,7 +456,9 @@ class _FromLocal(torch.autograd.Function):
         explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
         for axis, kind in spec.partial:
             share /= spec.mesh.shape[axis] if kind == "avg" else 1
-        local = _Redistribute.apply(grad, target, False, None).to_local()
+        # Every rank's term has a gradient of its own, though these are equal: what comes back to them is to be summed.
+        terms = target.with_layout(target.dims, target.units, [(axis, "sum") for axis, _ in spec.partial])
+        local = _ToLocal.apply(_Redistribute.apply(grad, target, False, None), terms)
         return (local if share == 1.0 else local * share), None
 
     @staticmethod
@@ -515,5 +519,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, tangent, *_):
-        target = tangent._spec.moved_to(ctx.target.dims, ctx.target.units)
-        return _Redistribute.apply(tangent, target.with_tensor(target.shape, ctx.target.dtype), False, None)
+        target, dtype = tangent._spec.moved_to(ctx.target.dims, ctx.target.units), ctx.target.dtype
+        if dtype != target.dtype:
+            target = target.with_tensor(target.shape, dtype)
+        return _Redistribute.apply(tangent, target, False, None)

@@ -104,11 +104,12 @@ def agree(fn: Callable, tensors: Sequence[torch.Tensor], *placings: Sequence[Pla
 
 
 def placed(x: torch.Tensor, placements: Placing, mesh: DeviceMesh) -> DTensor:
-    """In a LocalTensorMode: the DTensor of a tensor made outside; a leaf that wants a gradient if x does."""
+    """In a LocalTensorMode: the DTensor of a tensor that is the same on all ranks; a leaf that wants what x wants."""
+    one = x.detach().reconcile() if isinstance(x, LocalTensor) else x
     with _torch.no_modes():
-        parts = cut(x, placements, mesh.shape)
-    local = LocalTensor({mesh.rank_at(at): part.clone() for at, part in parts.items()})
-    return DTensor(local, spec_of(mesh, placements, x.shape, x.dtype), requires_grad=x.requires_grad)
+        parts = cut(one, placements, mesh.shape)
+        local = {mesh.rank_at(at): part.clone() for at, part in parts.items()}
+    return DTensor(LocalTensor(local), spec_of(mesh, placements, one.shape, one.dtype), requires_grad=x.requires_grad)
 
 
 def every_rank(x: Any) -> list:

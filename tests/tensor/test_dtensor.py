@@ -250,16 +250,6 @@ def test_gradients_through_from_local():
             assert type(grad) is torch.Tensor and close(grad, want[name](*at), 1e-12), (name, at)
 
 
-def test_a_maximum_of_local_tensors_has_no_gradient_yet():
-    """It would need to know which rank held the maximum: an error says so."""
-
-    def rank(mesh):
-        DTensor.from_local(numbers(4).requires_grad_(), mesh, [MAX, R]).full_tensor().sum().backward()
-
-    with pytest.raises(NotImplementedError, match=r"Partial\('max'\)"):
-        on_ranks(rank)
-
-
 @pytest.mark.parametrize(
     "placements, grad_placements, share",
     [

@@ -219,15 +219,17 @@ def test_gradients_through_local_tensors(kind):
     assert on_ranks(rank) == [([want] * 4, [2.0] * 5)] * 4
 
 
-def test_gradients_of_maxima_are_right_or_refused():
-    def rank(mesh):
-        local = torch.ones(4, requires_grad=True)
-        part = DTensor.from_local(local, mesh, [Partial("max"), R])
-        with pytest.raises(NotImplementedError, match="gradient of from_local with Partial"):
-            part.redistribute(placements=[R, R]).sum().backward()
-        return True
+def test_gradients_of_maxima_go_to_the_term_that_is_the_maximum():
+    """Rank 2 i + j has 4 i + j; the ranks of one column share a maximum, which is that of the lower one."""
 
-    assert on_ranks(rank) == [True] * 4
+    def rank(mesh):
+        i, j = mesh.get_coordinate()
+        local = torch.full((4,), 4.0 * i + j, requires_grad=True)
+        part = DTensor.from_local(local, mesh, [Partial("max"), S0])
+        part.redistribute(placements=[R, R]).sum().backward()
+        return local.grad.tolist()
+
+    assert on_ranks(rank) == [[0.0] * 4] * 2 + [[1.0] * 4] * 2
     agree(lambda x: x.amax(0) + x.max(), [d(5, 3)], [[S0, R]], [[S0, S1]])
 
 

@@ -129,7 +129,7 @@ def _adagrad(p, g, total, step, *, lr, lr_decay, weight_decay, eps, maximize, **
     if weight_decay != 0:
         g = g + p * weight_decay
     total = total + g * g
-    slope = lr / (1 + (step - 1) * lr_decay)
+    slope = lr / (1 + (step.to(torch.float64) - 1) * lr_decay)
     return p - g / (total.sqrt() + eps) * slope.to(p.dtype), sent, total, step
 
 
