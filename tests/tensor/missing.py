@@ -114,6 +114,8 @@ def _outs(case: Case, ins: Ins, n: int) -> Ins | None:
         got = [_run_with(case.sample, [of[at,] for of in parts]) for at in range(n)]
     except Exception:  # it does not fit together so
         return None
+    if any(len(results) != len(case.want) for results in got):
+        return None
     outs = tuple(_lies(case, want, [results[j] for results in got]) for j, want in enumerate(case.want))
     return None if None in outs else outs
 

@@ -136,6 +136,12 @@ def algebra():
     yield s("masked_fill.Tensor", f(4, 5), b(4, 5), f())
     yield s("eq.Tensor", i(4, 5), i(5))
     yield s("native_dropout_backward", f(4, 5), b(4, 5), 2.0)
+    yield s("floor_divide", f(4, 5), f(5))
+    yield s("complex", f(4, 5), f(5))
+    yield s("polar", pos(4, 5), f(4, 5))
+    for w in (f(1, 6, 1), f(1, 1, 1)):
+        yield s("_prelu_kernel", f(4, 6, 5), w)
+        yield s("_prelu_kernel_backward", f(4, 6, 5), f(4, 6, 5), w)
 
 
 def gradients():
@@ -267,11 +273,17 @@ def views():
         yield s("split.Tensor", x, 2, dim)
         yield s("split.Tensor", x, 100, dim)
         yield s("chunk", x, 3, dim)
+        yield s("unsafe_split.Tensor", x, 2, dim)
+        yield s("unsafe_chunk", x, 3, dim)
         yield s("narrow", x, dim, 1, 2)
         yield s("flip", x, [dim])
         yield s("roll", x, [2], [dim])
     yield s("tensor_split.sections", x, 3, 1)
     yield s("split_with_sizes", x, [1, 4], 1)
+    yield s("unsafe_split_with_sizes", x, [1, 4], 1)
+    for offset, dims in ((0, (0, 1)), (1, (0, -1)), (-1, (2, 1))):
+        yield s("diag_embed", f(4, 5), offset, *dims)
+        yield s("diagonal_backward", f(*aten.diagonal(x, offset, *dims).shape), [4, 5, 6], offset, *dims)
     yield s("flip", x, [])
     yield s("flip", x, [0, 2])
     yield s("roll", x, [3])
@@ -475,6 +487,10 @@ def matrices():
     for rows in ((2, 4, 3), (4, 3)):
         yield s("_cdist_forward", f(*rows), f(*rows[:-2], 5, 3), 2.0, None)
     yield s("_cdist_forward", f(1, 4, 3), f(2, 5, 3), 1.0, None)
+    for batch in ((), (2,)):
+        x, y = f(*batch, 4, 3), f(*batch, 5, 3)
+        for p in (1.0, 2.0, 3.5, float("inf")):
+            yield s("_cdist_backward", f(*batch, 4, 5), x, y, p, aten._cdist_forward(x, y, p, None))
 
 
 def signals():
@@ -508,7 +524,16 @@ def signals():
         yield s("scatter_reduce.two", f(4, 5), 0, index, f(4, 5), kind)
         yield s("index_reduce", f(4, 5), 1, i(3), f(4, 3), {"sum": "prod"}.get(kind, kind).replace("sum", "prod"))
     yield s("_unsafe_index.Tensor", f(4, 5), [None, i(3)])
+    for dim in (0, -1):
+        v, g = f(4, 5, 6), f(*((4, 1, 1) if dim == 0 else (1, 1, 6)))
+        _, norms = aten._weight_norm_interface(v, g, dim % 3)
+        yield s("_weight_norm_interface", v, g, dim % 3)
+        yield s("_weight_norm_interface_backward", f(4, 5, 6), v, g, norms, dim % 3)
+    at, bag, size = i(6, high=7), torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([2, 3, 1])
     for mode in (0, 1, 2):
+        for by_freq in (False, True) if mode < 2 else (False,):
+            most = i(3, 4, high=7) if mode == 2 else i(0)
+            yield s("_embedding_bag_dense_backward", f(3, 4), at, bag, size, most, 7, by_freq, mode, None)
         yield s("_embedding_bag", f(7, 4), i(6), torch.tensor([0, 2, 5]), False, mode)
         yield s("_embedding_bag_forward_only", f(7, 4), i(6), torch.tensor([0, 2, 5]), False, mode)
 
@@ -526,11 +551,16 @@ def images():
     for n in (2, 3):
         yield from _pooled(n, f(4, 3, *[6] * n))
         yield from _pooled(n, f(3, *[6] * n))
-        yield s(f"grid_sampler_{n}d", f(4, 2, *[5] * n), f(4, *[3] * n, n), 0, 0, False)
+        at = (f(4, 2, *[5] * n), f(4, *[3] * n, n), 0, 0, False)
+        yield s(f"grid_sampler_{n}d", *at)
+        for mask in ([True, True], [False, True]):
+            yield s(f"grid_sampler_{n}d_backward", f(4, 2, *[3] * n), *at, mask)
     for name in ("bilinear2d", "bicubic2d"):
         yield s(f"_upsample_{name}_aa", f(4, 3, 6, 6), [4, 4], False)
         yield s(f"_upsample_{name}_aa_backward", f(4, 3, 4, 4), [4, 4], [4, 3, 6, 6], False)
     yield s("pixel_shuffle", f(4, 8, 3, 3), 2)
+    for name in ("channel_shuffle", "native_channel_shuffle"):
+        yield s(name, f(4, 6, 5, 2), 3)
     yield s("pixel_unshuffle", f(4, 2, 4, 6), 2)
     yield s("im2col", f(4, 2, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1])
     yield s("im2col", f(2, 5, 5), [2, 2], [1, 1], [0, 0], [1, 1])

@@ -266,6 +266,9 @@ def decomposed():
     yield s("addmv", f(4), f(4, 3), f(3), beta=2, alpha=0.5)
     yield s("addmv", f(1), f(4, 3), f(3))
     yield s("addbmm", f(4, 5), f(2, 4, 3), f(2, 3, 5), beta=2, alpha=0.5)
+    yield s("addr", f(4, 5), f(4), f(5), beta=0.5, alpha=2)
+    yield s("addr", nan(5), f(4), f(5), beta=0)
+    yield s("addr", f(1), f(4), f(0))
     for x in (f(4, 5), d(4, 5), f(4, 5, dtype=half), f(4, 5, dtype=bf16), f(4, 5, dtype=torch.complex64), f(), f(0, 5)):
         yield s("mean", x)
         if x.ndim:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.families import all_whole, by_name, dims_whole, named, whole
-from spmd.tensor.rules.laws import MOVES, MOVES_FIRST, SCALING
+from spmd.tensor.rules.laws import LINEAR_IN_FIRST, MOVES, MOVES_FIRST, SCALING
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule
 from spmd.tensor.spec import Spec
 
@@ -121,6 +121,18 @@ def distances(call: Call) -> Rule:
     return by_name(call, {"x1": (*batch, m, None), "x2": (*batch, k, None)}, ((*batch, m, k),))
 
 
+def distances_backward(call: Call) -> Rule:
+    """Each coordinate of a row for itself; the rows of the other side are summed."""
+    n = call["grad"].ndim
+    if any(t.ndim != n or t.shape[:-2] != call["grad"].shape[:-2] for t in call.tensors):
+        return all_whole(call)
+    batch = named(*range(n - 2))
+    m, k, d = Factor("m"), Factor("k"), Factor("d")
+    pairs, rows = (*batch, m, k), (*batch, m, d)
+    ins = {"grad": pairs, "cdist": pairs, "x1": rows, "x2": (*batch, k, d)}
+    return by_name(call, ins, (rows,), kind="sum", laws=LINEAR_IN_FIRST)
+
+
 def as_complex(call: Call) -> Rule:
     """`view_as_complex`: the last dim is the two parts of a number."""
     dims = named(*range(call.tensors[0].ndim - 1))
@@ -139,3 +151,14 @@ def bags(call: Call) -> Rule:
     if call["mode"] == 2:  # the maxima point at rows, for each column
         outs[3] = columns
     return by_name(call, {"weight": columns}, outs)
+
+
+def bags_backward(call: Call) -> Rule:
+    """Columns are free; each look-up adds to a row of the table."""
+    columns = named(None, "d")
+    ins = {"grad": columns}
+    if call["mode"] == 2:
+        ins["maximum_indices"] = columns
+    elif not call["scale_grad_by_freq"]:
+        ins |= dict.fromkeys(("indices", "offset2bag", "per_sample_weights"), named("n"))
+    return by_name(call, ins, (columns,), kind="sum", laws=LINEAR_IN_FIRST)

@@ -45,6 +45,7 @@ from spmd.tensor.rules.laws import (
     MOVES_SECOND,
     OF_MAX,
     OF_MIN,
+    PARTS_OF_ONE,
     PICKS,
     PICKS_OR_CONST,
     PRODUCT_OVER,
@@ -169,7 +170,9 @@ elementwise(ADDCDIV, "addcdiv")
 elementwise(LINEAR_IN_FIRST, """gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward
     mish_backward logit_backward elu_backward leaky_relu_backward hardtanh_backward hardsigmoid_backward
     hardswish_backward hardshrink_backward softshrink_backward softplus_backward log_sigmoid_backward""")
-elementwise((), "hardswish log_sigmoid_forward")
+elementwise((), "hardswish log_sigmoid_forward floor_divide polar _prelu_kernel")
+elementwise(PARTS_OF_ONE, "complex")
+elementwise(LINEAR_IN_FIRST, "_prelu_kernel_backward")
 elementwise(PICKS + PICKS_OR_CONST, "where")
 enter("mul", networks.product)
 enter("div true_divide", networks.division)
@@ -208,8 +211,11 @@ move("transpose", movement.transposed)
 move("t",         movement.reversed_dims)
 move("unsqueeze", movement.unsqueezed)
 move("unbind select", movement.without_dim)
-move("split split_with_sizes chunk narrow tensor_split", movement.with_dim_whole)
+move("""split split_with_sizes chunk narrow tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk""",
+     movement.with_dim_whole)
 move("diagonal",  movement.diagonal)
+enter("diag_embed", movement.diagonal_of)
+enter("diagonal_backward", movement.diagonal_put_back)
 enter("squeeze",  movement.squeezed)
 enter("slice",    movement.sliced)
 enter("view reshape _unsafe_view", movement.viewed)
@@ -281,7 +287,10 @@ windows(3, """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3
     reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward
     upsample_nearest3d upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward
     upsample_trilinear3d upsample_trilinear3d_backward pixel_shuffle pixel_unshuffle""")
-enter("grid_sampler_2d grid_sampler_3d", batches.resampled)
+enter("grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", batches.resampled)
+enter("channel_shuffle native_channel_shuffle", lambda call: families.dims_whole(call, [1], MOVES))
+enter("_weight_norm_interface", networks.weight_normed)
+enter("_weight_norm_interface_backward", networks.weight_normed)
 enter("im2col col2im", lambda call: batches.leading(call, 1 if call.tensors[0].ndim > 2 else 0, nonempty=True))
 
 # ---- look-ups ---------------------------------------------------------------------------------
@@ -291,7 +300,9 @@ look_up("sorted_sequence", "self", "searchsorted")
 look_up("boundaries", "self", "bucketize")
 look_up("self", "index", "take")
 enter("_cdist_forward", batches.distances)
+enter("_cdist_backward", batches.distances_backward)
 enter("_embedding_bag _embedding_bag_forward_only", batches.bags)
+enter("_embedding_bag_dense_backward", batches.bags_backward)
 keep_whole("dim", "_safe_softmax glu glu_backward")
 enter("linalg_cross", batches.crossed)
 enter("renorm", batches.renormed)

@@ -105,6 +105,11 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
     return biased(self, aten.sum.dim_IntList(aten.bmm.default(batch1, batch2), [0]), beta, alpha)
 
 
+@instead_of(aten.addr.default)
+def addr(self, vec1, vec2, *, beta=1, alpha=1):
+    return biased(self, aten.ger.default(vec1, vec2), beta, alpha)
+
+
 # ---- means ------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ ADDITIVE = laws(
     "avg: p r -> p",  # c = avg(c, c); a sum would count it twice
     "avg: r p -> p",
 )
+PARTS_OF_ONE = laws("sum avg: p p -> p")  # (a + ib) + (c + id) = (a + c) + i(b + d)
 BILINEAR = laws(
     "sum avg: p r -> p",  # (a + b) c = a c + b c; p p has cross terms
     "sum avg: r p -> p",

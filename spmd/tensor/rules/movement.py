@@ -44,8 +44,12 @@ def with_dim_whole(call: Call, n: int) -> list:
 
 
 def diagonal(call: Call, n: int) -> list:
-    used = (call["dim1"] % n, call["dim2"] % n)
-    return [*(d for d in range(n) if d not in used), None]
+    return [*_off_diagonal(call, n), None]
+
+
+def _off_diagonal(call: Call, n: int) -> list[int]:
+    """The dims of a tensor of n dims that its diagonal keeps, in order."""
+    return [d for d in range(n) if d not in (call["dim1"] % n, call["dim2"] % n)]
 
 
 # ---- rules ------------------------------------------------------------------------------------
@@ -82,6 +86,24 @@ def put_back(call: Call) -> Rule:
     out = tuple(None if d == shut else Factor(d) for d in range(shown))
     grad = out if call.tensors[0].ndim == shown else out[:shut] + out[shut + 1 :]
     return Rule((grad,), (out,), laws=MOVES, sizes="input_sizes")  # zero is its own sum, max and product
+
+
+def diagonal_of(call: Call) -> Rule:
+    """`diag_embed`: zeros with the last dim on a diagonal of two new ones."""
+    return Rule(*_on_diagonal(call), laws=MOVES)
+
+
+def diagonal_put_back(call: Call) -> Rule:
+    """The gradient of `diagonal`: the same, in a shape that is given."""
+    return Rule(*_on_diagonal(call), laws=MOVES, sizes="input_sizes")
+
+
+def _on_diagonal(call: Call):
+    """What is put on a diagonal keeps its other dims."""
+    n = len(call.outs[0].shape)
+    kept = _off_diagonal(call, n)
+    out = tuple(Factor(d) if d in kept else None for d in range(n))
+    return ((*map(Factor, kept), None),), (out,)
 
 
 def viewed(call: Call) -> Rule | None:

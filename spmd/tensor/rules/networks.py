@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isinf
 from numbers import Number
 
 from spmd.tensor.call import Call
-from spmd.tensor.rules.families import all_whole, by_name, named, pointwise, reduction, whole
+from spmd.tensor.rules.families import all_whole, by_name, dims_whole, named, pointwise, reduction, whole
 from spmd.tensor.rules.laws import BIASED, BILINEAR, FILLS, FILLS_ZERO, LINEAR_IN_FIRST, LINEAR_IN_THIRD, SCALING
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule, laws
 
@@ -142,6 +143,16 @@ def _is_training(call: Call) -> bool:
     """What the argument says; ops without one are made for training."""
     said = [call[name] for name in ("training", "train") if call[name] is not None]
     return said != [False]
+
+
+def weight_normed(call: Call) -> Rule:
+    """Each slice along `dim` has a length of its own: that dim is free, in the gradient too.
+
+    The kernels divide by the number of slices.
+    """
+    n = call.tensors[0].ndim
+    rule = dims_whole(call, [d for d in range(n) if d != call["dim"] % n])
+    return replace(rule, nonempty=frozenset(rule.factors))
 
 
 # ---- convolution ------------------------------------------------------------------------------
