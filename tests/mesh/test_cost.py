@@ -204,14 +204,21 @@ def test_every_collective_has_a_ring_and_every_name_is_known() -> None:
 # Laws
 
 
+LINES = st.lists(st.tuples(st.floats(1, 1e3), st.floats(1e-6, 1e-2)), min_size=1, max_size=3)
+FEW = st.integers(1, 2)
+CURVES = st.builds(Measured, st.sampled_from(COLLECTIVES), st.integers(1, 4), FEW, LINES, FEW)
+
+
 @st.composite
-def topologies(draw: st.DrawFn) -> MeshTopoInfo:
-    """Any mesh of up to 16 ranks, scattered over hosts at will, on a known machine or one with shared cards."""
+def topologies(draw: st.DrawFn, measured: bool = False) -> MeshTopoInfo:
+    """Any mesh of up to 16 ranks, scattered over hosts at will, on a known machine or one with shared cards; with
+    measured curves for some groups, if asked for."""
     sizes = draw(st.sampled_from([(4,), (2, 4), (3, 2), (2, 1, 4), (2, 2, 2), (2, 2, 4)]))
     mesh = init_device_mesh("cpu", sizes)
     hosts = draw(st.lists(st.integers(0, 2), min_size=mesh.size(), max_size=mesh.size()))
     machine = draw(st.sampled_from(list(PRESETS.values())))
-    machine = Machine("drawn", machine.ways, draw(st.sampled_from([None, 1, 2])))
+    curves = draw(st.lists(CURVES, max_size=20 if measured else 0, unique_by=lambda curve: curve.group))
+    machine = Machine("drawn", machine.ways, draw(st.sampled_from([None, 1, 2])), measured=tuple(curves))
     return MeshTopoInfo.from_mesh(mesh, machine=machine, hosts=hosts)
 
 
@@ -220,7 +227,7 @@ def subsets(n: int) -> list[tuple[int, ...]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(topologies(), st.sampled_from(sorted(COSTS)), st.data())
+@given(topologies(measured=True), st.sampled_from(sorted(COSTS)), st.data())
 def test_costs_grow_with_the_bytes_and_do_not_jump(topo: MeshTopoInfo, name: str, data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(subsets(len(topo.sizes))))
     nbytes = data.draw(st.integers(0, 1 << 34))
@@ -233,7 +240,7 @@ def test_costs_grow_with_the_bytes_and_do_not_jump(topo: MeshTopoInfo, name: str
 
 
 @settings(max_examples=60, deadline=None)
-@given(topologies(), st.integers(0, 1 << 30), st.data())
+@given(topologies(measured=True), st.integers(0, 1 << 30), st.data())
 def test_views_of_one_set_of_groups_price_alike(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
     n = len(topo.sizes)
     axes = data.draw(st.sampled_from(subsets(n)))
