@@ -254,4 +254,16 @@ def _ranks_per_host(given: int | None, machine: Machine) -> int | None:
     if count < 1:
         source = "ranks_per_host" if given is not None else "$LOCAL_WORLD_SIZE"
         raise ValueError(f"{source} is {said!r}; it must be an integer of at least 1")
+    if given is None:
+        _check_hosts_are_alike(count)
     return count
+
+
+def _check_hosts_are_alike(per_host: int) -> None:
+    """Otherwise each host would take the others for its like, and its ranks would plan by another topology."""
+    world, hosts = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "")
+    if world.isdecimal() and hosts.isdecimal() and int(world) != int(hosts) * per_host:
+        raise ValueError(
+            f"the launcher started {world} ranks on {hosts} hosts, {per_host} of them here: from that no rank can tell "
+            "where the others are. Say it, as in topology=MeshTopoInfo(HostGrid((6,), '0*4 1*2')) for 4 ranks and 2."
+        )

@@ -175,6 +175,19 @@ def test_the_launcher_says_how_many_ranks_share_a_host(monkeypatch: pytest.Monke
         levels(mesh, 0)
 
 
+def test_hosts_with_unequally_many_ranks_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each host would see others like itself, and plan by a topology of its own."""
+    here = HostGrid((6,), "0*4 1*2")
+    for count in ("4", "2"):
+        for name, value in {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": count}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"6 ranks on 2 hosts, {count} of them here: from that no rank can tell"):
+            init_device_mesh("cpu", (6,))
+        assert init_device_mesh("cpu", (6,), topology=MeshTopoInfo(here)).topology.layout == here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert init_device_mesh("cpu", (6,)).topology.layout == HostGrid((6,), "0*3 1*3")
+
+
 def test_the_first_who_says_it_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An argument, a file, the environment, the textbook."""
     path = tmp_path / "machine.json"
