@@ -13,6 +13,7 @@ so that the dim is whole, where that is too much.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,12 @@ class Copy:
 
     def _read(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.bit is None else self.bit(x)
+
+
+def laid_out(x: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """x with its dims in memory in the order that these strides have; x itself if they are so already."""
+    order = sorted(range(x.ndim), key=lambda d: (-stride[d], d))
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.ndim)])
 
 
 def block(x) -> torch.Tensor:

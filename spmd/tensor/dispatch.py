@@ -32,7 +32,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor import explicit, fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
-from spmd.tensor.copies import Copy, block, written
+from spmd.tensor.copies import Copy, block, laid_out, written
 from spmd.tensor.hot import memory_of
 from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided, whole_plans
 from spmd.tensor.lower import READS_STORAGE, Lowering, lower
@@ -340,7 +340,7 @@ class Whole:
         nbytes = sum(p.src.nbytes for p in plans if p.steps)
         if nbytes and call.op is not aten._local_scalar_dense.default:
             fallback.note(call.op, nbytes)
-        whole = [p.run(block(x)) for p, x in zip(plans, call.operands, strict=True)]
+        whole = [laid_out(p.run(block(x)), x.stride()) for p, x in zip(plans, call.operands, strict=True)]
         args, kwargs = _with_tensors(call.args, call.kwargs, whole)
         mesh = call.operands[0]._spec.mesh
 
@@ -470,13 +470,13 @@ class Way:
             out = call.op(*args, **kwargs).resolve_conj().resolve_neg()
             return out, out
         shown = moved[0] if self.views and self.lowering.plans[0].steps else None
-        if call.op is not aten.view.default:
+        if not self.views and call.op is not aten._unsafe_view.default:
             return call.op(*args, **kwargs), shown
         try:
-            return aten.view.default(*args), shown
+            return call.op(*args, **kwargs), shown
         except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests
-            dense = args[0].clone(memory_format=torch.contiguous_format)
-            return aten.view.default(dense, *args[1:]), dense
+            dense = laid_out(args[0], self.lowering.plans[0].dst.stride)
+            return call.op(dense, *args[1:], **kwargs), dense
 
     def _arguments(self, call: Eager, moved: list[torch.Tensor]) -> tuple[Sequence, dict[str, Any]]:
         if self.flat is None:

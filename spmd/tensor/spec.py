@@ -227,11 +227,14 @@ WORDS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "pr
 
 
 def _has(dtype: torch.dtype, kind: str) -> bool:
-    """Of integers there is no average; of bools only a maximum (any) and a minimum (all); complex have no order."""
+    """Of integers there is no average; of bools only a maximum (any) and a minimum (all).
+
+    Complex numbers have no order, and no backend multiplies them.
+    """
     if dtype.is_floating_point:
         return True
     if dtype.is_complex:
-        return kind not in ("max", "min")
+        return kind in ("sum", "avg")
     return kind in ("max", "min") if dtype is torch.bool else kind != "avg"
 
 

@@ -46,6 +46,33 @@ FOUND = {
         ("b = a / 2", "torch.set_default_dtype(torch.float64)", "c = a / 2", "d = a.sqrt()",
          "torch.set_default_dtype(torch.float32)", "e = a / 2", "f = a.sqrt()"),
     ),
+    "a maximum made a sum on one axis and an average on the other": Program(
+        (2, 2), (a(4, 6, on=[MAX, MAX]),),
+        ("b = move(a, (Partial('avg'), Partial()))", "c = move(a, (Partial(), Partial('avg')))", "d = b + c"),
+    ),
+    "a product of complex numbers": Program(
+        (3,), (a(4, 3, on=[S0], dtype="complex128"),), ("b = a.prod()", "c = a.prod(0)", "d = a.prod(1)")
+    ),
+    "a loss whose target has another dtype": Program(
+        (3,), (a(4, 3, on=[S0]), a(4, 3, on=[S0], dtype="float32", name="b")),
+        ("c = F.binary_cross_entropy_with_logits(a, b)", "d = F.binary_cross_entropy_with_logits(b, a)",
+         "e = F.binary_cross_entropy_with_logits(a, b.long())"),
+    ),
+    "blocks that lie in memory otherwise than the tensor": Program(
+        (3,), (a(4, 2, on=[S0], turned=True),),
+        ("b = torch.kron(a[:1], a)", "c = torch.view_as_complex(a)", "c.mul_(2)", "d = a.view(torch.int32)"),
+    ),
+    "strides that are those of one device": Program(
+        (2,), (a(4, 6, on=[S0]),),
+        ("b = a.mT.softmax(-1)", "c = a.mT.diagonal_scatter(a.diagonal() + 1)", "d = F.layer_norm(a.mT, (4,))",
+         "e = a.mT.logsumexp(-1)"),
+    ),
+    "images without channels": Program((2,), (a(0, 4, on=[R]),), ("b = F.conv1d(a[None], a[None])",)),
+    "one dim squeezed twice": Program((2,), (a(1, 4, on=[R]),), ("b = a.squeeze((0, -2))", "c = a.squeeze((0, 1))")),
+    "a view copied in turn by deepcopy": Program(
+        (2,), (a(4, 3, on=[S0]),),
+        ("b = a[1:].t()", "c = copy.deepcopy(b)", "b.mul_(2)", "c.add_(1)", "a.data = b", "a.add_(1)"),
+    ),
     "writes through views of views that cut shards": Program(
         (3,), (a(4, 5, on=[S0]), a(4, on=[S0], name="b")),
         ("c = a[1:].t()[::2]", "c.mul_(3)", "d = a.flatten()[3:9].view(2, 3)", "d[0] = b[1]", "e = c.sum(0)"),

@@ -307,12 +307,15 @@ def _scaled(src: Spec, dst: Spec) -> Iterator[Spec]:
 
 
 def _made_partial(spec: Spec, dst: Spec) -> Iterator[Step]:
-    """What makes axes Partial, one kind after the other."""
+    """What makes axes Partial: all at once, for a block need not lie in that without some of its axes.
+
+    Where sums and averages are made, averages are sums first.
+    """
     have = dict(spec.partial)
-    for kind in dict.fromkeys(kind for a, kind in dst.partial if a not in have):
-        axes = tuple(a for a, k in dst.partial if a not in have and k == kind)
-        have |= dict.fromkeys(axes, kind)
-        dims = [tuple(a for a in sharding if a not in axes) for sharding in spec.dims]
-        after = dst.with_layout(dims, spec.units, tuple(have.items()))
-        yield Step(ToPartial(axes, kind), spec, after)
-        spec = after
+    new = {a: kind for a, kind in dst.partial if a not in have}
+    kind = next(iter(new.values())) if len(set(new.values())) == 1 else "sum"
+    dims = [tuple(a for a in sharding if a not in new) for sharding in spec.dims]
+    after = dst.with_layout(dims, spec.units, (*have.items(), *((a, kind) for a in new)))
+    yield Step(ToPartial(tuple(new), kind), spec, after)
+    if after is not dst:
+        yield Step(Scale(tuple(a for a in new if new[a] != kind)), after, dst)

@@ -217,13 +217,16 @@ for _name in ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"
 
 @instead_of(aten.binary_cross_entropy_with_logits.default)
 def binary_cross_entropy_with_logits(self, target, weight=None, pos_weight=None, reduction=MEAN):
-    """`(1 - t) x - w log sigmoid(x)`, with w = 1 + (pos_weight - 1) t: as torch computes it."""
+    """`(1 - t) x - w log sigmoid(x)`, with w = 1 + (pos_weight - 1) t: as torch computes it, in the target's dtype."""
+    if not target.dtype.is_floating_point:
+        raise RuntimeError(f"result type {self.dtype} can't be cast to the desired output type {target.dtype}")
     log = aten.log_sigmoid_forward.default(self)[0]
     if pos_weight is not None:
         weighted = aten.mul.Tensor(aten.sub.Scalar(pos_weight, 1), target)
         log = aten.mul.Tensor(log, aten.add.Scalar(weighted, 1))
     each = aten.sub.Tensor(aten.mul.Tensor(aten.rsub.Scalar(target, 1), self), log)
-    return _reduced(each if weight is None else aten.mul.Tensor(each, weight), reduction)
+    each = each if weight is None else aten.mul.Tensor(each, weight)
+    return _reduced(each if each.dtype == target.dtype else aten._to_copy.default(each, dtype=target.dtype), reduction)
 
 
 # ---- factories --------------------------------------------------------------------------------
@@ -262,6 +265,8 @@ def squeeze_dim(self, dim):
 @instead_of(aten.squeeze.dims)
 def squeeze_dims(self, dim, decomposed=False):
     """Only the dims that are 1 are named, so that no dim of local size 1 is dropped."""
+    if len({d % max(self.ndim, 1) for d in dim}) < len(dim):
+        return NotImplemented  # an error, that the op raises
     ones = [d for d in dim if self.ndim and self.shape[d] == 1]
     return NotImplemented if len(ones) == len(dim) and not decomposed else aten.squeeze.dims(self, ones)
 

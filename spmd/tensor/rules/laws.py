@@ -140,7 +140,7 @@ def _ordered(src, dst) -> bool:
 _ALLOWS = {
     "sum": lambda src, dst: _widens(src, dst) or _one_integer(src, dst),
     "avg": _widens,  # an integer has no average
-    "product": lambda src, dst: len({*src, *dst}) <= 1 and torch.bool not in src,
+    "product": lambda src, dst: len({*src, *dst}) <= 1 and not any(t is torch.bool or t.is_complex for t in src),
     "max": _ordered,
     "min": _ordered,
 }

@@ -163,6 +163,8 @@ def convolution(call: Call) -> Rule:
 
     A convolution without channels is an error, or drops the image's dims.
     """
+    if 0 in call["input"].shape[:2] or 0 in call["weight"].shape:
+        return all_whole(call)
     n, o, c = _channels(call)
     c = c if call["bias"] is None else None
     ins = {"input": _image(n, c, call["input"].ndim), "bias": (o,), "weight": _kernel(call, o, c)}

@@ -41,7 +41,8 @@ def is_cut(x: torch.Tensor, dims: Sequence[int], unknown: bool) -> bool:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In single precision at least, as the kernels compute."""
+    """In single precision at least, and contiguous, as the kernels compute: so are their results."""
+    x = x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
     return aten._to_copy.default(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x
 
 
