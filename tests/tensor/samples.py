@@ -473,6 +473,8 @@ def matrices():
     for b in (x, f(1, 3, 2), f(3, 3), f(3)):
         yield s("_linalg_solve_ex", square[:3] if b.shape == (3, 3) else square, b)
     yield s("linalg_solve_triangular", lower, x, upper=False)
+    yield s("linalg_solve_triangular", lower, f(4, 2, 3), upper=False, left=False)
+    yield s("_linalg_solve_ex", square, f(4, 2, 3), left=False)
     yield s("triangular_solve", x, lower, False)
     lu, pivots = torch.linalg.lu_factor(square)
     yield s("lu_unpack", lu, pivots)
@@ -513,10 +515,14 @@ def signals():
     yield s("rot90", f(4, 5, 3), 1, [0, 2])
     yield s("isin.Tensor_Tensor", i(4, 5), i(3))
     yield s("isin.Tensor_Scalar", i(4, 5), 2)
+    yield s("isin.Tensor_Tensor", i(4, 5), i(3), invert=True)
     table = f(6).sort().values
     yield s("searchsorted.Tensor", table, f(4, 5))
     yield s("searchsorted.Tensor", f(4, 6).sort(-1).values, f(4, 5))
     yield s("searchsorted.Scalar", table, 0.5)
+    shuffled = torch.randperm(6)
+    yield s("searchsorted.Tensor", table[shuffled], f(4, 5), sorter=shuffled.argsort())
+    yield s("searchsorted.Tensor", table, f(5), right=True, out_int32=True)
     yield s("bucketize.Tensor", f(4, 5), table)
     yield s("take", f(4, 5), i(3, 2, high=20))
     index = i(4, 5, high=4)

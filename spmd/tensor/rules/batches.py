@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.families import all_whole, by_name, dims_whole, named, whole
 from spmd.tensor.rules.laws import LINEAR_IN_FIRST, MOVES, MOVES_FIRST, SCALING
@@ -51,9 +53,25 @@ def windows(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
     return leading(call, max(call.tensors[0].ndim - last, 0), law, nonempty=True, sizes=sizes)
 
 
+def solved(call: Call, right: str, law: tuple[Law, ...]) -> Rule:
+    """`A X = B`: a batch of matrices; and the columns of B are free, those of X with them. Of `X A = B` the rows."""
+    rule = batched(call, 2)
+    at = [name for name, _ in call.named_tensors].index(right)
+    b, n = call.tensors[at], call.tensors[0].ndim
+    if any(x.ndim != n - (name in PER_MATRIX) for name, x in call.named_tensors) or call.outs[0].shape != b.shape:
+        return rule
+    free = n - 1 if call["left"] in (None, True) else n - 2
+    dims = tuple(Factor("column") if d == free else f for d, f in enumerate(rule.ins[at]))
+    ins = (*rule.ins[:at], dims, *rule.ins[at + 1 :])
+    return replace(rule, ins=ins, outs=(dims, *rule.outs[1:]), laws=law)
+
+
 def resampled(call: Call) -> Rule:
-    """A grid says for each image where to look: only the batch is theirs together."""
-    return leading(call, 1, nonempty=True)
+    """A grid says for each image, and each place in the result, where to look; all channels look there."""
+    n, c = Factor("n"), Factor("c")
+    places = tuple(Factor(d) for d in range(2, call["input"].ndim))
+    ins = {"input": (n, c, *whole(len(places))), "grid": (n, *places, None)}
+    return by_name(call, ins, ((n, c, *places),), laws=LINEAR_IN_FIRST, nonempty=frozenset(["n", "c", *range(2, 5)]))
 
 
 def transformed(call: Call) -> Rule:
@@ -91,12 +109,19 @@ def scattered_into(call: Call) -> Rule:
 
 
 def found_in(call: Call, table: str, what: str) -> Rule:
-    """`isin`, `searchsorted`, `bucketize`, `take`: each element is looked up by itself in a table that is whole."""
+    """`isin`, `searchsorted`, `bucketize`, `take`: each element is looked up by itself, in one table for all.
+
+    Which of many is known part by part: an element is in a table if it is in a part, and as many are below it as are
+    below it in the parts together. What an index takes is not.
+    """
     x, given = call[what], call[table]
     if not isinstance(x, Spec) or (table == "sorted_sequence" and given.ndim > 1):
         return all_whole(call)
-    at = named(*range(x.ndim))
-    return by_name(call, {what: at}, (at,), laws=MOVES_FIRST if table == "self" else ())
+    ins = {what: named(*range(x.ndim))}
+    kind = {"test_elements": "max", "sorted_sequence": "sum", "boundaries": "sum"}.get(table)
+    if kind and isinstance(given, Spec) and given.ndim == 1 and not call["invert"] and call["sorter"] is None:
+        ins[table] = named("part")
+    return by_name(call, ins, (ins[what],), kind=kind, laws=MOVES_FIRST if table == "self" else ())
 
 
 def crossed(call: Call) -> Rule:

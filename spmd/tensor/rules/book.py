@@ -55,7 +55,7 @@ from spmd.tensor.rules.laws import (
     UNREAD,
     lawful,
 )  # fmt: skip
-from spmd.tensor.rules.rule import Law, Rule
+from spmd.tensor.rules.rule import Law, Rule, laws
 
 Row = Callable[[Call], Rule | None]
 
@@ -131,8 +131,12 @@ def batch_of(last: int, names: str) -> None:
     enter(names, lambda call: batches.batched(call, last))
 
 
-def windows(last: int, names: str) -> None:
-    enter(names, lambda call: batches.windows(call, last))
+def windows(last: int, names: str, law: tuple[Law, ...] = ()) -> None:
+    enter(names, lambda call: batches.windows(call, last, law))
+
+
+def solve(right: str, law: tuple[Law, ...], names: str) -> None:
+    enter(names, lambda call: batches.solved(call, right, law))
 
 
 def look_up(table: str, what: str, names: str) -> None:
@@ -262,32 +266,35 @@ enter("""_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_produc
 
 # ---- batches: of matrices, signals, images ----------------------------------------------------
 
-batch_of(2, """linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse cholesky_solve _linalg_svd _linalg_eigh
-    linalg_eig linalg_qr linalg_lu linalg_lu_factor_ex lu_unpack linalg_lu_solve linalg_ldl_factor_ex linalg_ldl_solve
+batch_of(2, """linalg_inv_ex linalg_cholesky_ex cholesky cholesky_inverse _linalg_svd _linalg_eigh
+    linalg_eig linalg_qr linalg_lu linalg_lu_factor_ex lu_unpack linalg_ldl_factor_ex linalg_ldl_solve
     _linalg_det
-    _linalg_slogdet linalg_matrix_exp linalg_householder_product _linalg_solve_ex linalg_solve_triangular
-    triangular_solve linalg_pinv geqrf ormqr""")
+    _linalg_slogdet linalg_matrix_exp linalg_householder_product linalg_pinv geqrf ormqr""")
+solve("B",    laws("sum avg: r p -> p r..."), "_linalg_solve_ex linalg_solve_triangular")
+solve("B",    laws("sum avg: r r p -> p"),    "linalg_lu_solve")
+solve("self", laws("sum avg: p r -> p r..."), "cholesky_solve triangular_solve")
 enter("_fft_r2c _fft_c2c _fft_c2r", batches.transformed)
 enter("view_as_real", batches.as_real)
 enter("view_as_complex", batches.as_complex)
 enter("unfold", batches.unfolded)
 enter("unfold_backward", batches.folded)
 enter("slice_scatter select_scatter", batches.scattered_into)
-windows(1, """reflection_pad1d reflection_pad1d_backward replication_pad1d replication_pad1d_backward
-    upsample_nearest1d upsample_nearest1d_backward _upsample_nearest_exact1d _upsample_nearest_exact1d_backward
-    upsample_linear1d upsample_linear1d_backward""")
-windows(2, """max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward
-    _adaptive_avg_pool2d _adaptive_avg_pool2d_backward adaptive_max_pool2d adaptive_max_pool2d_backward max_unpool2d
-    reflection_pad2d reflection_pad2d_backward replication_pad2d replication_pad2d_backward
-    upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward
-    upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward
-    _upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward""")
-windows(3, """max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward
-    _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward max_unpool3d
-    reflection_pad3d reflection_pad3d_backward replication_pad3d replication_pad3d_backward
-    upsample_nearest3d upsample_nearest3d_backward _upsample_nearest_exact3d _upsample_nearest_exact3d_backward
-    upsample_trilinear3d upsample_trilinear3d_backward pixel_shuffle pixel_unshuffle""")
-enter("grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward", batches.resampled)
+for _n, _smooth in ((1, "linear"), (2, "bilinear bicubic"), (3, "trilinear")):
+    _scaled = [f"upsample_{kind}{_n}d" for kind in ("nearest", *_smooth.split())] + [f"_upsample_nearest_exact{_n}d"]
+    _padded = [f"reflection_pad{_n}d", f"replication_pad{_n}d"]
+    windows(_n, " ".join(_padded), MOVES)
+    windows(_n, " ".join(_scaled), SCALING)
+    windows(_n, " ".join(f"{name}_backward" for name in _padded + _scaled), LINEAR_IN_FIRST)
+for _n in (2, 3):
+    windows(_n, f"max_pool{_n}d_with_indices adaptive_max_pool{_n}d")
+    windows(_n, f"avg_pool{_n}d _adaptive_avg_pool{_n}d", SCALING)
+    windows(_n, f"""max_unpool{_n}d max_pool{_n}d_with_indices_backward adaptive_max_pool{_n}d_backward
+                    avg_pool{_n}d_backward _adaptive_avg_pool{_n}d_backward""", LINEAR_IN_FIRST)
+windows(2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa", SCALING)
+windows(2, "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward", LINEAR_IN_FIRST)
+windows(3, "pixel_shuffle pixel_unshuffle", MOVES)
+enter("grid_sampler_2d grid_sampler_3d", batches.resampled)
+enter("grid_sampler_2d_backward grid_sampler_3d_backward", lambda call: batches.leading(call, 1, nonempty=True))
 enter("channel_shuffle native_channel_shuffle", lambda call: families.dims_whole(call, [1], MOVES))
 enter("_weight_norm_interface", networks.weight_normed)
 enter("_weight_norm_interface_backward", networks.weight_normed)

@@ -44,6 +44,7 @@ BILINEAR = laws(
     "sum avg: r p -> p",
 )
 LINEAR_IN_FIRST = laws("sum avg: p r... -> p...")  # gradients of f: g -> g f'(x), the rest held
+LINEAR_BUT_LAST = laws("sum avg: p r... -> p r")  # the nll loss: linear in the scores; the summed weight has none in it
 LINEAR_IN_THIRD = laws("sum avg: r r p r... -> p r...")  # attention: weights @ v; logsumexp has no v in it
 LERP = laws(
     "sum avg: p p -> p",  # (1 - w) a + w b

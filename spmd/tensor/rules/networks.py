@@ -8,7 +8,16 @@ from numbers import Number
 
 from spmd.tensor.call import Call
 from spmd.tensor.rules.families import all_whole, by_name, dims_whole, named, pointwise, reduction, whole
-from spmd.tensor.rules.laws import BIASED, BILINEAR, FILLS, FILLS_ZERO, LINEAR_IN_FIRST, LINEAR_IN_THIRD, SCALING
+from spmd.tensor.rules.laws import (
+    BIASED,
+    BILINEAR,
+    FILLS,
+    FILLS_ZERO,
+    LINEAR_BUT_LAST,
+    LINEAR_IN_FIRST,
+    LINEAR_IN_THIRD,
+    SCALING,
+)  # fmt: skip
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule, laws
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers for `reduction`
@@ -56,7 +65,7 @@ def nll(call: Call) -> Rule:
     at = named(*range(target.ndim))
     # Unreduced, the total weight is a zero that nothing was added to: the same on every rank.
     outs = (at, None) if call["reduction"] == NONE else ((), ())
-    return by_name(call, {"self": _with_class(at), "target": at}, outs, kind="sum")
+    return by_name(call, {"self": _with_class(at), "target": at}, outs, kind="sum", laws=LINEAR_BUT_LAST)
 
 
 def nll_backward(call: Call) -> Rule:
