@@ -30,7 +30,7 @@ def line(case: Case) -> str:
     rule = case.rule
     shapes = ", ".join(str(list(x.shape)) for x in case.ins)
     more = [f"{rule.kind}" if summed(rule) else "", f"sizes={rule.sizes}" if rule.sizes else ""]
-    more += [f"nonempty={' '.join(map(str, sorted(rule.nonempty)))}" if rule.nonempty else ""]
+    more += [f"nonempty={' '.join(sorted(map(str, rule.nonempty)))}" if rule.nonempty else ""]
     more += [f"[{'; '.join(map(spelled, rule.laws))}]" if rule.laws else ""]
     return f"{case.call.name}({shapes}): {'  '.join([str(rule), *filter(None, more)])}"
 
