@@ -28,7 +28,7 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor import explicit, fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import Call, TensorMeta, base_name
@@ -41,7 +41,7 @@ from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, replicated
 from spmd.tensor.vocabulary import recipe_for
 
 lowerings = Cache(maxsize=16384)
@@ -106,11 +106,11 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     given = operands = _tensors(args, kwargs)
     if not all([isinstance(x, dtensor) for x in given]):
         operands = _all_distributed(op, given, dtensor)
-        args, kwargs = _with_tensors(args, kwargs, operands)
     mesh = operands[0]._spec.mesh
-    for x in operands:
-        if x._spec.mesh is not mesh:
-            _check_mesh(op, mesh, x._spec.mesh)
+    if any([x._spec.mesh is not mesh for x in operands]):
+        operands = _on_one_mesh(op, operands, dtensor)
+    if operands is not given:
+        args, kwargs = _with_tensors(args, kwargs, operands)
     call = Eager(op, args, kwargs, given, operands, dtensor)
     which = _which(operands)
     options = [(name, _key(x)) for name, x in kwargs.items()]
@@ -188,12 +188,39 @@ def _which(operands: list) -> tuple[int, ...]:
     return () if len(set(ids)) == len(ids) else tuple(map(ids.index, ids))
 
 
-def _check_mesh(op, mesh: DeviceMesh, other: DeviceMesh) -> None:
-    if other != mesh:
-        raise ValueError(
-            f"{op}: operands lie on two meshes, {mesh!r} and {other!r}. Build both on one mesh, or take one of them "
-            "off its mesh with full_tensor() and distribute_tensor it on the other."
-        )
+def _on_one_mesh(op, operands: list, dtensor: type) -> list:
+    """The operands on the mesh of those that are no numbers: a tensor of one element is whole on every rank for little.
+
+    So the norm of all gradients, and the loss that is logged, may be of parameters that lie on several meshes.
+    """
+    large = [x for x in operands if x.numel() > 1 or (x is operands[0] and _torch.written(op))] or operands
+    mesh = large[0]._spec.mesh
+    for x in operands:
+        if x._spec.mesh != mesh and (x.numel() > 1 or not _may_be_lent(op, x)):
+            raise ValueError(
+                f"{op}: operands lie on two meshes, {mesh!r} and {x._spec.mesh!r}. Build both on one mesh, or take one "
+                "of them off its mesh with full_tensor() and distribute_tensor it on the other."
+            )
+    return [x if x._spec.mesh == mesh else _as_number(op, x, mesh, dtensor) for x in operands]
+
+
+def _may_be_lent(op, x) -> bool:
+    """Whether x is but read, and no gradient has to find its way back to the mesh of x."""
+    wants = x.requires_grad and torch.is_grad_enabled()
+    return not wants and (not _torch.written(op) or _torch.writes_first(op))
+
+
+def _as_number(op, x, mesh: DeviceMesh, dtensor: type):
+    """A tensor of one element on another mesh; where that has ranks that the tensor's own has not, all compare it."""
+    local = plan(x._spec, replicated(x._spec)).run(block(x))
+    if not _covers(x._spec.mesh, mesh) and not plain.is_same_everywhere(local, mesh):
+        raise ValueError(f"{op}: {x._spec} on {x._spec.mesh!r} is not the same number on all ranks of {mesh!r}")
+    return dtensor(local, _whole_spec(mesh, tuple(x.shape), local.stride(), x.dtype))
+
+
+@per_rank
+def _covers(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    return set(mesh.ranks) >= set(other.ranks)
 
 
 def _all_distributed(op, given: list[torch.Tensor], dtensor: type) -> list:

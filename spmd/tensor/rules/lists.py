@@ -72,11 +72,10 @@ def _number(value: Any) -> Any:
 
 def fused_adam(op, params, grads, firsts, seconds, peaks, steps, **options):
     """One step of Adam or AdamW (by the op's name) for every parameter; functional or in place, as the op is."""
-    _refuse_scaler(op, options)
     decoupled = "adamw" in _torch.qualified_name(op)
-    rows = _rows(params, grads, firsts, seconds, peaks, steps)
+    rows = _rows(params, _unscaled(grads, **options), firsts, seconds, peaks, steps)
     new = [_adam(*row, decoupled=decoupled, **options) for row in rows]
-    return _deliver(op, (params, grads, firsts, seconds, peaks), new)
+    return _deliver(op, (params, grads, firsts, seconds, peaks), new, **options)
 
 
 def _adam(
@@ -100,9 +99,8 @@ def _adam(
 
 def fused_sgd(op, params, grads, buffers, **options):
     """One step of SGD for every parameter."""
-    _refuse_scaler(op, options)
-    new = [_sgd(*row, **options) for row in _rows(params, grads, buffers)]
-    return _deliver(op, (params, grads, buffers), new)
+    new = [_sgd(*row, **options) for row in _rows(params, _unscaled(grads, **options), buffers)]
+    return _deliver(op, (params, grads, buffers), new, **options)
 
 
 def _sgd(p, g, buffer, *, weight_decay, momentum, lr, dampening, nesterov, maximize, is_first_step, **_):
@@ -118,9 +116,9 @@ def _sgd(p, g, buffer, *, weight_decay, momentum, lr, dampening, nesterov, maxim
 
 def fused_adagrad(op, params, grads, sums, steps, **options):
     """One step of Adagrad for every parameter; the steps, counted before, are given back as they are."""
-    _refuse_scaler(op, options)
     lists = (params, grads, sums) if _torch.overload_name(op) == "tensor_lr" else (params, grads, sums, steps)
-    return _deliver(op, lists, [_adagrad(*row, **options) for row in _rows(params, grads, sums, steps)])
+    rows = _rows(params, _unscaled(grads, **options), sums, steps)
+    return _deliver(op, lists, [_adagrad(*row, **options) for row in rows], **options)
 
 
 def _adagrad(p, g, total, step, *, lr, lr_decay, weight_decay, eps, maximize, **_):
@@ -138,8 +136,15 @@ def _rows(params: Sequence, *lists: Sequence) -> list[tuple]:
     return [(p, *(values[i] if len(values) else None for values in lists)) for i, p in enumerate(params)]
 
 
-def _deliver(op, old: Sequence[Sequence], new: Sequence[tuple]):
-    """Write the new values into the old ones, or give them as lists, as the op does."""
+def _unscaled(grads: Sequence, *, grad_scale=None, **_) -> Sequence:
+    """The gradients of the loss itself, where it was scaled."""
+    return grads if grad_scale is None else [g / grad_scale for g in grads]
+
+
+def _deliver(op, old: Sequence[Sequence], new: Sequence[tuple], *, found_inf=None, **_):
+    """Write the new values into the old ones, or give them as lists, as the op does; the old ones, if `found_inf`."""
+    if found_inf is not None:
+        new = [[_unless(found_inf, a, i, x) for a, x in zip(old, row, strict=False)] for i, row in enumerate(new)]
     if not _torch.returns_nothing(op):
         return tuple([row[k] for row in new] if len(values) else [] for k, values in enumerate(old))
     for k, values in enumerate(old):
@@ -149,9 +154,22 @@ def _deliver(op, old: Sequence[Sequence], new: Sequence[tuple]):
     return None
 
 
-def _refuse_scaler(op, options: dict[str, Any]) -> None:
-    if options.get("grad_scale") is not None or options.get("found_inf") is not None:
-        raise NotImplementedError(f"{op} with a gradient scaler is not supported; unscale the gradients first")
+def _unless(found_inf, values: Sequence, i: int, new):
+    return new if not len(values) or new is values[i] else torch.where(found_inf == 0, new, values[i])
+
+
+def unscale(op, grads, found_inf, inv_scale):
+    """Gradients of a scaled loss as those of the loss; `found_inf` becomes 1 where one of them is infinite or NaN."""
+    found = found_inf
+    for g in grads:
+        found = torch.maximum(found, torch.isfinite(g).logical_not().any().to(found_inf.dtype))
+    new = [g * inv_scale for g in grads]
+    if not _torch.returns_nothing(op):
+        return new, found
+    for g, x in zip(grads, new, strict=True):
+        g.copy_(x)
+    found_inf.copy_(found)
+    return None
 
 
 # ---- the table --------------------------------------------------------------------------------
@@ -171,6 +189,8 @@ def list_decompositions() -> dict[_torch.OpOverload, Callable]:
         fused = FUSED.get(_torch.qualified_name(op).removeprefix("aten::").removesuffix("_"))
         if fused or hasattr(aten, _base(op)[0]):
             table[op] = _bound(fused or per_tensor, op)
+    for op in (aten._amp_foreach_non_finite_check_and_unscale, aten._amp_foreach_non_finite_check_and_unscale_):
+        table[op.default] = _bound(unscale, op.default)
     return table
 
 
