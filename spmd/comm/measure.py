@@ -102,7 +102,8 @@ def calibrate(
     """Time the collectives of this mesh and fit a machine to them; to be called on all ranks of the job.
 
     The mesh has all ranks. `most_bytes`: no message is larger; None goes as far as memory allows. In both cases no
-    size is timed whose calls take longer than 50 ms. `nics_per_host` as in `Machine`. All ranks get rank 0's fit.
+    size is timed whose calls take longer than 50 ms; but five sizes always are. `nics_per_host` as in `Machine`. All
+    ranks get rank 0's fit.
     """
     if mesh.size() != dist.get_world_size() or mesh.size() == 1:
         raise ValueError(
@@ -143,8 +144,11 @@ class _Timer:
         """What to time, from the smallest up to where memory or patience ends. Each is called, and so is warm."""
         sizes, step = [], 4 * PIECES**2 * self._size(kind)
         while True:
-            nbytes = max(1, SMALLEST * 2 ** len(sizes) // step) * step
-            if nbytes > self.largest or (self._fastest(kind, nbytes) > LONGEST_S and len(sizes) >= FEWEST_SIZES):
+            nbytes = max(1, SMALLEST // step) * step * 2 ** len(sizes)
+            enough = len(sizes) >= FEWEST_SIZES
+            if enough and nbytes > self.largest:
+                return sizes
+            if self._fastest(kind, nbytes) > LONGEST_S and enough:
                 return sizes
             sizes.append(nbytes)
 
