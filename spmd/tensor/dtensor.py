@@ -16,8 +16,8 @@ plain tensors become DTensors, and back, has autograd to be told what the ranks'
 A gradient is never made Partial on the way back, and never multiplied by a number of ranks. Tangents of forward-mode
 AD cross in the same places.
 
-Left out: moves from one mesh to another. Inside torch.func's transforms a tensor is torch's stand-in, which has no
-methods of a DTensor: redistribute, to_local and from_local before or after them.
+Left out: inside torch.func's transforms a tensor is torch's stand-in, which has no methods of a DTensor: redistribute,
+to_local and from_local before or after them.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from spmd.tensor.copies import Copy, block
 from spmd.tensor.dispatch import dispatch
 from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement, Shard
+from spmd.tensor.redistribute.between import between
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Order, Spec, check_placements, contiguous, remake, replicated, spec_of, strides_like
 
@@ -159,9 +160,7 @@ class DTensor(torch.Tensor):
         """
         spec = self._spec
         if device_mesh is not None and device_mesh != spec.mesh:
-            raise NotImplementedError(
-                f"redistribute from {spec.mesh!r} to {device_mesh!r}: only moves within one mesh are supported"
-            )
+            return self._sent_to(device_mesh, placements, order, forward_dtype, backward_dtype)
         target = _placed(spec, placements or [REPLICATE] * spec.mesh.ndim, order)
         if forward_dtype not in (None, spec.dtype):
             target = target.with_tensor(spec.shape, _checked_dtype(spec, forward_dtype))
@@ -170,6 +169,34 @@ class DTensor(torch.Tensor):
         if _is_followed(self):
             return _Redistribute.apply(self, target, async_op, backward_dtype)
         return _moved(self, target, async_op)
+
+    def _sent_to(self, mesh, placements, order, forward_dtype, backward_dtype) -> DTensor:
+        spec = self._spec
+        if forward_dtype not in (None, spec.dtype) or backward_dtype not in (None, spec.dtype):
+            raise NotImplementedError("redistribute to another mesh keeps the dtype; convert before it or after it")
+        if mesh.device_type != spec.mesh.device_type:
+            raise ValueError(f"redistribute from {spec.mesh.device_type} to {mesh.device_type}: use .to() on blocks")
+        grad = self.requires_grad and torch.is_grad_enabled()
+        if grad and sorted(mesh.ranks) != sorted(spec.mesh.ranks):
+            raise NotImplementedError(
+                f"redistribute from {spec.mesh!r} to {mesh!r}: a gradient would have to come back to ranks that do not "
+                "compute it; use detach() and send the gradient as a tensor of its own"
+            )
+        target = spec_of(mesh, _or_replicated(placements, mesh), spec.shape, spec.dtype, order=order)
+        return _Crossed.apply(self, target) if grad else _crossed(self, target)
+
+    @staticmethod
+    def elsewhere(
+        device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+    ) -> DTensor:
+        """A tensor that lies on other ranks: this one is not in the mesh, and has an empty block of it.
+
+        Good for `redistribute` to a mesh that this rank is in, which all ranks of both must call.
+        """
+        if current_rank() in device_mesh:
+            raise ValueError(f"elsewhere: rank {current_rank()} is in {device_mesh!r} with a block; use from_local")
+        empty = torch.empty(0, dtype=dtype, device=device_mesh.device_type)
+        return DTensor(empty, spec_of(device_mesh, placements, shape, dtype))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
@@ -523,3 +550,25 @@ class _Redistribute(torch.autograd.Function):
         if dtype != target.dtype:
             target = target.with_tensor(target.shape, dtype)
         return _Redistribute.apply(tangent, target, False, None)
+
+
+def _crossed(x: DTensor, target: Spec) -> DTensor:
+    """x on another mesh."""
+    return DTensor(between(block(x), x._spec, target), target)
+
+
+class _Crossed(torch.autograd.Function):
+    """Globally the identity, from one mesh to another; the cotangent goes back to where the input lies."""
+
+    @staticmethod
+    def forward(ctx, x, target):
+        ctx.spec, ctx.target = x._spec, target
+        return _crossed(x, target)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Crossed.apply(grad, ctx.spec.with_layout(ctx.spec.dims, ctx.spec.units)), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return _Crossed.apply(tangent, ctx.target.with_layout(ctx.target.dims, ctx.target.units))

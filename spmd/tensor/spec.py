@@ -160,8 +160,9 @@ class Spec:
 
     @per_rank
     def local_shape_here(self) -> tuple[int, ...]:
-        """The shape of the current rank's block."""
-        return self.local_shape(self.mesh.get_coordinate())
+        """The shape of the current rank's block; (0,) where the rank is not in the mesh and holds nothing."""
+        at = self.mesh.get_coordinate()
+        return (0,) if at is None else self.local_shape(at)
 
     def local_stride(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Strides of a local tensor laid out in the same order of dims as the global one."""

@@ -187,7 +187,7 @@ def test_redistribute_says_what_is_wrong():
     bad = {
         "the tensor has 2 dims": lambda x, mesh: x.redistribute(placements=[R, type(S0)(2)]),
         "give one per axis": lambda x, mesh: x.redistribute(mesh, [R]),
-        "only moves within one mesh": lambda x, mesh: x.redistribute(mesh_of((4,)), [R]),
+        "have to come back": lambda x, mesh: x.requires_grad_().redistribute(DeviceMesh("cpu", [0, 1]), [R]),
         "use Shard(dim)": lambda x, mesh: x.redistribute(mesh, ["Shard(0)", R]),
     }
 
@@ -240,7 +240,7 @@ f32[8@dp, 8] +sum@tp -> f32[8@dp,tp, 8]
   64 bytes a rank of at least 64, 7.2 us, 192 bytes of memory
 f32[8, 8] +sum@tp -> f32[8, 8@tp]
   reduce_scatter(tp, 1)        f32[8, 8@tp]          128 B       7.2 us
-  128 bytes a rank of at least 128, 7.2 us, 384 bytes of memory
+  128 bytes a rank of at least 128, 7.2 us, 640 bytes of memory
 f32[8, 8] +sum@dp +sum@tp -> f32[8, 8]
   all_reduce(dp,tp)            f32[8, 8]          384 B      10.2 us
   384 bytes a rank of at least 384, 10.2 us, 512 bytes of memory

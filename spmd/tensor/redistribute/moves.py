@@ -195,6 +195,9 @@ class AllGather(Move):
 
     kind = "all_gather"
 
+    def peak(self, before, after):
+        return before.local_nbytes + after.local_nbytes * (1 if in_rows(self.axes, before.dims) else 2)
+
     def received(self, before, after, coordinate):
         biggest = max(map(volume, members(before, self.axes, coordinate)))
         return (_size(self.axes, before) - 1) * biggest * before.dtype.itemsize
@@ -208,7 +211,7 @@ class AllGather(Move):
         if not row:
             return x
         flat = _padded(x.reshape(-1), volume(at.before.box(at.coordinate)), row)
-        return at.transport.all_gather_into_tensor(_to_wire(flat, at), len(blocks), at.group(self.axes))
+        return at.transport.all_gather_into_tensor(to_wire(flat, at.before.dtype), len(blocks), at.group(self.axes))
 
     def finish(self, y, at):
         blocks = members(at.before, self.axes, at.coordinate)
@@ -216,7 +219,7 @@ class AllGather(Move):
         if not row:
             return y.new_zeros(at.shape_after())
         whole = at.after.box(at.coordinate)
-        y = _from_wire(at.transport.wait_tensor(y), at)
+        y = from_wire(at.transport.wait_tensor(y), at.before.dtype)
         return joined_padded(y, [within(block, whole) for block in blocks], at.shape_after(), row)
 
     def _details(self, before, after):
@@ -256,14 +259,14 @@ class Exchange(Move):
         if self._idle(at):
             return x
         sent, come = self._sent(at), self._come(at)
-        flat = _to_wire(cut(x, at.shape_before(), sent), at)
-        sizes = [[_wire_items(at) * volume(box) for box in boxes] for boxes in (come, sent)]
+        flat = to_wire(cut(x, at.shape_before(), sent), at.before.dtype)
+        sizes = [[wire_items(at.before.dtype) * volume(box) for box in boxes] for boxes in (come, sent)]
         return at.transport.all_to_all_single(flat, *sizes, at.group(self.axes))
 
     def finish(self, y, at):
         if self._idle(at):
             return y.new_zeros(at.shape_after())
-        return joined(_from_wire(at.transport.wait_tensor(y), at), self._come(at), at.shape_after())
+        return joined(from_wire(at.transport.wait_tensor(y), at.before.dtype), self._come(at), at.shape_after())
 
 
 @dataclass(frozen=True)
@@ -348,6 +351,10 @@ class ReduceScatter(_Reduction):
 
     kind = "reduce_scatter"
 
+    def peak(self, before, after):
+        packed = 0 if in_rows(self.axes, after.dims) else self.nbytes(before, after)
+        return before.local_nbytes + packed + after.local_nbytes
+
     def nbytes(self, before, after):
         return min(before.local_nbytes, _size(self.axes, before) * after.local_nbytes)
 
@@ -403,6 +410,11 @@ def members(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> tuple[
     return tuple(spec.box(at) for at in every)
 
 
+def in_rows(axes: tuple[int, ...], dims: Sequence[tuple[int, ...]]) -> bool:
+    """Whether the blocks of a group along the axes are consecutive rows, as they arrive: nothing is to be reordered."""
+    return tuple(a for a in dims[0] if a in axes) == axes
+
+
 def _size(axes: Sequence[int], spec: Spec) -> int:
     return prod(spec.mesh.shape[a] for a in axes)
 
@@ -426,19 +438,20 @@ def _padded(flat, size: int, to: int):
 # ---- the wire ---------------------------------------------------------------------------------
 
 
-def _wire_items(at: At) -> int:
+def wire_items(dtype: torch.dtype) -> int:
     """How many items of the wire's an element is."""
-    return at.before.dtype.itemsize if at.before.dtype in wire.BYTES_ONLY else 1
+    return dtype.itemsize if dtype in wire.BYTES_ONLY else 1
 
 
-def _to_wire(flat, at: At):
+def to_wire(flat, dtype: torch.dtype):
     """A row as it is sent where nothing is computed on the way: as bytes, where a backend does not know the dtype."""
     flat = flat.contiguous()
-    return flat.view(torch.uint8) if at.before.dtype in wire.BYTES_ONLY else flat
+    return flat.view(torch.uint8) if dtype in wire.BYTES_ONLY else flat
 
 
-def _from_wire(y, at: At):
-    return y.view(at.before.dtype) if at.before.dtype in wire.BYTES_ONLY else y
+def from_wire(y, dtype: torch.dtype):
+    """The other way."""
+    return y.view(dtype) if dtype in wire.BYTES_ONLY else y
 
 
 def _as(x, has: torch.dtype, wanted: torch.dtype):

@@ -39,11 +39,10 @@ class _Search:
 
     def run(self) -> list[Way] | None:
         start = self.space.start
-        queue: list = [(self.owed(start), (0, 0, 0, 0), (start,), (), ())]
+        queue: list = [(self.owed(start), (0, 0, 0, 0), (), (), start)]
         done: dict[State, Cost] = {}
         while queue:
-            _, cost, path, kinds, ways = heapq.heappop(queue)
-            state = path[-1]
+            _, cost, code, ways, state = heapq.heappop(queue)
             if self.space.reaches_goal(state):
                 return list(ways)
             if state in done and done[state] <= cost:
@@ -57,7 +56,8 @@ class _Search:
                 if self.space.reaches_goal(way.to):
                     self.best = then
                 after = then, cost[1] + way.sent, cost[2] + 1, max(cost[3], way.peak)
-                heapq.heappush(queue, (least, after, (*path, way.to), (*kinds, way.move.kind), (*ways, way)))
+                written = way.to.dims[::-1], way.to.units, way.move.kind  # the first dims rather than the last
+                heapq.heappush(queue, (least, after, (*code, written), (*ways, way), way.to))
         return None
 
     def ways(self, s: State, spent: int) -> Iterator[Way]:

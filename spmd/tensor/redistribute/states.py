@@ -2,7 +2,8 @@
 
 A state is (dims, units, pending): for each dim that matters the ordered axes that shard it, the unit they cut it by,
 and the axes whose reduction is still to be done. Axes that play no part - replicated, or partial of one kind, before
-and after - are left out, and so are dims that nobody shards.
+and after - are left out, and so are dims that nobody shards; but ranks that replicate may share out a reduction, and
+one dim that nobody shards may be gone through.
 
 Ways out of a state, each a move:
 
@@ -27,7 +28,17 @@ from typing import NamedTuple
 
 from spmd.comm.chunk import block
 from spmd.mesh import MeshTopoInfo
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, Exchange, Move, Permute, ReduceScatter, Slice
+from spmd.tensor.redistribute.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Move,
+    Permute,
+    ReduceScatter,
+    Slice,
+    in_rows,
+)
 from spmd.tensor.spec import Spec
 
 Dims = tuple[tuple[int, ...], ...]
@@ -61,7 +72,8 @@ class Space:
         self.kept = tuple(a for a, kind in src.partial if want.get(a) == kind)
         self.made = tuple(a for a in want if a not in self.kept)  # to be made Partial, at the end
         pending = tuple(a for a in have if a not in self.kept)
-        self.which = _dims_that_matter(src, dst, pending)
+        # A dim to scatter a sum over, or by which shards may turn inside a host before they leave it.
+        self.which = _dims_that_matter(src, dst, spare=bool(pending) or topology.layout.levels > 1)
         self.sizes = [src.shape[d] for d in self.which]
         self.start = State(tuple(src.dims[d] for d in self.which), tuple(src.units[d] for d in self.which), pending)
         self.goal = State(tuple(dst.dims[d] for d in self.which), tuple(dst.units[d] for d in self.which), ())
@@ -132,7 +144,8 @@ class Space:
                 axes = tuple([a for a in s.pending if a not in t.pending])
                 block = self.largest(t)
                 sent = (self._size(axes) - 1) * self._reduced(block)
-                yield Way(t, ReduceScatter, axes, self._ps(ReduceScatter, axes, sent), sent, peak + block)
+                packed = 0 if self._in_rows(axes, t.dims) else min(peak, self._size(axes) * block)
+                yield Way(t, ReduceScatter, axes, self._ps(ReduceScatter, axes, sent), sent, peak + packed + block)
 
     def reductions(self, s: State) -> Iterator[Way]:
         """All-reduces."""
@@ -152,7 +165,8 @@ class Space:
             if axes:
                 t = State(dims, tuple([u if x else 1 for u, x in zip(s.units, dims)]), s.pending)
                 sent = (self._size(axes) - 1) * mine
-                yield Way(t, AllGather, axes, self._ps(AllGather, axes, sent), sent, mine + self.largest(t))
+                whole = self.largest(t) * (1 if self._in_rows(axes, s.dims) else 2)
+                yield Way(t, AllGather, axes, self._ps(AllGather, axes, sent), sent, mine + whole)
 
     def exchanges(self, s: State, wanted: Callable[[State], bool]) -> Iterator[Way]:
         if any(len(axes) > len(p) for axes, p in zip(s.dims, self._prefixes)):
@@ -198,6 +212,9 @@ class Space:
             if x[: len(y)] != y or not set(x[len(y) :]) <= set(self.made) or (y and u != v):
                 return False
         return True
+
+    def _in_rows(self, axes: tuple[int, ...], dims: Dims) -> bool:
+        return self.which[0] == 0 and in_rows(axes, dims)
 
     # ---- states -------------------------------------------------------------------------------
     def _extended(self, s: State) -> list[State]:
@@ -265,13 +282,14 @@ class Space:
         return prod(ns[0]) == prod(ns[1]) and _blocks(size, u, ns[0]) == _blocks(size, v, ns[1])
 
 
-def _dims_that_matter(src: Spec, dst: Spec, pending: tuple[int, ...]) -> list[int]:
-    """Dims that are sharded before or after; where there is none and a sum is to be done, one to scatter it over."""
+def _dims_that_matter(src: Spec, dst: Spec, spare: bool) -> list[int]:
+    """Dims that are sharded before or after; where it may pay, one more to go through."""
     found = [d for d in range(src.ndim) if src.dims[d] or dst.dims[d]]
-    if pending and not found and src.ndim:
-        n = prod([src.mesh.shape[a] for a in pending])
-        found = [max(range(src.ndim), key=lambda d: (src.shape[d] % n == 0, src.shape[d], -d))]
-    return found
+    rest = [d for d in range(src.ndim) if d not in found]
+    if spare and rest:
+        n = prod(src.mesh.shape)
+        found.append(max(rest, key=lambda d: (src.shape[d] % n == 0, src.shape[d], -d)))
+    return sorted(found)
 
 
 def _common(x: tuple[int, ...], y: tuple[int, ...], u: int, v: int) -> tuple[int, ...]:
