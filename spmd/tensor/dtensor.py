@@ -149,6 +149,7 @@ class DTensor(torch.Tensor):
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        in_rank_order: bool = False,
     ) -> DTensor:
         """The same global tensor, lying otherwise, by the cheapest moves (`spmd.plan_redistribute`). Differentiable.
 
@@ -167,8 +168,8 @@ class DTensor(torch.Tensor):
         if target is spec and (backward_dtype is None or not self.requires_grad):
             return aten.alias.default(self)
         if _is_followed(self):
-            return _Redistribute.apply(self, target, async_op, backward_dtype)
-        return _moved(self, target, async_op)
+            return _Redistribute.apply(self, target, async_op, backward_dtype, in_rank_order)
+        return _moved(self, target, async_op, in_rank_order)
 
     def _sent_to(self, mesh, placements, order, forward_dtype, backward_dtype) -> DTensor:
         spec = self._spec
@@ -176,7 +177,7 @@ class DTensor(torch.Tensor):
             raise NotImplementedError("redistribute to another mesh keeps the dtype; convert before it or after it")
         if mesh.device_type != spec.mesh.device_type:
             raise ValueError(f"redistribute from {spec.mesh.device_type} to {mesh.device_type}: use .to() on blocks")
-        grad = self.requires_grad and torch.is_grad_enabled()
+        grad = _is_followed(self)
         if grad and sorted(mesh.ranks) != sorted(spec.mesh.ranks):
             raise NotImplementedError(
                 f"redistribute from {spec.mesh!r} to {mesh!r}: a gradient would have to come back to ranks that do not "
@@ -517,12 +518,12 @@ class _ToLocal(torch.autograd.Function):
         return _Redistribute.apply(tangent, there, False, None).to_local()
 
 
-def _moved(x: DTensor, target: Spec, async_op: bool = False) -> DTensor:
+def _moved(x: DTensor, target: Spec, async_op: bool = False, in_rank_order: bool = False) -> DTensor:
     """x lying otherwise, in the target's dtype; with memory of its own for its history."""
     local, spec = block(x), x._spec
     if spec.dtype is not target.dtype:
         local, spec = local.to(target.dtype), spec.with_tensor(spec.shape, target.dtype)
-    way = plan(spec, target)
+    way = plan(spec, target, math.inf, in_rank_order)
     moved = way.launch(local) if async_op else way.run(local)
     return DTensor(moved.view_as(moved) if moved is x._local_tensor else moved, target)
 
@@ -531,9 +532,9 @@ class _Redistribute(torch.autograd.Function):
     """Globally the identity. The cotangent goes to where the input lies, and never becomes Partial again."""
 
     @staticmethod
-    def forward(ctx, x, target, async_op, backward_dtype):
+    def forward(ctx, x, target, async_op, backward_dtype, in_rank_order=False):
         ctx.spec, ctx.target, ctx.backward_dtype = x._spec, target, backward_dtype
-        return _moved(x, target, async_op)
+        return _moved(x, target, async_op, in_rank_order)
 
     @staticmethod
     def backward(ctx, grad):
@@ -542,7 +543,7 @@ class _Redistribute(torch.autograd.Function):
         if dtype != grad.dtype:
             target = target.with_tensor(target.shape, dtype)
         back = grad if target is grad._spec else _Redistribute.apply(grad, target, False, None)
-        return (back if dtype == spec.dtype else back.to(spec.dtype)), None, None, None
+        return (back if dtype == spec.dtype else back.to(spec.dtype)), None, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):

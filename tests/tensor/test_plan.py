@@ -1,5 +1,6 @@
 """What plans promise: never below the bound and mostly at it, as cheap as brute force, the same wherever made."""
 
+import functools
 import itertools
 import os
 import subprocess
@@ -224,6 +225,39 @@ def test_a_plan_keeps_within_the_memory_it_is_given():
     assert tight.peak_bytes < free.peak_bytes and tight.modelled_us > free.modelled_us
     with pytest.raises(ValueError, match=rf"keeps within 1,000 bytes.*{free.peak_bytes:,}"):
         plan_redistribute(mesh, MB64, torch.float32, src, dst, max_memory=1000)
+
+
+# ---- in the order of the ranks ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind, dtype", [("sum", torch.float32), ("avg", torch.bfloat16), ("product", torch.complex64),
+                                         ("max", torch.float32), ("sum", torch.int16)], ids=str)  # fmt: skip
+def test_sums_in_rank_order_are_equal_to_the_bit(kind, dtype):
+    """Wherever the result is to lie, and on every rank: the terms are added one by one."""
+    add = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum}[kind]
+    draw = torch.Generator().manual_seed(0)
+    for shape in ((2, 3), (2, 2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        terms = {at: (torch.randn(5, 7, generator=draw) * 9).to(dtype) for at in mesh.coordinates()}
+        want = functools.reduce(add, terms.values())
+        want = want / mesh.size() if kind == "avg" else want
+        src = Spec.of(mesh, (5, 7), dtype, partial=[(a, kind) for a in range(mesh.ndim)])
+        for dst in specs(mesh, (5, 7), False, dtype)[::3]:
+            p = plan(src, dst, in_rank_order=True)
+            received = Counter()
+            assert not wrong_blocks(carried_out(p, terms, received), want, dst), p
+            assert {at: received[at] for at in terms} == {at: p.received(at) for at in terms}
+
+
+def test_redistribute_adds_in_rank_order_if_asked():
+    """A sum that comes out otherwise in another order."""
+
+    def rank(mesh):
+        mine = torch.tensor([1e8, 1.0, -1e8, 1.0])[mesh.ranks.index(mesh.get_rank())].reshape(1)
+        x = DTensor.from_local(mine, mesh, [SUM, SUM])
+        return [x.redistribute(placements=to, in_rank_order=True).full_tensor().item() for to in ([R, R], [S0, R])]
+
+    assert on_ranks(rank) == [[1.0, 1.0]] * 4
 
 
 # ---- one plan for all -------------------------------------------------------------------------

@@ -18,13 +18,13 @@ from spmd.comm import transport
 from spmd.mesh import DeviceMesh, current_rank
 from spmd.tensor.redistribute.boxes import Box, cut, joined, overlap, volume, within
 from spmd.tensor.redistribute.moves import from_wire, to_wire, wire_items
-from spmd.tensor.redistribute.plan import Step, plan
+from spmd.tensor.redistribute.plan import Step, plan, reduced
 from spmd.tensor.spec import Spec
 
 
 def between(local, src: Spec, dst: Spec):
     """This rank's block of a tensor that goes from src, on one mesh, to dst, on another."""
-    shards, bare = _reduced(src), dst.with_layout(dst.dims, dst.units)
+    shards, bare = reduced(src, tuple(a for a, _ in src.partial)), dst.with_layout(dst.dims, dst.units)
     crossing = Crossing(shards, bare)
     local = _at_home(local, src, shards)
     local = transport().step(crossing.start, crossing.finish, local)
@@ -46,16 +46,6 @@ def _started(step: Step, local):
 def _finished(step: Step, y):
     at = step.before.mesh.get_coordinate()
     return y if at is None else step.finish(y, at, transport())
-
-
-def _reduced(src: Spec) -> Spec:
-    """The spec with its reductions done, into shards of a dim that they divide if there is one: that moves least."""
-    axes = tuple(a for a, _ in src.partial)
-    if not axes or not src.ndim:
-        return src.with_layout(src.dims, src.units)
-    n = prod(src.mesh.shape[a] for a in axes)
-    dim = max(range(src.ndim), key=lambda d: (src.units[d] == 1 and src.shape[d] % n == 0, src.shape[d], -d))
-    return src.with_layout([(*own, *axes) if d == dim else own for d, own in enumerate(src.dims)], src.units)
 
 
 @dataclass(frozen=True)

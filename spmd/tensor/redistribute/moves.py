@@ -9,6 +9,7 @@
     Exchange       any blocks to any blocks
     ReduceScatter  partial on the axes to any blocks inside what each rank has
     AllReduce      partial on the axes to replicated
+    ReduceInOrder  as ReduceScatter, term by term in the order of the ranks; where that is asked for
 
 A move goes over one axis or over several that form one group. It is a value; where it leads from and to is in the specs
 around it (`Step`), and these decide all of it: a rank's block is a box (`boxes.py`), and what a rank sends to another
@@ -398,6 +399,53 @@ class ReduceScatter(_Reduction):
 
     def _details(self, before, after):
         return [_dims(self.axes, after)]
+
+
+@dataclass(frozen=True)
+class ReduceInOrder(_Reduction):
+    """As a reduce-scatter, but each rank gets the terms themselves and adds them one by one, in the order of the ranks.
+
+    So the result is the same to the bit whatever the rest of the plan, the backend, and the sizes of the blocks.
+    """
+
+    kind = "reduce_in_order"
+
+    def nbytes(self, before, after):
+        return min(before.local_nbytes, _size(self.axes, before) * after.local_nbytes)
+
+    def peak(self, before, after):
+        return before.local_nbytes + 2 * _size(self.axes, before) * after.local_nbytes + after.local_nbytes
+
+    def received(self, before, after, coordinate):
+        return (_size(self.axes, before) - 1) * volume(after.box(coordinate)) * before.dtype.itemsize
+
+    def price(self, received, topology):
+        return cost.all_to_all_cost(_with_own(received, self.axes, topology), self.axes, topology)
+
+    def start(self, x, at):
+        mine, wanted = at.before.box(at.coordinate), members(at.after, self.axes, at.coordinate)
+        if not any(map(volume, wanted)):
+            return x
+        flat = cut(x, at.shape_before(), [within(box, mine) for box in wanted])
+        items = wire_items(at.before.dtype)
+        sizes = [items * prod(at.shape_after())] * len(wanted), [items * volume(box) for box in wanted]
+        return at.transport.all_to_all_single(to_wire(flat, at.before.dtype), *sizes, at.group(self.axes))
+
+    def finish(self, y, at):
+        wanted, own = members(at.after, self.axes, at.coordinate), prod(at.shape_after())
+        if not any(map(volume, wanted)):
+            return y.new_zeros(at.shape_after())
+        terms = from_wire(at.transport.wait_tensor(y), at.before.dtype).split([own] * len(wanted), 0)
+        add, total = IN_ORDER[self.op(at.before)], terms[0]
+        for i in range(1, len(wanted)):
+            total = add(total, terms[i])
+        return self._averaged(total, at).view(at.shape_after())
+
+    def _details(self, before, after):
+        return [_dims(self.axes, after)]
+
+
+IN_ORDER = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
 
 # ---- groups and sizes -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import inf, prod
 from typing import ClassVar
 
 import torch
@@ -21,9 +21,9 @@ from spmd import _torch
 from spmd.comm import AsyncTensor, Transport, transport
 from spmd.mesh import DeviceMesh, Machine, MeshTopoInfo
 from spmd.mesh.rank import players
-from spmd.tensor.placement import Placement
+from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.bounds import lower_bound
-from spmd.tensor.redistribute.moves import At, Move, Scale, ToPartial
+from spmd.tensor.redistribute.moves import At, Move, ReduceInOrder, Scale, ToPartial
 from spmd.tensor.redistribute.search import cheapest
 from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.spec import Order, Spec, spec_of
@@ -191,7 +191,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_plans: dict[tuple[Spec, Spec, float], Plan] = {}
+_plans: dict[tuple[Spec, Spec, float, bool], Plan] = {}
 _planning = threading.RLock()  # ranks that are threads ask for one plan at once: one of them makes it
 MOST_PLANS = 16384
 
@@ -202,8 +202,11 @@ def forget() -> None:
         _plans.clear()
 
 
-def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
+def plan(src: Spec, dst: Spec, max_bytes: float = inf, in_rank_order: bool = False) -> Plan:
     """The cheapest moves from src to dst, two specs of one tensor on one mesh, each with at most so much memory.
+
+    in_rank_order: add up what is to be reduced in the order of the ranks; the result is then the same to the bit
+    whatever the plan, and the moves are no longer the cheapest.
 
     >>> from spmd.mesh import DeviceMesh
     >>> from spmd.tensor.spec import parse_spec
@@ -213,7 +216,7 @@ def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
       all_to_all(tp, 0, 1)         f32[8, 8@tp]           48 B       8.4 us
       48 bytes a rank of at least 48, 8.4 us, 256 bytes of memory
     """
-    key = src, dst, max_bytes
+    key = src, dst, max_bytes, in_rank_order
     found = _plans.get(key)
     if found is None:
         with _planning:
@@ -221,7 +224,7 @@ def plan(src: Spec, dst: Spec, max_bytes: float = inf) -> Plan:
             if found is None:
                 while len(_plans) >= MOST_PLANS:
                     del _plans[next(iter(_plans))]
-                found = _plans[key] = _planned(src, dst, max_bytes)
+                found = _plans[key] = _planned(src, dst, max_bytes, in_rank_order)
     return found
 
 
@@ -236,12 +239,16 @@ def plan_redistribute(
     dst_order: Order | None = None,
     topology: MeshTopoInfo | Machine | str | None = None,
     max_memory: int | None = None,
+    in_rank_order: bool = False,
 ) -> Plan:
     """The cheapest moves that take a tensor of this global shape from the placements `src` to `dst`; nothing is sent.
 
     src_order, dst_order: for a dim that several axes shard, in which order, the outermost first: {0: ("tp", "dp")}. In
     that of the mesh where it is not said. topology: other links than the mesh's. max_memory: bytes that a rank may use
     for its block before and after a move and for what is packed meanwhile; ValueError where no plan keeps within them.
+
+    in_rank_order: add up what is to be reduced in the order of the ranks, so that the result is the same to the bit
+    whatever the plan; these moves are not the cheapest.
 
     `DTensor.redistribute` makes exactly these moves.
 
@@ -257,15 +264,15 @@ def plan_redistribute(
         spec_of(mesh, placements, shape, dtype, order=order) for placements, order in ((src, src_order), (dst,
         dst_order))
     ]
-    return plan(*specs, inf if max_memory is None else max_memory)
+    return plan(*specs, inf if max_memory is None else max_memory, in_rank_order)
 
 
-def _planned(src: Spec, dst: Spec, max_bytes: float) -> Plan:
+def _planned(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Plan:
     if src.mesh != dst.mesh or src.shape != dst.shape or src.dtype != dst.dtype:
         raise ValueError(f"no plan from {src!r} to {dst!r}: mesh, shape and dtype must be equal")
     if src.stride != dst.stride:
         src = dst.with_layout(src.dims, src.units, src.partial)
-    return Plan(src, dst, tuple(_steps(src, dst, max_bytes)))
+    return Plan(src, dst, tuple(_steps(src, dst, max_bytes, in_rank_order)))
 
 
 def redistribute_cost(current: Spec, target: Spec) -> float:
@@ -273,19 +280,23 @@ def redistribute_cost(current: Spec, target: Spec) -> float:
     return plan(current, target).modelled_us
 
 
-def _steps(src: Spec, dst: Spec, max_bytes: float) -> Iterator[Step]:
+def _steps(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Iterator[Step]:
     spec = src
     for scaled in _scaled(src, dst):
         axes = tuple(a for a, kind in spec.partial if scaled.on(a).reduce_op != kind)
         yield Step(Scale(axes), spec, scaled)
         spec = scaled
+    owed = tuple(a for a, kind in spec.partial if dst.on(a) != Partial(kind))
+    if in_rank_order and owed:
+        step = Step(ReduceInOrder(owed), spec, _lands(spec, dst, owed))
+        if step.peak_bytes > max_bytes:
+            raise _too_much(src, dst, max_bytes, step.peak_bytes)
+        yield step
+        spec = step.after
     space = Space(spec, dst, src.mesh.topology)
     ways = cheapest(space, max_bytes)
     if ways is None:
-        raise ValueError(
-            f"no plan from {src} to {dst} keeps within {max_bytes:,.0f} bytes a rank; without a limit it takes "
-            f"{plan(src, dst).peak_bytes:,}"
-        )
+        raise _too_much(src, dst, max_bytes, plan(src, dst, inf, in_rank_order).peak_bytes)
     for way in ways:
         after = spec_of_state(space, way.to, src if spec is src else spec, dst)
         if after is not spec:
@@ -293,6 +304,31 @@ def _steps(src: Spec, dst: Spec, max_bytes: float) -> Iterator[Step]:
         spec = after
     if spec is not dst:
         yield from _made_partial(spec, dst)
+
+
+def _too_much(src: Spec, dst: Spec, max_bytes: float, least: int) -> ValueError:
+    return ValueError(
+        f"no plan from {src} to {dst} keeps within {max_bytes:,.0f} bytes a rank; without a limit it takes {least:,}"
+    )
+
+
+def _lands(src: Spec, dst: Spec, owed: tuple[int, ...]) -> Spec:
+    """Where sums that are done in order go: to the target, if it only cuts what each rank has by these axes."""
+    bare = dst.with_layout(dst.dims, dst.units, [p for p in src.partial if p[0] not in owed])
+    pairs = zip(src.dims, dst.dims, src.units, dst.units, strict=True)
+    nested = all(y[: len(x)] == x and (not x or u == v) for x, y, u, v in pairs)
+    added = sorted(a for x, y in zip(src.dims, dst.dims, strict=True) for a in y[len(x) :])
+    return bare if nested and added == sorted(owed) else reduced(src, owed)
+
+
+def reduced(src: Spec, axes: tuple[int, ...]) -> Spec:
+    """The spec with these axes reduced, into shards of a dim that they divide if there is one: that moves least."""
+    kept = [p for p in src.partial if p[0] not in axes]
+    if not axes or not src.ndim:
+        return src.with_layout(src.dims, src.units, kept)
+    n = prod(src.mesh.shape[a] for a in axes)
+    dim = max(range(src.ndim), key=lambda d: (src.units[d] == 1 and src.shape[d] % n == 0, src.shape[d], -d))
+    return src.with_layout([(*own, *axes) if d == dim else own for d, own in enumerate(src.dims)], src.units, kept)
 
 
 def _scaled(src: Spec, dst: Spec) -> Iterator[Spec]:
