@@ -6,13 +6,13 @@ from spmd.expand.compile import CompiledStep, compile
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.sim import LocalTensor, LocalTensorMode
-from spmd.tensor.dispatch import implicit_replication
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.explicit import ImplicitCommunicationError, explicit, set_explicit
 from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
 from spmd.tensor.local_map import local_map
 from spmd.tensor.module import distribute_module
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+from spmd.tensor.plain import implicit_replication
 from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
 from spmd.tensor.redistribute.plan import plan_redistribute
 from spmd.tensor.register import register_rule

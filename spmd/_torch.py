@@ -260,6 +260,11 @@ FIRST_KEYS = next(
     keys for keys in (torch._C.DispatchKeySet.from_raw_repr(1 << bit) for bit in range(62)) if _FIRST in str(keys)
 )
 
+def without_first() -> contextlib.AbstractContextManager:
+    """Inside, ops on tensors with FIRST_KEYS go on to where all others begin."""
+    return torch._C._ExcludeDispatchKeyGuard(FIRST_KEYS)
+
+
 _first = torch.library.Library("aten", "IMPL")
 _any_other = torch.library.Library("_", "IMPL")
 _any_other.fallback(torch.library.fallthrough_kernel, _FIRST)

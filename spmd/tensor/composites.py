@@ -2,17 +2,21 @@
 
     torch.tensor_split(x, indices)      the C++ reads the memory of `indices`; a DTensor has none of its own
 
+    F.scaled_dot_product_attention(..., is_causal=True)     the C++ makes a mask, a plain tensor
+
 Such an op is never seen by `__torch_dispatch__`, which comes after. So DTensors carry a dispatch key that no other
 tensor has, and the ops of this table stop there. All others fall through it, and no tensor but a DTensor meets it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from spmd import _torch
+from spmd.tensor import plain
 
 aten = torch.ops.aten
 
@@ -29,7 +33,30 @@ def tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, d
     return aten.tensor_split.indices(self, at.tolist(), dim)
 
 
-composites = {aten.tensor_split.tensor_indices_or_sections: tensor_split}
+MAKES_PLAIN = (
+    aten.scaled_dot_product_attention.default,  # a causal mask
+    aten.combinations.default,  # a mask of pairs
+    aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,  # ranks
+    aten.linalg_matrix_power.default, aten.matrix_power.default,  # an identity
+)  # fmt: skip
+"""Ops that make plain tensors of sizes and numbers, which then meet DTensors: all that op_db knows of."""
+
+
+def _making_plain(op: _torch.OpOverload) -> Callable:
+    """The op as it is, with what it makes told from what it is given."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain.check_arguments(op, (args, kwargs))
+        with plain.made_by_torch(), _torch.without_first():
+            return op(*args, **kwargs)
+
+    return run
+
+
+composites = {
+    aten.tensor_split.tensor_indices_or_sections: tensor_split,
+    **{op: _making_plain(op) for op in MAKES_PLAIN},
+}
 """From an op to a function of the same arguments, some of them DTensors."""
 
 KEYS = _torch.FIRST_KEYS

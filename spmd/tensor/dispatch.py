@@ -17,10 +17,8 @@ counted (`spmd.tensor.fallback`). Ops that write another shape have ways of thei
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,23 +62,6 @@ READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_non
 
 BITS = {aten._conj.default, aten._neg_view.default}
 """Views that only set a bit, which says how to read the memory."""
-
-_implicit = contextvars.ContextVar("spmd_implicit_replication", default=False)
-
-
-@contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
-    """Take plain tensors that meet DTensors as replicated: they must be equal on all ranks.
-
-    Without it a plain tensor with dims among DTensors is an error, since only the user knows whether it is the
-    same everywhere. A backward pass takes what its forward pass took, inside the block or out of it.
-    """
-    token = _implicit.set(True)
-    try:
-        yield
-    finally:
-        _implicit.reset(token)
-
 
 class Eager(NamedTuple):
     """One call, its tensors DTensors: the `operands`, in order. `given` are the tensors as they came."""
@@ -230,29 +211,17 @@ def _all_distributed(op, given: list[torch.Tensor], dtensor: type) -> list:
 
 
 def _as_replicated(op, x: torch.Tensor, mesh: DeviceMesh, dtensor: type):
-    """A plain tensor as a replicated DTensor, where that is safe or was asked for.
-
-    RuntimeError elsewhere: torch's operators turn a TypeError into "unsupported operand type(s)".
-    """
+    """A plain tensor as a replicated DTensor, where that is safe or was asked for; RuntimeError elsewhere."""
     if _torch.is_nothing(x):
         x = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
-    elif x.numel() > 1 and not (x.is_meta or _implicit.get() or _torch.in_backward() or _is_internal(x, mesh)):
-        raise RuntimeError(
-            f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor. If it is the same on all ranks write "
-            "distribute_tensor(t, mesh, [Replicate(), ...]) or run under spmd.implicit_replication(); if it is this "
-            "rank's part write DTensor.from_local(t, mesh, placements)."
-        )
+    else:
+        plain.check(op, x, mesh)
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{op}: a plain tensor of shape {list(x.shape)} that requires a gradient met a DTensor, and its gradient "
             "would not come back as a plain tensor. Make it a DTensor first, with distribute_tensor or from_local."
         )
     return dtensor(x, _whole_spec(mesh, tuple(x.shape), x.stride(), x.dtype))
-
-
-def _is_internal(x: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether torch made x inside of an op, alike on all ranks."""
-    return plain.is_torchs_own(x) and plain.is_same_everywhere(x, mesh)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -35,7 +35,7 @@ from spmd.comm import transport
 from spmd.mesh import DeviceMesh, current_rank, device_mesh, per_rank, topology
 from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
-from spmd.tensor import explicit, hot
+from spmd.tensor import explicit, hot, plain
 from spmd.tensor.composites import KEYS
 from spmd.tensor.copies import Copy, block
 from spmd.tensor.dispatch import dispatch
@@ -202,6 +202,17 @@ class DTensor(torch.Tensor):
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole global tensor, on every rank. `grad_placements`: as in `to_local`."""
         return self.redistribute().to_local(grad_placements=grad_placements)
+
+    # ---- indices ------------------------------------------------------------------------------
+    def __getitem__(self, index: Any) -> DTensor:
+        return super().__getitem__(plain.with_lists(index, self._replicated))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(plain.with_lists(index, self._replicated), value)
+
+    def _replicated(self, x: torch.Tensor) -> DTensor:
+        """A plain tensor that is alike on all ranks, on the mesh of this one."""
+        return DTensor(x, spec_of(self._spec.mesh, [REPLICATE] * self._spec.mesh.ndim, x.shape, x.dtype))
 
     # ---- reading values -----------------------------------------------------------------------
     def __repr__(self, *, tensor_contents=None):

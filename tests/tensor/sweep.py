@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,6 +45,9 @@ UNWRITTEN = ("empty", "new_empty")
 
 NO_DATA_OF_ITS_OWN = ("jiterator", "sparse", "torch.ops", "to_sparse", "_refs")
 """Entries, by the beginning of their name, that are no ops on strided CPU tensors."""
+
+AS_WRITTEN = {"__getitem__": operator.getitem}
+"""Entries that name a method of torch.Tensor, by what calls that of a DTensor, as users do."""
 
 Placing = tuple[Placement, ...]
 
@@ -271,7 +275,7 @@ def cases(entry, per_entry: int = 3, per_sample: int | None = None) -> Iterator[
             continue
         ways = list(_ways(tensors, rng))
         for mesh, placings in ways if per_sample is None else rng.sample(ways, min(per_sample, len(ways))):
-            yield _case(entry, "", entry.op, arguments, tensors, mesh, placings)
+            yield _case(entry, "", AS_WRITTEN.get(entry.name, entry.op), arguments, tensors, mesh, placings)
         for variant, fn in _variants(entry) if number == 0 else ():
             for mesh, placings in rng.sample(ways, min(3 if per_sample is None else 1, len(ways))):
                 yield _case(entry, variant, fn, arguments, tensors, mesh, placings)

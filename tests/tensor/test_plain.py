@@ -1,11 +1,13 @@
-"""Plain tensors that torch makes inside of its ops meet DTensors, if all ranks have made the same."""
+"""Plain tensors that meet DTensors: the user's are asked about, torch's own are taken if all ranks have the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+import spmd
 from spmd.tensor.dtensor import distribute_tensor
 from tests.tensor.single import S0, S1, SUM, R, agree, on_ranks
 
@@ -13,8 +15,12 @@ OWN = {
     "a causal mask": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
     "ranks of quantiles": lambda x: torch.quantile(x, 0.3, dim=-1, interpolation="midpoint"),
     "lists as indices": lambda x: x[[1, 0], :, [2, 2]],
+    "a list as the index": lambda x: x[[2, 0, 0]],
+    "lists of lists, of bools": lambda x: (x[[[0, 1], [2, 2]], 0], x[[True, False, True]], x[range(2)], x[:, (3, 0)]),
     "counts in Python": lambda x: torch.masked.mean(x, dim=-1),
+    "counts and masks in Python": lambda x: torch.masked.var(x, dim=-1, mask=x > 0, unbiased=True),
     "an identity": lambda x: torch.linalg.matrix_power(x[..., :4], 0),
+    "pairs": lambda x: torch.combinations(x[0, 0], 2),
 }
 
 
@@ -24,28 +30,89 @@ def test_what_torch_makes_itself_is_taken_as_replicated(name):
     agree(OWN[name], [x], [[S0, R]], [[S1, S0]], [[SUM, R]])
 
 
-def test_what_torch_makes_of_a_users_tensor_is_compared():
-    """Each rank's own weights, which torch has reshaped: no number comes of it."""
+def test_writing_at_lists():
+    def write(x):
+        y = x.clone()
+        y[[2, 0], 1] = 5.0
+        y[[True, False, True]] = y[[0, 0]] * 2
+        return y
+
+    agree(write, [torch.randn(3, 4, dtype=torch.float64)], [[S0, R]], [[S1, S0]])
+
+
+def test_offsets_that_torch_fills_in():
+    table, bags = torch.randn(5, 4, dtype=torch.float64), torch.tensor([[0, 2], [3, 3], [1, 0]])
+    agree(lambda w, at: F.embedding_bag(at, w, mode="sum"), [table, bags], [[S0, R]] * 2)
+
+
+MINE = {
+    "by an operator": lambda x, own: x * own,
+    "without a name": lambda x, own: x + own.clone(),
+    "by a function in Python": lambda x, own: F.embedding(own.long(), x),
+    "reshaped on the way": lambda x, own: torch.einsum("ab,b->a", x, own),
+    "a mask for attention": lambda x, own: F.scaled_dot_product_attention(x, x, x, own.expand(4, 4) > 0),
+    "an index": lambda x, own: x[own.long()],
+    "in a list": lambda x, own: torch.cat([x, own[None]]),
+    "in a module": lambda x, own: held(own)(x),
+    "in Python's part of torch": lambda x, own: torch.masked.sum(x, mask=own.expand(4, 4) > 0),
+    "quantiles of them": lambda x, own: torch.quantile(x, own / 10),
+}  # fmt: skip
+
+
+def held(own: torch.Tensor) -> nn.Module:
+    layer = nn.LayerNorm(4, elementwise_affine=False)
+    layer.weight = nn.Parameter(own, requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("name", MINE)
+def test_a_users_own_is_asked_about(name):
+    """Whatever way it comes, and though all ranks have the same; and it is taken where the user says so."""
 
     def rank(mesh):
-        x = distribute_tensor(torch.ones(4, 3, 2), mesh, [S0, R])
-        own = torch.full((3, 2), float(mesh.get_rank()))
-        with pytest.raises(RuntimeError, match="a plain tensor of shape"):
-            torch.einsum("abc,bc->a", x, own)
+        x, own = distribute_tensor(torch.ones(4, 4), mesh, [S0, R]), torch.arange(4.0)
+        with pytest.raises(RuntimeError, match=r"implicit_replication\(\)"):
+            MINE[name](x, own)
+        with spmd.implicit_replication():
+            MINE[name](x, own)
         return True
 
     assert on_ranks(rank) == [True] * 4
 
 
-def test_a_users_own_is_asked_about():
-    """Also on its way through torch's Python code."""
+def test_what_torchs_python_code_draws_is_compared():
+    """svd_lowrank draws a matrix on each rank, of its own numbers: no result comes of that."""
 
     def rank(mesh):
-        x, positions = distribute_tensor(torch.ones(4, 3), mesh, [S0, R]), torch.arange(3)
-        adds, embeds = lambda: x + torch.ones(3), lambda: F.embedding(positions, x)
-        for call in (adds, embeds, lambda: torch.where(positions > 0, x, x)):
-            with pytest.raises(RuntimeError, match=r"implicit_replication\(\)"):
-                call()
+        x = distribute_tensor(torch.ones(6, 4), mesh, [S0, R])
+        drawn = torch.randn
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "randn", lambda *size, **options: drawn(*size, **options) * 0 + mesh.get_rank())
+            with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+                torch.svd_lowrank(x, 2)
+        return True
+
+    assert on_ranks(rank, (1, 2)) == [True] * 2
+
+
+def test_explicit_mode_compares_nothing():
+    def rank(mesh):
+        x = distribute_tensor(torch.ones(4, 4), mesh, [R, R])
+        with spmd.explicit():
+            assert x[[1, 0]].shape == (2, 4)  # of lists nothing has to be asked
+            with pytest.raises(spmd.ImplicitCommunicationError, match="compare it between ranks"):
+                torch.masked.mean(x, dim=-1)
+            with spmd.implicit_replication():
+                torch.masked.mean(x, dim=-1)
         return True
 
     assert on_ranks(rank) == [True] * 4
+
+
+def test_one_element_just_works():
+    def rank(mesh):
+        x = distribute_tensor(torch.ones(4, 4), mesh, [S0, R])
+        total = x * torch.tensor(2.0) + torch.ones(1) + 3 + torch.where(x > 0, torch.tensor(1.0), 0.0)
+        return total.full_tensor().sum().item()
+
+    assert on_ranks(rank) == [16 * 7.0] * 4
