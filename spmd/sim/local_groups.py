@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from spmd import _torch
-from spmd.comm import transport, wait
+from spmd.comm import transport, ungraded, wait
 from spmd.mesh import current_rank, groups
 from spmd.mesh.rank import players
 from spmd.sim.collectives import Collective
@@ -48,6 +48,7 @@ def _launch(method: Callable) -> Callable:
             return getattr(self.traced, method.__name__)(*args, **kwargs)
         if _torch.is_faking(*pytree.tree_leaves(args)):
             return _torch.FakeWork()
+        ungraded.check(method.__name__, args)
         work = method(self, *pytree.tree_map_only(torch.Tensor, wait, args), **kwargs)
         return _torch.FakeWork() if work is None else work
 

@@ -22,7 +22,8 @@ that follows what a rank is given and what it gives back, without knowing the fu
 torch takes a replicated argument's gradient as replicated: right where no rank has work of its own, and silently too
 small where, say, the other argument is sharded. `in_grad_placements` says otherwise, for all arguments, and is read as
 torch reads it: a replicated result's cotangent is given whole, and the gradients lie as they are said to. It is for
-functions whose collectives have gradients of their own, such as Megatron's, or none, such as `dist.all_reduce`.
+functions whose collectives have gradients of their own, such as Megatron's, or none, such as `dist.all_reduce`; without
+it the latter are an error where gradients are wanted.
 
 Left out: gradients of arguments that are Partial("max"), "min" or "product"; compiled steps, which are traced on whole
 tensors and know no blocks.
@@ -40,7 +41,7 @@ from typing import Any
 import torch
 
 from spmd._torch import pytree
-from spmd.comm import transport, wait
+from spmd.comm import transport, ungraded, wait
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.dtensor import DTensor
@@ -104,11 +105,14 @@ def _one_each(placements: Any) -> tuple:
 
 
 class _LocalMap:
-    """A function of blocks, as a function of DTensors. `kinds` remembers the specs of results, by the kind of call."""
+    """A function of blocks, as a function of DTensors.
+
+    `kinds` remembers the specs of results, by the kind of call; `watched` the kinds that were watched differentiating.
+    """
 
     def __init__(self, func, outs, ins, grads, mesh: DeviceMesh | None, moves: bool):
         self.func, self.outs, self.ins, self.grads, self.mesh, self.moves = func, outs, ins, grads, mesh, moves
-        self.kinds = Cache(maxsize=1024)
+        self.kinds, self.watched = Cache(maxsize=1024), Cache(maxsize=1024)
 
     def __repr__(self):
         return f"local_map({getattr(self.func, '__name__', self.func)}, out_placements={self.outs})"
@@ -124,9 +128,21 @@ class _LocalMap:
         placed = [self._placed(i, x) for i, x in enumerate(flat)]
         local = [self._local(i, x) if isinstance(x, DTensor) else x for i, x in enumerate(placed)]
         local_args, local_kwargs = pytree.tree_unflatten(local, tree)
-        out, out_tree = pytree.tree_flatten(self.func(*local_args, **local_kwargs))
         kind = (str(tree), *map(_kind, placed))
+        with self._watching(kind, local):
+            out, out_tree = pytree.tree_flatten(self.func(*local_args, **local_kwargs))
         return pytree.tree_unflatten(self._results(out, mesh, kind), out_tree)
+
+    @contextmanager
+    def _watching(self, kind: tuple, local: list) -> Iterator[None]:
+        """Around the first call of a kind that wants gradients: collectives that have none are errors."""
+        wants = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in local)
+        if self.grads is not None or not wants or kind in self.watched.entries:
+            yield
+            return
+        with ungraded.watched(repr(self)):
+            yield
+        self.watched.get(kind, lambda: True)
 
     # ---- arguments ----------------------------------------------------------------------------
     def _check(self, args: tuple, kwargs: dict, given: list[DTensor], mesh: DeviceMesh) -> None:

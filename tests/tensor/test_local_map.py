@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import spmd
 from spmd import DTensor, LocalTensorMode, distribute_tensor, local_map
@@ -242,6 +243,31 @@ def test_a_gradient_that_nobody_knows():
         return True
 
     assert all(on_ranks(rank))
+
+
+def reduced_in_place():
+    """What torch's in-place collectives leave of a gradient: an error, and not a number."""
+    mesh = mesh_of((2, 2))
+    x, w = distribute_tensor(torch.ones(4, 6), mesh, [S0, S1]), distribute_tensor(torch.ones(6, 3), mesh, [R, S0])
+
+    def summed(x, w):
+        y = x @ w
+        dist.all_reduce(y, group=mesh.get_group("tp"))
+        return y
+
+    mapped = local_map(summed, [S0, R])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"in place on a tensor that wants a gradient.*spmd\.comm"):
+            mapped(x, w.requires_grad_())
+    own = local_map(summed, [S0, R], in_grad_placements=([S0, S1], [SUM, S0]))(x, w)
+    own.sum().backward()
+    return mapped(x, w.detach()).full_tensor(), w.grad.full_tensor()
+
+
+@pytest.mark.parametrize("way", ["simulated", "gloo"])
+def test_collectives_without_a_gradient(way, gloo4):
+    for value, grad in run(way, gloo4, reduced_in_place):
+        assert torch.equal(value, torch.full((4, 3), 6.0)) and torch.equal(grad, torch.full((6, 3), 4.0))
 
 
 def test_sizes_that_depend_on_values():
