@@ -118,25 +118,26 @@ class _LocalMap:
         return f"local_map({getattr(self.func, '__name__', self.func)}, out_placements={self.outs})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        flat, tree = pytree.tree_flatten((args, kwargs))
+        flat, tree = pytree.tree_flatten((args, kwargs) if kwargs else args)
         given = [x for x in flat if isinstance(x, DTensor)]
         if not given:
             _check_not_whole(self, flat)
             return self.func(*args, **kwargs)
         mesh = given[0]._spec.mesh if self.mesh is None else self.mesh
-        self._check(args, kwargs, given, mesh)
+        self._check(len(flat) if not kwargs else len(pytree.tree_leaves(args)), kwargs, given, mesh)
         placed = [self._placed(i, x) for i, x in enumerate(flat)]
         local = [self._local(i, x) if isinstance(x, DTensor) else x for i, x in enumerate(placed)]
-        local_args, local_kwargs = pytree.tree_unflatten(local, tree)
-        kind = (str(tree), *map(_kind, placed))
-        with self._watching(kind, local):
+        local = pytree.tree_unflatten(local, tree)
+        local_args, local_kwargs = local if kwargs else (local, {})
+        kind = (tree, *map(_kind, placed))
+        with self._watching(kind, placed):
             out, out_tree = pytree.tree_flatten(self.func(*local_args, **local_kwargs))
         return pytree.tree_unflatten(self._results(out, mesh, kind), out_tree)
 
     @contextmanager
-    def _watching(self, kind: tuple, local: list) -> Iterator[None]:
+    def _watching(self, kind: tuple, given: list) -> Iterator[None]:
         """Around the first call of a kind that wants gradients: collectives that have none are errors."""
-        wants = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in local)
+        wants = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in given)
         if self.grads is not None or not wants or kind in self.watched.entries:
             yield
             return
@@ -145,12 +146,11 @@ class _LocalMap:
         self.watched.get(kind, lambda: True)
 
     # ---- arguments ----------------------------------------------------------------------------
-    def _check(self, args: tuple, kwargs: dict, given: list[DTensor], mesh: DeviceMesh) -> None:
+    def _check(self, n: int, kwargs: dict, given: list[DTensor], mesh: DeviceMesh) -> None:
         """The arguments are as many as their placements, and lie on one mesh."""
         other = next((x for x in given if x._spec.mesh != mesh), None)
         if other is not None:
             raise ValueError(f"{self}: an argument lies on {other._spec.mesh!r}, the results on {mesh!r}; use one mesh")
-        n = len(pytree.tree_leaves(args))
         for name, said in (("in_placements", self.ins), ("in_grad_placements", self.grads)):
             if said is not None and len(said) != n:
                 raise ValueError(
@@ -170,7 +170,7 @@ class _LocalMap:
             raise ValueError(f"{self}: argument {i} is {what} are given for it; a DTensor needs them, all else None")
         if want is None:
             return x
-        target = spec_of(x._spec.mesh, want, x.shape, x.dtype)
+        target = _target(x._spec, tuple(want))
         if x._spec.lies_as(target):
             return x
         if not self.moves:
@@ -220,10 +220,18 @@ class _LocalMap:
         return [next(wrapped) if isinstance(x, torch.Tensor) else x for x in out]
 
     def _wrapped(self, x: torch.Tensor, spec: Spec) -> DTensor:
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return DTensor(x.view_as(x), spec)
         alike = prod(spec.mesh.shape[a] for a, p in enumerate(spec.placements) if p == REPLICATE)
-        if self.grads is None and alike > 1 and x.requires_grad and torch.is_grad_enabled():
+        if self.grads is None and alike > 1:
             x = _Share.apply(x, alike)
         return DTensor.from_local(x, spec.mesh, spec.placements, shape=spec.shape, stride=spec.stride)
+
+
+@functools.lru_cache(maxsize=1024)
+def _target(spec: Spec, placements: tuple[Placement, ...]) -> Spec:
+    """The spec of the same tensor placed so."""
+    return spec_of(spec.mesh, placements, spec.shape, spec.dtype)
 
 
 class _Share(torch.autograd.Function):
