@@ -193,7 +193,9 @@ def _may_be_lent(op, x) -> bool:
 
 def _as_number(op, x, mesh: DeviceMesh, dtensor: type):
     """A tensor of one element on another mesh; where that has ranks that the tensor's own has not, all compare it."""
-    local = plan(x._spec, replicated(x._spec)).run(block(x))
+    way = plan(x._spec, replicated(x._spec))
+    explicit.check(op, [("x", way)])
+    local = way.run(block(x))
     if not _covers(x._spec.mesh, mesh) and not plain.is_same_everywhere(local, mesh):
         raise ValueError(f"{op}: {x._spec} on {x._spec.mesh!r} is not the same number on all ranks of {mesh!r}")
     return dtensor(local, _whole_spec(mesh, tuple(x.shape), local.stride(), x.dtype))

@@ -112,9 +112,6 @@ def _is_torchs(x: torch.Tensor, mesh: DeviceMesh) -> bool:
     given_none = called is not None and not any(True for _ in _plain_tensors(_given(called)))
     if not (given_none or _torch.in_forward_ad()):
         return False
-    explicit.check_message(
-        "an op on a plain tensor that torch made", "compare it between ranks", "Use spmd.implicit_replication()."
-    )
     return is_same_everywhere(x, mesh)
 
 
@@ -177,6 +174,10 @@ _LISTS = (list, tuple, range)
 
 def is_same_everywhere(x: torch.Tensor, mesh: DeviceMesh) -> bool:
     """Whether all ranks of the mesh have the same tensor. All must ask."""
+    explicit.check_message(
+        f"an op on a tensor of shape {list(x.shape)} from elsewhere", "compare it between ranks",
+        "Take it as replicated with distribute_tensor, or with spmd.implicit_replication() where torch makes it.",
+    )  # fmt: skip
     if isinstance(x, LocalTensor):
         return len({_digest(own) for own in x.local.values()}) == 1
     return len(set(transport().gather_marks(_digest(x), mesh))) == 1

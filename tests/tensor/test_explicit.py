@@ -10,6 +10,7 @@ import torch
 import spmd
 from spmd import ImplicitCommunicationError, LocalTensorMode, Partial, Replicate, Shard
 from spmd.expand.compile import compile as spmd_compile
+from spmd.mesh import DeviceMesh
 from spmd.sim.threads import ThreadWorld
 from spmd.tensor import explicit
 from spmd.tensor.dtensor import DTensor, distribute_tensor
@@ -263,6 +264,20 @@ def test_it_nests_and_can_be_everywhere():
     finally:
         spmd.set_explicit(False)
     assert not explicit.is_on()
+
+
+def test_a_number_of_another_mesh():
+    def rank(mesh):
+        x, other = distribute_tensor(torch.ones(4, 6), mesh, [S0, R]), DeviceMesh("cpu", [0, 1, 2, 3])
+        total = distribute_tensor(torch.ones(8), other, [S0]).sum()
+        assert whole(x * total).sum() == 24 * 8
+        with spmd.explicit():
+            with pytest.raises(ImplicitCommunicationError, match="all_reduce"):
+                x * total
+            x * total.redistribute(placements=[R])
+        return True
+
+    assert all(on_ranks(rank))
 
 
 def test_the_first_draw_asks_for_a_seed():
