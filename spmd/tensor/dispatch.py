@@ -436,7 +436,7 @@ class Way:
             return
         sizes = _torch.argument_index(call.op, self.lowering.sizes) if self.lowering.sizes else -1
         if sizes < len(call.args):
-            local = hot.SAME.get(call.op, call.op)
+            local = hot.SAME.get(call.op) or _torch.direct(call.op)
             outs = self.lowering.outs
             plain = single and not self.views and not in_place and sizes < 0 and not moves
             kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves)

@@ -9,6 +9,7 @@ arguments. What has a twist - draws, writes into what is moved, tensors in keywo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,6 +75,14 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                         return _call(found, [a._local_tensor], NONE, a, dtensor)
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor), found[2][0])
+        if len(args) > 1 and type(args[1]) in _STATIC and type(args[0]) is dtensor:
+            types = tuple(map(type, args))
+            if _is_static_but_first(types):
+                a = args[0]
+                found = seen.entries.get((op, a._spec, types, args[1:]))
+                if found is None or a._copy is not None:
+                    return MISS
+                return _call(found, [a._local_tensor, *args[1:]], NONE, a, dtensor)
     if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
         return run_lists(op, args, kwargs or {}, dtensor)
     key: list[Any] = [op]
@@ -118,6 +127,12 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
         if x._copy is not None:
             return MISS
     return _call(found, local, kwargs or {}, tensors[0], dtensor)
+
+
+@functools.cache
+def _is_static_but_first(types: tuple[type, ...]) -> bool:
+    """Whether arguments of these types, after the first, are what they are and their types: no floats, no lists."""
+    return all(kind in _STATIC for kind in types[1:])
 
 
 def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
@@ -176,6 +191,10 @@ def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: 
 
 def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: Hot, dtensor: type) -> None:
     """Run calls like this one so from now on, if they can be told from others at a glance."""
+    types = tuple(map(type, args))
+    if len(args) > 1 and types[0] is dtensor and not kwargs and _is_static_but_first(types):
+        seen.get((op, args[0]._spec, types, args[1:]), lambda: hot)
+        return
     key: list[Any] = [op]
     tensors: list[Any] = []
     for x in args:
@@ -306,6 +325,9 @@ SAME = {
     torch.ops.aten.sigmoid.default: torch.sigmoid, torch.ops.aten.embedding.default: torch.embedding,
     torch.ops.aten.cat.default: torch.cat, torch.ops.aten.sum.dim_IntList: torch.sum,
     torch.ops.aten.view.default: torch.Tensor.view,
+    torch.ops.aten.sum.default: torch.sum, torch.ops.aten.pow.Tensor_Scalar: torch.pow,
+    torch.ops.aten._softmax.default: torch._softmax,
+    torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
     torch.ops.aten.add_.Tensor: torch.Tensor.add_, torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
 }  # fmt: skip
 """Functions that are the same op as an overload and are called in less time."""
