@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +73,10 @@ def compile(
     return CompiledStep(fn, mesh, params or {}, inputs or {}, bucket_mb)
 
 
+MOST_PROGRAMS = 64
+"""How many programs a compiled step keeps."""
+
+
 class CompiledStep:
     """A function compiled for a mesh; `program` is what the last call ran."""
 
@@ -92,7 +97,7 @@ class CompiledStep:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs made so far; a call with other shapes, or with new optimiser state, makes another."""
+        """All programs kept; a call with other shapes, or with new optimiser state, makes another."""
         return [b.program for bounds in self._bound.values() for b in bounds]
 
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
@@ -107,6 +112,7 @@ class CompiledStep:
         bound = self._find(call) if call else None
         self._agree_to_run(bound, call, error)
         bound = bound or self._build(call)
+        self._bound[call.key] = self._bound.pop(call.key)  # what was used last is forgotten last
         self._last = bound
         _check_explicit(self._what, bound.program)
         return bound.run(call.state, call.placed_state(self.mesh), call.placed_leaves(), call.numbers)
@@ -149,8 +155,22 @@ class CompiledStep:
             error = e
         agree(text, self.mesh, self._what, error)
         bound = _Bound.of(program, captured, self.mesh)
-        self._bound.setdefault(call.key, []).append(bound)
+        self._keep(call.key, bound)
         return bound
+
+    def _keep(self, key: tuple, bound: _Bound) -> None:
+        """Keep a program; of too many forget the one that was used longest ago, which is the same on all ranks."""
+        if sum(map(len, self._bound.values())) >= MOST_PROGRAMS:
+            oldest = next(iter(self._bound))
+            self._bound[oldest].pop(0)
+            if not self._bound[oldest]:
+                del self._bound[oldest]
+            warnings.warn(
+                f"{self._what} is kept in {MOST_PROGRAMS} versions, and the oldest is forgotten. Each shape has one, "
+                "and each value of an argument that is no tensor and no float: pass ints that count as such.",
+                stacklevel=4,
+            )
+        self._bound.setdefault(key, []).append(bound)
 
     def _expanded(self, call: _Call) -> tuple[Captured, Program]:
         captured = capture(self.fn, call.named, self._run_plain, call.state)

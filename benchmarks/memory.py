@@ -1,0 +1,82 @@
+"""Whether memory stays flat: eager ops on DTensors whose shapes keep changing.
+
+    python benchmarks/memory.py                 # a million ops, about an hour
+    python benchmarks/memory.py --short         # 20,000 ops
+
+Two simulated ranks. Each round takes a shape that was not seen for long and runs eight ops on it - arithmetic, a
+product, views, a write, a reduction, a redistribution - and their backward, so that caches fill and have to forget.
+Printed over time: the memory of the process, the DTensors alive, and the entries of all caches (`spmd.debug.caches`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from _table import table
+
+import spmd
+from spmd import DTensor, LocalTensorMode, Replicate, Shard
+
+OPS = 8  # of a round, forward
+ROWS, COLUMNS = 1009, 61  # primes: as many shapes as their product
+
+
+def round_of_ops(i: int, mesh: spmd.DeviceMesh) -> None:
+    """Eight ops forward, and their backward, on the i-th shape."""
+    rows, columns = 2 + i * 37 % ROWS, 2 + i % COLUMNS
+    x = DTensor.from_local(torch.ones(rows, columns), mesh, [Shard(0)]).requires_grad_()
+    y = x * 2.0 + x
+    z = y.t() @ y
+    w = z.redistribute(placements=[Replicate()]).view(-1)
+    w.detach().add_(1.0)
+    w.sum().backward()
+
+
+def samples(ops: int, every: int) -> Iterator[tuple[int, float, int, int]]:
+    """Ops run, MB of the process, DTensors alive and entries of all caches, so often."""
+    for i in range(ops // OPS):
+        if i % (every // OPS) == 0:
+            yield i * OPS, *state()
+            mode = LocalTensorMode(2)  # which remembers what was sent
+            mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        with mode:
+            round_of_ops(i, mesh)
+    yield ops, *state()
+
+
+def state() -> tuple[float, int, int]:
+    gc.collect()
+    alive = sum(type(x) is DTensor for x in gc.get_objects())
+    return resident_mb(), alive, spmd.debug.caches().entries
+
+
+def resident_mb() -> float:
+    """Memory of this process that is in use, in MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", type=int, default=1_000_000)
+    parser.add_argument("--short", action="store_true", help="20,000 ops")
+    args = parser.parse_args()
+    ops = 20_000 if args.short else args.ops
+    rows = []
+    for done, mb, alive, entries in samples(ops, max(OPS, ops // 20)):
+        print(f"{done:>9,} ops  {mb:8.1f} MB  {alive} DTensors  {entries:,} entries", flush=True)
+        rows.append([f"{done:,}", f"{mb:.1f}", str(alive), f"{entries:,}"])
+    print(table(["ops", "MB", "DTensors", "entries"], rows[:: max(1, len(rows) // 10)], left=0))
+    print(spmd.debug.caches())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What is kept in order to be fast is counted and bounded, and nothing but time depends on it."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import spmd
+from spmd import DTensor, LocalTensorMode, Replicate, Shard
+from spmd.debug import caches
+from spmd.expand import compile as compiling
+from spmd.sim import run_ranks
+from spmd.tensor import dispatch, hot
+from spmd.tensor.redistribute import plan
+
+ONE_A_GROUP = {"spmd.mesh.groups._placeholder"}
+"""Unbounded, and not by op: as many as there are groups of ranks."""
+
+
+def test_every_cache_is_counted_and_has_a_bound():
+    """Each that the source has; the unbounded ones are by op, of which there are so many."""
+    found = {cache.name: cache for cache in caches()}
+    for path in sorted(Path(spmd.__file__).parent.rglob("*.py")):
+        module = ".".join(["spmd", *path.relative_to(Path(spmd.__file__).parent).with_suffix("").parts])
+        text = path.read_text()
+        names = re.findall(r"^@functools\.(?:lru_)?cache\b.*\n(?:@.*\n)*def (\w+)", text, re.M)
+        names += re.findall(r"^(\w+) = Cache\(", text, re.M)
+        for name in names:
+            cache = found[f"{module}.{name}"]
+            by_op = module in ("spmd._torch", "spmd.sim.local_tensor") or cache.name in ONE_A_GROUP
+            assert by_op or cache.entries <= cache.most, cache
+    assert f"{dispatch.lowerings.maxsize:,}" in str(caches()) and caches().entries == sum(c.entries for c in caches())
+
+
+def ops(i: int, mesh: spmd.DeviceMesh) -> torch.Tensor:
+    """Of one shape that no other i has; values whose gradient is known."""
+    x = DTensor.from_local(torch.ones(1 + i % 13, 1 + i), mesh, [Shard(0)]).requires_grad_()
+    y = (x * 2.0 + x).redistribute(placements=[Replicate()]).view(-1)
+    y.detach().add_(1.0)
+    (y.sum() * 2.0).backward()
+    return x.grad.full_tensor()
+
+
+def test_caches_forget_and_numbers_stay(monkeypatch):
+    """More shapes than there is room for, again and again: no tensor outlives its round, no cache its bound."""
+    dispatch.forget()
+    plan.forget()
+    for cache in (dispatch.lowerings, hot.seen):
+        monkeypatch.setattr(cache, "maxsize", 25)
+    monkeypatch.setattr(plan, "MOST_PLANS", 25)
+    mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    alive = []
+    for _ in range(2):
+        for i in range(18):
+            with LocalTensorMode(2):
+                assert (ops(i, mesh).reconcile() == 6.0).all()
+        gc.collect()
+        alive.append(sum(type(x) is DTensor for x in gc.get_objects()))
+        assert len(dispatch.lowerings) == len(hot.seen) == 25 and len(plan._plans) == 25
+    assert alive[0] == alive[1]
+    dispatch.forget()
+
+
+@pytest.mark.filterwarnings("ignore:the program of scaled is kept in 3 versions")
+def test_a_compiled_step_keeps_so_many_programs(monkeypatch):
+    """An int that counts makes a program a call; the one used last is kept, and one that was forgotten is made anew."""
+    monkeypatch.setattr(compiling, "MOST_PROGRAMS", 3)
+
+    def scaled(x, times):
+        return x * times
+
+    def rank(rank):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step = spmd.compile(scaled, mesh, inputs={"x": [Shard(0)]})
+        x, found = torch.arange(4.0), []
+        for times in (1, 2, 3, 1, 4, 5, 1, 2):
+            assert torch.equal(step(x, times).full_tensor(), x * times)
+            found.append(len(step.programs))
+        programs = [str(p) for p in step.programs]
+        step(x, 1)
+        return found, programs == [str(p) for p in step.programs]
+
+    for found, again in run_ranks(rank, 2):
+        assert found == [1, 2, 3, 3, 3, 3, 3, 3] and not again  # the last call only put the first program last
