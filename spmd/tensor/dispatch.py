@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -260,7 +261,8 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
         return recipe
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return Whole()
-    return Way.of(call, lower(call, in_place=_torch.writes_first(op)))
+    makes_new = not _torch.written(op) and not _torch.is_view(op) and not call.draws
+    return Way.of(call, lower(call, in_place=_torch.writes_first(op), skips_empty=makes_new))
 
 
 def _special(op) -> Any:
@@ -432,6 +434,8 @@ class Way:
         moves = tuple((at, way) for at, way in zip(self.flat or (), self.lowering.plans, strict=False) if way.steps)
         if (moves and (in_place or self.views)) or self.lowering.gathered or _reads_default_dtype(call, self.lowering):
             return
+        if self.lowering.empties:
+            return
         if not single and type(out) not in (list, tuple):
             return
         sizes = _torch.argument_index(call.op, self.lowering.sizes) if self.lowering.sizes else -1
@@ -464,6 +468,8 @@ class Way:
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
         if self.draws:
             return random.draw(call.op, args[0], args[1:], kwargs, self.lowering.outs[0]), None
+        if self.lowering.empties:
+            return _unless_empty(call.op, args, kwargs, self.lowering.outs), None
         if call.op in BITS:  # the global tensor has no bit that says so
             out = call.op(*args, **kwargs).resolve_conj().resolve_neg()
             return out, out
@@ -521,6 +527,17 @@ def _reads_default_dtype(call: Eager, lowering: Lowering) -> bool:
 
 def _is_whole(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
+
+
+@per_rank
+def _unless_empty(op, args: Sequence, kwargs: dict[str, Any], outs: Sequence[Spec]) -> Any:
+    """What the op gives; on a rank whose results are empty, those, for the op refuses empty operands."""
+    shapes = [spec.local_shape_here() for spec in outs]
+    if any(map(prod, shapes)):
+        return op(*args, **kwargs)
+    like = _tensors(tuple(args), kwargs)[0]
+    empty = [like.new_empty(shape, dtype=spec.dtype) for shape, spec in zip(shapes, outs, strict=True)]
+    return tuple(empty) if len(empty) > 1 else empty[0]
 
 
 def _places(call: Call) -> tuple[int, ...] | None:

@@ -19,7 +19,7 @@ the number of moves, made and owed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, lcm, prod
 from typing import NamedTuple
 
@@ -42,13 +42,15 @@ class Lowering:
 
     plans: how each operand gets to its target, in the order of `Call.tensors`. outs: the specs of the results, None
     where the op returns no tensor. sizes: the name of the argument to replace by the local size of the first result.
-    gathered: no row but the replicated one was known, so the op runs on whole tensors on every rank.
+    gathered: no row but the replicated one was known, so the op runs on whole tensors on every rank. empties: the op
+    refuses an empty block, and some rank has one: there its results are empty, and the op is not called.
     """
 
     plans: tuple[Plan, ...]
     outs: tuple[Spec | None, ...]
     sizes: str | None = None
     gathered: bool = False
+    empties: bool = False
 
     @property
     def modelled_us(self) -> float:
@@ -64,9 +66,10 @@ class Lowering:
         return f"({ins}) -> {', '.join(map(str, self.outs))}"
 
 
-def lower(call: Call, in_place: bool = False) -> Lowering:
+def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowering:
     """The cheapest right way to run a call. With `in_place` the first operand stays as it lies, where a row allows.
 
+    With `skips_empty` a rank without a block need not call an op that refuses an empty one, see `Lowering.empties`.
     Raises NotImplementedError for an op that looks at memory and not at a tensor.
     """
     if call.name in READS_STORAGE:
@@ -75,12 +78,20 @@ def lower(call: Call, in_place: bool = False) -> Lowering:
             "reshape, transpose, unfold or slicing"
         )
     rule = rule_of(call) or _whole(call)
+    skipped = frozenset(f for f in rule.nonempty if _is_free(rule, f)) if skips_empty else frozenset()
+    rule = replace(rule, nonempty=rule.nonempty - skipped) if skipped else rule
     choice = _cheapest_rows(call, rule, in_place)
     ins = tuple(_operand(call, rule, choice, i) for i in range(len(call.tensors)))
     outs = tuple(_result(call, rule, choice, ins, j) for j in range(len(call.outs)))
     plans = tuple(plan(spec, target) for spec, target in zip(call.tensors, ins, strict=True))
     sharded = any(not s.is_replicated for s in call.tensors)
-    return Lowering(plans, outs, rule.sizes, gathered=sharded and len(rows(rule)) == 1)
+    empties = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
+    return Lowering(plans, outs, rule.sizes, gathered=sharded and len(rows(rule)) == 1, empties=empties)
+
+
+def _is_free(rule: Rule, factor: Hashable) -> bool:
+    """Whether every result has a dim of the factor, so that of an empty block there are empty results."""
+    return all(dims is not None and any(f and f.name == factor for f in dims) for dims in rule.outs)
 
 
 def _whole(call: Call) -> Rule:

@@ -106,7 +106,8 @@ def algebra():
     yield s("copy", f(4, 5), f(5))
     yield s("copy", f(4, 5), i(4, 5))
     yield s("copy", i(4, 5), f(4, 5))
-    for name in ("conj_physical", "_conj_physical"):
+    yield s("_neg_view", f(4, 5))
+    for name in ("conj_physical", "_conj_physical", "_conj"):
         yield s(name, f(4, 5, dtype=torch.complex64))
     for name in ("deg2rad", "rad2deg"):
         yield s(name, f(4, 5))

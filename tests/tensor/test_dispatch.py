@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spmd import DTensor, distribute_tensor, implicit_replication
+import spmd
+from spmd import DTensor, debug, distribute_tensor, implicit_replication
 from spmd.sim import ThreadWorld
 from spmd.tensor import hot
 from spmd.tensor.cache import Cache, frozen
@@ -675,3 +676,30 @@ def test_a_kept_lowering_holds_no_tensor():
     on_ranks(rank)
     flat = str([key for key in lowerings.entries])
     assert "tensor(" not in flat and "Spec(f32[4@dp, 4]" in flat and Spec.__name__ in flat
+
+
+# ---- ranks without a block --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.max_pool2d(x, 2), lambda x: F.avg_pool2d(x, 2), lambda x: F.interpolate(x, scale_factor=2.0),
+        lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), lambda x: torch.fft.rfft(x, dim=3).abs(),
+        lambda x: F.adaptive_max_pool2d(x, 2, return_indices=True),
+    ],
+    ids=["max_pool", "avg_pool", "interpolate", "pad", "fft", "adaptive"],
+)  # fmt: skip
+def test_a_rank_without_images_makes_empty_results(fn):
+    """The kernels refuse a batch of none; five images on four ranks are 2, 2, 1 and 0, and stay where they are."""
+    debug.fallbacks.clear()
+    x = smooth(5, 3, 4, 4).requires_grad_()
+    agree(fn, [x], [[S0]], [[S1]], mesh_shape=(4,))
+
+    def rank(mesh):
+        with spmd.explicit():
+            out = fn(placed(mesh, x.detach(), [S0]))
+        return (out[0] if isinstance(out, tuple) else out).placements
+
+    assert on_ranks(rank, (4,)) == [(S0,)] * 4
+    assert not debug.fallbacks()

@@ -160,7 +160,7 @@ elementwise(BILINEAR + SCALING, "native_dropout_backward")
 elementwise(MOVES, "clone alias detach lift_fresh positive _to_copy")
 elementwise(MOVES_SECOND, "copy")
 elementwise(SCALING + FALLING, "neg")
-elementwise(SCALING, "conj_physical _conj_physical deg2rad rad2deg")
+elementwise(SCALING, "conj_physical _conj_physical _conj _neg_view deg2rad rad2deg")
 elementwise(RISING, """exp exp2 expm1 relu relu6 sigmoid tanh sinh asinh atan erf ceil floor round trunc
                        hardtanh hardsigmoid hardshrink""")  # not sign, nan_to_num: of NaN they make a number
 elementwise(CLAMPED, "clamp clamp_min clamp_max")
