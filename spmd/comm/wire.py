@@ -88,10 +88,15 @@ def from_reals(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def as_rows_of_bytes(x: torch.Tensor) -> torch.Tensor:
     """[rows, ...] -> uint8 [rows, bytes of a row]."""
+    return as_bytes(x).reshape(x.shape[0], prod(x.shape[1:]) * x.itemsize)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Any tensor -> uint8 [bytes]."""
     flat = x.resolve_conj().contiguous().reshape(-1)
     if flat.stride(0) != 1:  # which a single element may have, and is contiguous all the same
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return flat.view(torch.uint8).reshape(x.shape[0], prod(x.shape[1:]) * x.itemsize)
+    return flat.view(torch.uint8)
 
 
 def from_rows_of_bytes(y: torch.Tensor, dtype: torch.dtype, row: tuple[int, ...]) -> torch.Tensor:

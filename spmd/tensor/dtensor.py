@@ -87,8 +87,11 @@ class DTensor(torch.Tensor):
 
     @property
     def data(self) -> DTensor:
-        """The same tensor without its history. Assigning another one makes this show its memory, whatever its shape."""
-        return self.detach()
+        """The same tensor without its history, of whose writes autograd does not know.
+
+        Assigning another one makes this show its memory, whatever its shape.
+        """
+        return torch.Tensor.data.__get__(self)
 
     @data.setter
     def data(self, other: DTensor) -> None:

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from spmd import _torch
-from spmd.comm import transport
+from spmd.comm import transport, wire
 from spmd.mesh import DeviceMesh
 from spmd.sim import LocalTensor
 from spmd.sim.exchange import is_library
@@ -184,5 +184,5 @@ def is_same_everywhere(x: torch.Tensor, mesh: DeviceMesh) -> bool:
 
 
 def _digest(x: torch.Tensor) -> bytes:
-    flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    flat = wire.as_bytes(x.detach().cpu())
     return hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode() + flat.numpy().tobytes()).digest()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spmd import Shard
 from tests.tensor.fuzz import Given, Program, differences, fails_like, shrink, write
-from tests.tensor.single import MAX, S0, SUM, R
+from tests.tensor.single import MAX, S0, S1, SUM, R
 
 CASES = 100
 
@@ -68,6 +68,15 @@ FOUND = {
          "e = a.mT.logsumexp(-1)"),
     ),
     "images without channels": Program((2,), (a(0, 4, on=[R]),), ("b = F.conv1d(a[None], a[None])",)),
+    "writes through .data, which autograd is not to see": Program(
+        (2,), (a(4, 3, on=[S0], grad=True),),
+        ("b = a * 1", "c = (b * b).sum()", "b.data.mul_(2)", "b.data[1:].add_(1)", "c.backward()",
+         "d = a.chunk(2)[0]", "a.data.zero_()", "e = d * 1"),
+    ),
+    "blocks of one complex number": Program(
+        (2, 2), (a(1, 6, 6, on=[S1, S1], dtype="complex128"),),
+        ("b = a[..., 0]", "b[..., 1:] = 2", "c = a[:, 0, 0] * 1"),
+    ),
     "one dim squeezed twice": Program((2,), (a(1, 4, on=[R]),), ("b = a.squeeze((0, -2))", "c = a.squeeze((0, 1))")),
     "a view copied in turn by deepcopy": Program(
         (2,), (a(4, 3, on=[S0]),),

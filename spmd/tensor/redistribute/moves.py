@@ -493,8 +493,10 @@ def wire_items(dtype: torch.dtype) -> int:
 
 def to_wire(flat, dtype: torch.dtype):
     """A row as it is sent where nothing is computed on the way: as bytes, where a backend does not know the dtype."""
-    flat = flat.contiguous()
-    return flat.view(torch.uint8) if dtype in wire.BYTES_ONLY else flat
+    if dtype not in wire.BYTES_ONLY:
+        return flat.contiguous()
+    # Not `contiguous`, which leaves a single element any stride, as no view of bytes may have.
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def from_wire(y, dtype: torch.dtype):
