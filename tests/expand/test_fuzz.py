@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.tensor.fuzz import compiled_differences, fails_like, graph_of, shrink, write
 
-CASES = 25
+CASES = 20
 
 
 def test_random_programs_compiled(record_property):

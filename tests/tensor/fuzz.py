@@ -266,7 +266,7 @@ def differences(program: Program, warm: bool = True) -> list[str]:
 # ---- compiled ---------------------------------------------------------------------------------
 
 DECIDES = re.compile(
-    r"copy\.|func\.|register_hook|item\(\)|tolist|bool\(\(|nonzero\(\)|unique|masked_select|torch.equal|bincount|histc|isin|detach_"
+    r"copy\.|func\.|item\(\)|tolist|bool\(\(|nonzero\(\)|unique|masked_select|torch.equal|bincount|histc|isin|detach_"
     r"|\[\(\w+ != 1\)\]|\[t?\w+\]|requires_grad_|autograd|backward"
 )
 """Steps whose shapes or ways are in the data, which no graph has, or that make an argument want a gradient."""
@@ -460,7 +460,7 @@ WRITES = """{x}{v}.add_({y}); {x}{v}.mul_({s}); {x}{v}.sub_({s}); {x}{v}.zero_()
     torch.sum({x}, {d}, out={z}); {x}.t_(); {x}.unsqueeze_({d}); torch._foreach_add_([{x}, {z}], [{y}, {y}]);
     torch._foreach_mul_([{x}, {z}], 2); torch._foreach_zero_([{x}]);
     {n} = torch._foreach_mul([{x}, {z}], [2.0, 0.5])[0]; torch._foreach_copy_([{x}, {z}], [{y}, {z}]);
-    {x}{v}.add_({x}{v}); {x}.transpose_(0, {d}); {x}.squeeze_(); {x}.detach_(); torch.cat([{x}, {x}], out={z});
+    {x}{v}.add_({x}{v}); {x}.transpose_(0, {d}); {x}.squeeze_(); torch.cat([{x}, {x}], out={z});
     {x}{v}.index_add_({d}, torch.tensor([0]), {z}); {x}{v}.scatter_({d}, {z}.long() * 0, 3);
     {x}{v}.index_copy_({d}, torch.tensor([0]), {z}); {x}[{c}][{c}] = {s}; {x}[{c}][{c}] *= 2;
      {x}.data = {x}.data * 2; {x}{v}.addcmul_({y}, {y}); {x}{v}.cumsum_(0);
@@ -469,7 +469,8 @@ WRITES = """{x}{v}.add_({y}); {x}{v}.mul_({s}); {x}{v}.sub_({s}); {x}{v}.zero_()
     torch._foreach_add_([{x}{v}, {z}], 1); torch._foreach_mul_([{x}, {z}{v}], [2, 3]);
     torch._foreach_sub_([{x}], [{x}], alpha=2); {x}{v}.swapdims_(0, -1); {x}{v}.bernoulli_(0.0)"""
 
-WRITES_SMOOTH = """{x}{v}.exp_(); {x}{v}.lerp_({y}, 0.3); {x}{v}.div_(3); {x}{v}.sigmoid_(); {x}.addmm_({x}, {x});
+WRITES_SMOOTH = """{x}{v}.exp_(); {x}{v}.lerp_({y}, 0.3); {x}{v}.div_(3); {x}{v}.sigmoid_();
+    {x}.addmm_({x} * 1, {x} * 1);
     torch._foreach_lerp_([{x}], [{y}], 0.3); torch._foreach_addcdiv_([{x}], [{y}], [{z}.abs() + 1]);
     {x}{v}.tanh_()"""
 
@@ -482,7 +483,7 @@ GRADS = """{n} = {x}.detach(); {n} = {x}.detach().requires_grad_(); ({x} * weigh
     ({x}{v} * weights({x}{v})).sum().backward(); ({x} * {x} * weights({x})).sum().backward();
     {n} = torch.func.grad(lambda u: (u * u * u).sum())({x}.detach());
     {n} = torch.func.vmap(lambda u: u * 2)({x});
-    {n} = torch.func.jvp(lambda u: u * u, ({x}.detach(),), ({x}.detach(),))[1]; {x}.register_hook(lambda g: g * 2)"""
+    {n} = torch.func.jvp(lambda u: u * u, ({x}.detach(),), ({x}.detach(),))[1]"""
 
 
 VIEWS = """[1:]; [:, :2]; [0]; [..., 0]; [::2]; [..., 1:]; .t(); .mT; .unsqueeze(0); .view(-1); .flatten(); [-1];

@@ -15,7 +15,7 @@ from spmd import Shard
 from tests.tensor.fuzz import Given, Program, differences, fails_like, shrink, write
 from tests.tensor.single import MAX, S0, S1, SUM, R
 
-CASES = 100
+CASES = 80
 
 
 def a(*shape: int, on, dtype="float64", name="a", **options) -> Given:
