@@ -331,6 +331,7 @@ REFUSED = {
     "mutated that has internal overlap": "in a graph: torch refuses writes into views whose elements share memory",
     "lshift: Expected input tensor to have an integral dtype": "torch infers no shape of bools here",
     "decides by a value in a tensor": "in a graph: there is one way through it",
+    "the size of its result is in the values": "in a graph: sizes are known",
 }
 """What may be refused that one device does, with the reason. The program is not compared further."""
 
