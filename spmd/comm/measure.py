@@ -110,6 +110,11 @@ def calibrate(
             f"calibrate: a mesh of {mesh.size()} ranks in a job of {dist.get_world_size()}; give a mesh of all ranks, "
             "of two or more"
         )
+    if "cpu:" not in dist.get_backend_config():
+        raise ValueError(
+            f"calibrate: the backend is {dist.get_backend_config()}, and ranks meet on the CPU before each call; join "
+            'with init_process_group("cpu:gloo,cuda:nccl")'
+        )
     topology = MeshTopoInfo.from_mesh(mesh, machine=replace(PRESETS["textbook"], nics_per_host=nics_per_host))
     timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes)
     sizes = {kind: timer.sizes(kind) for kind in _kinds(topology)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from workers import Pool
 
 import spmd
@@ -18,8 +19,10 @@ def calibrated(rank: int) -> Calibration:
     return calibrate(spmd.init_device_mesh("cpu", (2, 2)), name="here", most_bytes=1 << 10, rounds=2)
 
 
-def refused(rank: int) -> None:
-    calibrate(spmd.init_device_mesh("cpu", (2,)))
+def refused(rank: int, sizes: tuple[int, ...], backends: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda: backends)
+        calibrate(spmd.init_device_mesh("cpu", sizes))
 
 
 def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
@@ -46,6 +49,11 @@ def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
             assert cost(point.nbytes, *rest) == pytest.approx(point.predicted)
 
 
-def test_a_part_of_the_job_is_refused(gloo4: Pool) -> None:
-    with pytest.raises(ValueError, match="a mesh of 2 ranks in a job of 4"):
-        gloo4.run(refused)
+@pytest.mark.parametrize(
+    "sizes, backends, message",
+    [((2,), "cpu:gloo", "a mesh of 2 ranks in a job of 4"), ((4,), "cuda:nccl", r'init_process_group\("cpu:gloo,')],
+    ids=["a part of the job", "no backend for the CPU"],
+)
+def test_what_cannot_be_calibrated_is_said(gloo4: Pool, sizes: tuple[int, ...], backends: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gloo4.run(refused, sizes, backends)
