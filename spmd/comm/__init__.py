@@ -9,7 +9,7 @@ Code above that seam cannot tell which one it runs on.
 from __future__ import annotations
 
 from spmd.comm.agree import agree
-from spmd.comm.async_tensor import AsyncTensor, wait
+from spmd.comm.async_tensor import AsyncTensor, unless_written, wait
 from spmd.comm.check import check_metadata, checked
 from spmd.comm.comm_tensor import CommTensor, comm_tensors
 from spmd.comm.functional import (
@@ -33,5 +33,5 @@ __all__ = [
     "all_gather_into_tensor_coalesced", "all_gather_tensor", "all_reduce", "all_reduce_coalesced",
     "all_to_all_single", "broadcast", "check_metadata", "checked", "comm_tensors", "members", "mesh_broadcast",
     "mesh_scatter", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",
-    "shard_dim_alltoall", "transport", "use_groups", "use_transport", "wait",
+    "shard_dim_alltoall", "transport", "unless_written", "use_groups", "use_transport", "wait",
 ]  # fmt: skip

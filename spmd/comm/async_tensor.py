@@ -24,6 +24,9 @@ from spmd import _torch
 pytree = _torch.pytree
 
 
+Receive = Callable[[torch.Tensor], torch.Tensor]
+
+
 class AsyncTensor(torch.Tensor):
     """A tensor that is on its way; made by the functional collectives."""
 
@@ -127,6 +130,26 @@ def _arrived(x: AsyncTensor) -> torch.Tensor:
             x._value = x._receive(x._sent)
         x._sent = x._receive = None  # what was sent may be freed
     return x._value
+
+
+def unless_written(sent: torch.Tensor, receive: Receive, reader: str) -> Receive:
+    """`receive`, and an error where somebody has meanwhile written into what is sent: the old values or the new ones
+    may have gone out. `reader`: what sends it, and reads it until it has arrived.
+    """
+    if sent.is_inference():  # which nobody counts the writes of
+        return receive
+    version = sent._version  # shared by all views of its memory
+
+    def checked(raw: torch.Tensor) -> torch.Tensor:
+        y = receive(raw)
+        if sent._version != version:
+            raise RuntimeError(
+                f"the input of {reader} was written to while it was on its way, so what the other ranks got is either "
+                "the old or the new values. Wait for the result before the write, or give a clone: x.clone()."
+            )
+        return y
+
+    return checked
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:

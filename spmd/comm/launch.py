@@ -13,13 +13,11 @@ import torch
 
 from spmd import _torch
 from spmd.comm import parcel as p
-from spmd.comm.async_tensor import AsyncTensor, wait
+from spmd.comm.async_tensor import AsyncTensor, unless_written, wait
 from spmd.comm.check import check_call, check_splits, checked, checking
 from spmd.comm.group import Members
 from spmd.comm.transport import C10dTransport, Transport, transport
 from spmd.mesh.rank import players
-
-Receive = Callable[[torch.Tensor], torch.Tensor]
 
 _OPS = C10dTransport()
 
@@ -157,22 +155,6 @@ def _result(raw: torch.Tensor, parcel: p.Parcel, by: Transport, reader: str = ""
         y = by.wait_tensor(raw)
         return opened(y) if opened is not None else y
     receive = by.wait_tensor if opened is None else lambda sent: opened(by.wait_tensor(sent))
-    if reader and not parcel.sent.is_inference():
-        receive = _unless_written(parcel.sent, receive, reader)
+    if reader:
+        receive = unless_written(parcel.sent, receive, reader)
     return AsyncTensor(raw, parcel.shape, parcel.dtype, receive)
-
-
-def _unless_written(sent: torch.Tensor, receive: Receive, reader: str) -> Receive:
-    """The same, and an error where somebody has written into what is sent: it may have gone out before or after."""
-    version = sent._version  # shared by all views of its memory
-
-    def checked(raw: torch.Tensor) -> torch.Tensor:
-        y = receive(raw)
-        if sent._version != version:
-            raise RuntimeError(
-                f"the input of {reader} was written to while it was on its way, so what the other ranks got is either "
-                "the old or the new values. Wait for the result before the write, or give a clone: x.clone()."
-            )
-        return y
-
-    return checked

@@ -158,7 +158,8 @@ class DTensor(torch.Tensor):
 
         Where it lies so already the result is a view; otherwise a new tensor. order: for a dim that several axes shard
         these axes, the outermost first, {0: ("tp", "dp")}; that of the mesh where it is not said. async_op: return
-        before the last move is done; what reads the result waits for it. forward_dtype: convert to it before anything
+        before the last move is done; what reads the result waits for it, and until then nobody may write into this
+        tensor, which would be an error. forward_dtype: convert to it before anything
         is sent, and give the result in it; backward_dtype: the same for gradients, which come out in the tensor's own
         dtype.
         """
@@ -534,11 +535,11 @@ class _ToLocal(torch.autograd.Function):
 
 def _moved(x: DTensor, target: Spec, async_op: bool = False, in_rank_order: bool = False) -> DTensor:
     """x lying otherwise, in the target's dtype; with memory of its own for its history."""
-    local, spec = block(x), x._spec
+    local, spec, shown_by = block(x), x._spec, [x]
     if spec.dtype is not target.dtype:
-        local, spec = local.to(target.dtype), spec.with_tensor(spec.shape, target.dtype)
+        local, spec, shown_by = local.to(target.dtype), spec.with_tensor(spec.shape, target.dtype), []
     way = plan(spec, target, math.inf, in_rank_order)
-    moved = way.launch(local) if async_op else way.run(local)
+    moved = way.launch(local, *shown_by) if async_op else way.run(local)
     return DTensor(moved.view_as(moved) if moved is x._local_tensor else moved, target)
 
 

@@ -304,6 +304,21 @@ def test_redistribute_makes_the_plan():
                     ("all_gather_into_tensor", 48)]  # fmt: skip
 
 
+def test_what_is_on_its_way_must_not_be_written_to():
+    """Some ranks would get the old values and some the new ones; after the wait it may be."""
+
+    def rank(mesh):
+        x = distribute_tensor(torch.arange(8.0), mesh, [S0, S0], src_data_rank=None)
+        early, late = (x.redistribute(placements=[R, R], async_op=True) for _ in range(2))
+        found = (early + 0).to_local().tolist()
+        x.zero_()
+        with pytest.raises(RuntimeError, match="the input of all_gather was written to while it was on its way"):
+            late + 0
+        return found
+
+    assert on_ranks(rank) == [torch.arange(8.0).tolist()] * 4
+
+
 def test_a_sum_may_be_sent_in_fewer_bits_but_never_as_integers():
     """What is reduced in another kind of number is another number."""
 

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from spmd import _torch
-from spmd.comm import AsyncTensor, Transport, transport
+from spmd.comm import AsyncTensor, Transport, transport, unless_written
 from spmd.mesh import DeviceMesh, Machine, MeshTopoInfo
 from spmd.mesh.rank import players
 from spmd.tensor.placement import Partial, Placement
@@ -111,14 +111,21 @@ class Step:
             made.append(self)
         return transport().step(self._start_here, self._finish_here, local)
 
-    def launched(self, local) -> AsyncTensor:
-        """The move under way: the block after it, which waits for itself when it is read."""
+    def launched(self, local, *shown_by) -> AsyncTensor:
+        """The move under way: the block after it, which waits for itself when it is read. shown_by: whose block it is,
+        through which it could be written to as well."""
         if (made := _made.get()) is not None:
             made.append(self)
         at, by = self.before.mesh.get_coordinate(), transport()
         with torch.no_grad():
             sent = self.start(local, at, by)
-        return AsyncTensor(sent, self.after.local_shape(at), self.after.dtype, lambda y: self.finish(y, at, by))
+
+        def receive(y):
+            return self.finish(y, at, by)
+
+        for each in (local, *shown_by) if self.kind != "all_reduce" else ():  # which takes a copy first
+            receive = unless_written(each, receive, self.kind)
+        return AsyncTensor(sent, self.after.local_shape(at), self.after.dtype, receive)
 
     def _start_here(self, local):
         return self.start(local, self.before.mesh.get_coordinate(), transport())
@@ -169,14 +176,14 @@ class Plan:
             local = step(local)
         return local
 
-    def launch(self, local):
+    def launch(self, local, *shown_by):
         """The same, without waiting for the last move if it sends: what comes is an AsyncTensor then."""
         if not self.steps or not self.steps[-1].sends or players() is not None or _torch.is_tracing(local):
             return self.run(local)
         *first, last = self.steps
         for step in first:
             local = step(local)
-        return last.launched(local)
+        return last.launched(local, *(shown_by if not first else ()))
 
     def __str__(self):
         lines = [f"{self.src} -> {self.dst}"]
