@@ -164,9 +164,9 @@ TOPOLOGIES = {"one host": init_device_mesh, "two hosts": lambda _, shape: two_ho
 @pytest.mark.parametrize("where", TOPOLOGIES)
 @pytest.mark.parametrize("shape", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
 def test_plans_are_as_cheap_as_brute_force(shape, where):
-    """Large and small, even and not."""
+    """Large and small, even and not, and where blocks are empty."""
     mesh = TOPOLOGIES[where]("cpu", shape)
-    for tensor in [(4096, 4096), (16, 8), (37, 5)]:
+    for tensor in [(4096, 4096), (16, 8), (37, 5), (3, 1)]:
         pairs = every_pair(mesh, tensor)
         for src, dst in pairs[:: max(1, len(pairs) // (8 if mesh.ndim == 3 else 40))]:
             spent = sum(int(step.cost * 1e6) for step in plan(src, dst).steps)

@@ -34,6 +34,9 @@ class _Search:
     def __init__(self, space: Space, max_bytes: float) -> None:
         self.space, self.max_bytes = space, max_bytes
         self.latency, self.ps_per_byte = fastest(space.topology, space.movable)
+        ranks = prod([space.mesh_shape[a] for a in space.movable])
+        # Empty blocks may be got for nothing, before a send or after it.
+        self.has_empty = any(size < ranks for size in space.sizes)
         self.best = inf  # of the plans that were found, the least time
         self._owed: dict[State, int] = {}
 
@@ -69,6 +72,8 @@ class _Search:
             if way is not None:
                 yield way
         yield from space.slices(s)
+        if self.has_empty:
+            yield from (way for way in space.exchanges(s, lambda t: True) if not way.ps)
         if last > self.best:
             return
         yield from space.reductions(s)
@@ -76,7 +81,7 @@ class _Search:
         yield from space.scatters(s, space.reaches_goal)
         if space.made:
             yield from space.exchanges(s, space.reaches_goal)
-        if last + self.latency <= self.best:
+        if last + (0 if self.has_empty else self.latency) <= self.best:
             yield from space.scatters(s, lambda t: not space.reaches_goal(t))
             yield from space.exchanges(s, lambda t: not space.reaches_goal(t))
 
