@@ -236,6 +236,17 @@ class DTensor(torch.Tensor):
         """An error: no rank holds all of it."""
         raise TypeError("numpy: a DTensor is spread over ranks; use full_tensor().numpy(), or to_local().numpy()")
 
+    # ---- memory -------------------------------------------------------------------------------
+    # torch would ask for the memory of the whole tensor, which no rank has.
+    def share_memory_(self) -> DTensor:
+        """Let other processes see this rank's block."""
+        block(self).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether other processes can see this rank's block."""
+        return self._local_tensor.is_shared()
+
     # ---- plain tensors ------------------------------------------------------------------------
     # torch reads off the first dispatch key what kind of tensor to make, and that of DTensors names none.
     def new_tensor(self, data: Any, **kwargs: Any) -> torch.Tensor:

@@ -399,6 +399,18 @@ def test_copies_are_equal_and_apart(name):
         assert torch.equal(full, numbers(5, 3)) and one_spec and wants and parameter
 
 
+def test_memory_that_is_shared_is_the_blocks():
+    """Of a tensor and of a module; torch would crash on the memory of the whole."""
+
+    def rank(mesh):
+        x = distribute_tensor(numbers(5, 3), mesh, [S0, S1])
+        model = linear(mesh, nn.Linear(3, 4).double()).share_memory()
+        before = x.is_shared()
+        return before, x.share_memory_() is x, x.is_shared() and x.to_local().is_shared(), model.weight.is_shared()
+
+    assert on_ranks(rank) == [(False, True, True, True)] * 4
+
+
 def linear(mesh: object, module: nn.Linear) -> nn.Linear:
     """A linear layer with its rows over tp."""
     for name, p in list(module.named_parameters()):
