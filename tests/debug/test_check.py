@@ -138,7 +138,7 @@ def activated(x, w):
 
 
 def weighted(x, y):
-    p = torch.softmax(x, -1)
+    p = torch.cumsum(x, -1)
     return p * y
 
 
@@ -183,8 +183,9 @@ def slice_off_by_one(fault):
     fault.setattr(Slice, "start", lambda self, x, at: right(self, x.roll(1, 0), at))
 
 
-def softmax_backward_by_element(fault):
-    fault.setitem(book, "_softmax_backward_data", pointwise)
+def flip_by_blocks(fault):
+    """The gradient of cumsum flips, and nothing before it does."""
+    fault.setitem(book, "flip", pointwise)
 
 
 def shards_are_taken_as_whole(fault):
@@ -218,13 +219,13 @@ FAULTS = {
         reduce_left_out, activated, XW, "value", "aten.relu.default", of(activated, "relu"), ["all_reduce(tp)"]
     ),
     "a gather in reverse": (
-        gather_in_reverse, weighted, XY, "value", "aten._softmax.default", of(weighted, "softmax"),
+        gather_in_reverse, weighted, XY, "value", "aten.cumsum.default", of(weighted, "cumsum"),
         ["all_gather(tp, 0)"],
     ),
     "a slice off by one": (slice_off_by_one, turned, X, "value", "distribute_tensor of x", "", []),
     "a wrong gradient": (
-        softmax_backward_by_element, weighted, XY, "value", "aten._softmax_backward_data.default",
-        f"the backward of {of(weighted, 'softmax')}", ["f32[6@tp]"],
+        flip_by_blocks, weighted, XY, "value", "aten.flip.default",
+        f"the backward of {of(weighted, 'cumsum')}", ["f32[6@tp]"],
     ),
     "a spec that lies": (
         shards_are_taken_as_whole, turned, X, "shape", "aten.t.default", of(turned, ".t()"),
