@@ -41,7 +41,9 @@ from tests.tensor.single import mesh_of, weights
 
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (2, 1, 2))
 DTYPES = ("float64",) * 6 + ("float32",) * 2 + ("int64",) * 3 + ("bool", "int32", "bfloat16", "complex128", "uint8")
-TOLERANCE = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.bfloat16: 5e-2}
+TOLERANCE = {
+    torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.complex64: 2e-3, torch.bfloat16: 5e-2,
+}  # fmt: skip
 MAGNITUDE = 1e3
 """Rough values stay below it, so that what they lose where they cancel stays below the tolerance."""
 
