@@ -199,6 +199,13 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
     avoid_device_init = False
 
 
+def forgetful_fakes() -> FakeTensorMode:
+    """A mode that keeps nothing of what it finds: torch's cache of shapes has no bound."""
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    return mode
+
+
 # Python functionalisation, the way AOTAutograd does it: in-place writes and views under autograd become new values.
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode

@@ -19,7 +19,7 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
     if torch.Tag.pointwise in op.tags and "device" not in kwargs:  # C++ has all that there is to say
         out = _on(op, args, kwargs, torch.device("meta"))
     else:
-        with _torch.FakeTensorMode(), _torch.quiet_fakes():
+        with _torch.forgetful_fakes(), _torch.quiet_fakes():
             out = _on(op, args, kwargs, device)
     leaves = pytree.tree_leaves(out)
     other = [t.layout for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
