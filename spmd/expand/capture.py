@@ -274,6 +274,7 @@ class _Normal(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         if Call(op, args, kwargs, ()).draws:
             _check_draw(op, kwargs)
+        _check_written(op, args)
         out = self.table.get(op, op)(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
@@ -294,6 +295,20 @@ def _check_draw(op, kwargs: dict[str, Any]) -> None:
         why = "draws in its kernel, which is not supported in a compiled step; use uniform_, normal_ or dropout"
     if why is not None:
         raise NotImplementedError(f"{op}: {why}{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}")
+
+
+def _check_written(op, args: tuple) -> None:
+    """Refuse what functionalisation gets wrong: a write into memory that stands for several elements."""
+    for i in _torch.written_places(op):
+        x = args[i] if i < len(args) else None
+        if isinstance(x, torch.Tensor) and 0 in x.stride() and any(
+            n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise NotImplementedError(
+                f"{op}: writes into an expanded tensor of shape {list(x.shape)}, whose elements share memory; write "
+                "into the tensor that was expanded, or clone() it first"
+                f"{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+            )
 
 
 def _has_symbolic_size(out: Any) -> bool:

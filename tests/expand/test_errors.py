@@ -276,6 +276,21 @@ def test_hooks_on_parameters():
     run_ranks(rank, 2)
 
 
+def test_writes_into_expanded_tensors():
+    """Functionalisation would lose them."""
+
+    def step(x):
+        y = x.clone()
+        y.expand(2, *y.shape).masked_fill_(y > 0, torch.tensor(7.0))
+        return y
+
+    def rank(r):
+        with pytest.raises(NotImplementedError, match=r"masked_fill_.Tensor: writes into an expanded tensor of shape"):
+            spmd.compile(step, mesh_of(2))(X)
+
+    run_ranks(rank, 2)
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()

@@ -330,6 +330,7 @@ REFUSED = {
     "would get new memory": "out= of another size, with views: torch warns that it will not go on doing that",
     "that shows a part of its memory": "as_strided and resize_ of a part: what lies beside it is on no rank by itself",
     "more than one element of the written-to tensor": "writes into expanded views, of which torch only warns",
+    "writes into an expanded tensor": "in a graph: the same, where functionalisation would lose the write",
     "mutated that has internal overlap": "in a graph: torch refuses writes into views whose elements share memory",
     "lshift: Expected input tensor to have an integral dtype": "torch infers no shape of bools here",
     "decides by a value in a tensor": "in a graph: there is one way through it",
