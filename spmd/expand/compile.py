@@ -97,7 +97,10 @@ class CompiledStep:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs kept; a call with other shapes, or with new optimiser state, makes another."""
+        """All programs kept, the one used last at the end.
+
+        A call with other shapes, or with new optimiser state, makes another.
+        """
         return [b.program for bounds in self._bound.values() for b in bounds]
 
     def program_for(self, *args: Any, **kwargs: Any) -> Program:

@@ -129,7 +129,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
     return _call(found, local, kwargs or {}, tensors[0], dtensor)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _is_static_but_first(types: tuple[type, ...]) -> bool:
     """Whether arguments of these types, after the first, are what they are and their types: no floats, no lists."""
     return all(kind in _STATIC for kind in types[1:])
@@ -326,7 +326,6 @@ SAME = {
     torch.ops.aten.cat.default: torch.cat, torch.ops.aten.sum.dim_IntList: torch.sum,
     torch.ops.aten.view.default: torch.Tensor.view,
     torch.ops.aten.sum.default: torch.sum, torch.ops.aten.pow.Tensor_Scalar: torch.pow,
-    torch.ops.aten._softmax.default: torch._softmax,
     torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
     torch.ops.aten.add_.Tensor: torch.Tensor.add_, torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
 }  # fmt: skip

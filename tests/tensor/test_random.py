@@ -130,13 +130,18 @@ def on_one_rank(name, shape):
 @pytest.mark.parametrize("name", OPS)
 def test_any_mesh_draws_what_one_rank_draws(name, shape):
     """Bit for bit, forward and backward, on every rank."""
+    same = torch.allclose if name in SUMMED else torch.equal
     want = on_one_rank(name, shape)
     for i, mesh_shape in enumerate(MESHES[1:]):
         for placings in (PLACINGS[(i + hash_of(name)) % 7], PLACINGS[(i + 3 + hash_of(name)) % 7]):
             for got in drawn(OPS[name], shape, mesh_shape, placings):
                 assert len(got) == len(want)
                 for a, b in zip(got, want, strict=True):
-                    assert a.dtype == b.dtype and torch.equal(a, b), (mesh_shape, placings)
+                    assert a.dtype == b.dtype and same(a, b), (mesh_shape, placings)
+
+
+SUMMED = {"gumbel"}
+"""Ops that draw alike and then sum over ranks, in another order: a softmax."""
 
 
 def hash_of(name: str) -> int:
