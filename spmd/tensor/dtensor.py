@@ -209,10 +209,13 @@ class DTensor(torch.Tensor):
 
     # ---- indices ------------------------------------------------------------------------------
     def __getitem__(self, index: Any) -> DTensor:
-        return super().__getitem__(plain.with_lists(index, self._replicated))
+        return torch.Tensor.__getitem__(self, index if _is_simple(index) else self._without_lists(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(plain.with_lists(index, self._replicated), value)
+        torch.Tensor.__setitem__(self, index if _is_simple(index) else self._without_lists(index), value)
+
+    def _without_lists(self, index: Any) -> Any:
+        return plain.with_lists(index, self._replicated)
 
     def _replicated(self, x: torch.Tensor) -> DTensor:
         """A plain tensor that is alike on all ranks, on the mesh of this one."""
@@ -283,6 +286,14 @@ class DTensor(torch.Tensor):
     def __tensor_unflatten__(inner, made_of, outer_size, outer_stride):
         spec, requires_grad = made_of
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+
+_SIMPLE = frozenset({int, slice, type(None), type(...)})
+
+
+def _is_simple(index: Any) -> bool:
+    """Whether an index has neither tensors nor lists, which is told in no time."""
+    return type(index) in _SIMPLE or (type(index) is tuple and _SIMPLE.issuperset(map(type, index)))
 
 
 _DISPATCHED = (DTensor, LocalTensor)

@@ -155,12 +155,12 @@ def _again(tensors: list, x: Any) -> tuple[str, int]:
 
 
 def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: type) -> Any:
-    if found.moves and explicit.is_on():
+    _, call, outs, single, views, in_place, sizes, moves = found
+    if moves and explicit.is_on():
         return MISS  # the slow way asks whether they send anything
-    if found.views and is_normal_in_inference(first):
+    if views and torch.is_inference_mode_enabled() and is_normal_in_inference(first):
         return MISS
     seen.hits += 1
-    _, call, outs, single, views, in_place, sizes, moves = found
     if in_place:
         call(*local, **kwargs)
         if first._memory is not None:

@@ -25,7 +25,7 @@ from math import prod
 import torch
 
 from spmd.comm.chunk import aligned, block, smallest_unit
-from spmd.mesh import DeviceMesh, per_rank
+from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.tensor.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 
 _interned: weakref.WeakValueDictionary[tuple, Spec] = weakref.WeakValueDictionary()
@@ -150,6 +150,10 @@ class Spec:
     def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
         return {}
 
+    @cached_property
+    def _shapes_here(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """The shape of what the rank at `coordinate` holds."""
         found = self._local_shapes.get(coordinate)
@@ -161,8 +165,12 @@ class Spec:
     @per_rank
     def local_shape_here(self) -> tuple[int, ...]:
         """The shape of the current rank's block; (0,) where the rank is not in the mesh and holds nothing."""
-        at = self.mesh.get_coordinate()
-        return (0,) if at is None else self.local_shape(at)
+        rank = current_rank()
+        found = self._shapes_here.get(rank)
+        if found is None:
+            at = self.mesh.get_coordinate()
+            found = self._shapes_here[rank] = (0,) if at is None else self.local_shape(at)
+        return found
 
     def local_stride(self, coordinate: Sequence[int]) -> tuple[int, ...]:
         """Strides of a local tensor laid out in the same order of dims as the global one."""
