@@ -25,7 +25,7 @@ import torch
 from spmd.comm import adjoint, launch
 from spmd.comm.adjoint import LINEAR, differentiates
 from spmd.comm.group import Group, Members, members
-from spmd.comm.parcel import checked_dim, equal_parts
+from spmd.comm.parcel import checked_dim, equal_part, equal_parts
 from spmd.mesh import per_rank
 
 # ---- the collectives --------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _splits(
     if (out_splits is None) != (in_splits is None):
         raise ValueError("all_to_all_single: give both output_split_sizes and input_split_sizes, or None for both")
     if out_splits is None or in_splits is None:
-        each = equal_parts("all_to_all_single", x, 0, to.size)[0].shape[0]
+        each = equal_part("all_to_all_single", x, 0, to.size)
         return [each] * to.size, [each] * to.size
     if len(out_splits) != to.size or len(in_splits) != to.size or min(*out_splits, *in_splits) < 0:
         raise ValueError(

@@ -95,12 +95,17 @@ def to_broadcast(x: torch.Tensor) -> Parcel:
 
 def equal_parts(kind: str, x: torch.Tensor, dim: int, n: int) -> tuple[torch.Tensor, ...]:
     """x in n parts of one size along dim. ValueError where the dim does not divide."""
+    return x.split([equal_part(kind, x, dim, n)] * n, dim)
+
+
+def equal_part(kind: str, x: torch.Tensor, dim: int, n: int) -> int:
+    """The size along dim of each of n equal parts of x. ValueError where the dim does not divide."""
     if x.shape[dim] % n:
         raise ValueError(
             f"{kind}: dim {dim} of {list(x.shape)} has {x.shape[dim]} entries, which {n} ranks cannot share evenly. "
             "Pad it first, or say who gets how much with all_to_all_single."
         )
-    return x.split([x.shape[dim] // n] * n, dim)
+    return x.shape[dim] // n
 
 
 def checked_dim(kind: str, dim: int, x: torch.Tensor) -> int:
