@@ -84,7 +84,14 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                     return MISS
                 return _call(found, [a._local_tensor, *args[1:]], NONE, a, dtensor)
     if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
-        return run_lists(op, args, kwargs or {}, dtensor)
+        return run_lists(op, args, kwargs or NONE, dtensor)
+    return _any(op, args, kwargs or NONE, dtensor)
+
+
+def _any(
+    op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor: type, new: Hot | None = None
+) -> Any:
+    """Read a call of any kind, and give what it gives, or MISS; with `new`, run calls like it so from now on."""
     key: list[Any] = [op]
     local: list[Any] = []
     tensors: list[Any] = []
@@ -115,18 +122,19 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
         else:
             return MISS
         local.append(x)
-    if kwargs:
-        for name, x in kwargs.items():
-            if type(x) not in _STATIC:
-                return MISS
-            key += (name, x)
+    for name, x in kwargs.items():
+        if type(x) not in _STATIC:
+            return MISS
+        key += (name, x)
+    if new is not None:
+        return seen.get(tuple(key), lambda: new)
     found = seen.entries.get(tuple(key))
     if found is None:
         return MISS
     for x in tensors:
         if x._copy is not None:
             return MISS
-    return _call(found, local, kwargs or {}, tensors[0], dtensor)
+    return _call(found, local, kwargs, tensors[0], dtensor)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,7 +166,7 @@ def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: 
     _, call, outs, single, views, in_place, sizes, moves = found
     if moves and explicit.is_on():
         return MISS  # the slow way asks whether they send anything
-    if views and torch.is_inference_mode_enabled() and is_normal_in_inference(first):
+    if views and torch.is_inference_mode_enabled() and is_normal_in_inference(first):  # spares most views a call
         return MISS
     seen.hits += 1
     if in_place:
@@ -194,30 +202,8 @@ def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: Ho
     types = tuple(map(type, args))
     if len(args) > 1 and types[0] is dtensor and not kwargs and _is_static_but_first(types):
         seen.get((op, args[0]._spec, types, args[1:]), lambda: hot)
-        return
-    key: list[Any] = [op]
-    tensors: list[Any] = []
-    for x in args:
-        kind = type(x)
-        if kind is dtensor:
-            if any(x is t for t in tensors):
-                key.append(_again(tensors, x))
-            key.append(x._spec)
-            tensors.append(x)
-        elif kind in _STATIC or kind is float:
-            key += (kind, x)
-        elif kind is list and all(type(n) is int for n in x):
-            key.append(tuple(x))
-        elif kind is list and all(type(y) is dtensor for y in x):
-            key.append(tuple([y._spec for y in x]))
-            tensors += x
-        else:
-            return
-    for name, x in kwargs.items():
-        if type(x) not in _STATIC:
-            return
-        key += (name, x)
-    seen.get(tuple(key), lambda: hot)
+    else:
+        _any(op, args, kwargs, dtensor, hot)
 
 
 # ---- lists ------------------------------------------------------------------------------------

@@ -12,36 +12,11 @@ from spmd.sim import ThreadWorld, run_ranks
 from spmd.tensor.redistribute.plan import forget, plan
 from spmd.tensor.spec import Spec, parse_spec, spec_of
 from tests.tensor.oracle import close, split
+from tests.tensor.planned import block_of, layouts, specs
 from tests.tensor.single import AVG, MAX, MIN, PRODUCT, S0, S1, SUM, R, cut, leaf, mesh_of, on_ranks, weights
 
 MESHES = [(2,), (4,), (2, 2), (2, 3), (2, 2, 2)]
 SHAPES = [(8, 12), (5, 7), (1, 3), (3, 0), (13, 2)]
-
-
-def layouts(mesh: DeviceMesh, partial: bool):
-    """Every way to lay a 2-D tensor on the mesh: for each axis a dim, replicated, or partial, in every order."""
-    choices = [0, 1, "r", "p"] if partial else [0, 1, "r"]
-    for fates in itertools.product(choices, repeat=mesh.ndim):
-        kept = [(axis, "sum") for axis, fate in enumerate(fates) if fate == "p"]
-        sharding = [[axis for axis, fate in enumerate(fates) if fate == dim] for dim in (0, 1)]
-        for orders in itertools.product(*(itertools.permutations(axes) for axes in sharding)):
-            yield orders, kept
-
-
-def local_block(x: torch.Tensor, spec: Spec, coordinate) -> torch.Tensor:
-    """What a rank holds of the global x; of a sum, the rank with coordinate 0 holds all but what the others hold."""
-    for dim in range(x.ndim):
-        x = x.narrow(dim, *spec.block(dim, coordinate))
-    for axis, _ in spec.partial:
-        n, i = spec.mesh.shape[axis], coordinate[axis]
-        x = x * (2 - n) if i == 0 else x.clone()
-    return x.clone()
-
-
-def specs(mesh, shape, partial):
-    return [
-        Spec.of(mesh, shape, torch.float64, dims=dims, partial=kept) for dims, kept in layouts(mesh, partial)
-    ]
 
 
 def move_all(rank, mesh_shape, shape, pairs_of):
@@ -49,7 +24,7 @@ def move_all(rank, mesh_shape, shape, pairs_of):
     x = torch.arange(1.0, 1.0 + torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
     at, wrong, n = mesh.get_coordinate(), [], 0
     for src, dst in pairs_of(mesh, shape):
-        got = plan(src, dst).run(local_block(x, src, at))
+        got = plan(src, dst).run(block_of(x, src, at))
         want = x
         for dim in range(x.ndim):
             want = want.narrow(dim, *dst.block(dim, at))
@@ -87,7 +62,7 @@ def cut_in_units(mesh, shape):
     made = [
         Spec.of(mesh, shape, torch.float64, dims=dims, units=(unit, 1), partial=kept)
         for unit in UNITS if shape[0] % unit == 0
-        for dims, kept in layouts(mesh, False)
+        for dims, kept in layouts(mesh, 2, False)
     ]  # fmt: skip
     pairs = list(itertools.product(dict.fromkeys(made), repeat=2))
     return pairs[:: max(1, len(pairs) // 200)]
