@@ -8,26 +8,41 @@ A pair is a layout with the axes of each dim in the mesh's order, partial sums a
 without partial sums, of a 64 MiB float32 tensor of two dims (three: `--dims 3`); `uneven` takes sizes that no axis
 divides.
 
-- bytes / bound: the sum, over the pairs, of what the busiest rank receives, over the sum of what some rank must receive
-  whatever the plan (`tensor/redistribute/bounds.py`); then the worst pair.
-- time: theirs over ours, summed, under one cost model, spmd's, with the preset named; and on how many pairs ours is
-  strictly faster, or slower.
+The first table of a machine is about spmd alone:
+
+- bytes / bound: the sum, over the pairs, of what the busiest rank receives, over the sum of what some rank must
+  receive whatever the plan (`tensor/redistribute/bounds.py`); then the worst pair.
+- sends: collectives of a plan, and the most of any. memory / B: bytes of memory on the rank with most, over those of
+  the whole tensor; the mean, and the most.
 - planning: the CPU time of a pair that was not planned before, with everything forgotten between meshes, and of one
   that was.
 
-torch's plans are priced as if all sizes were even, so where they are not nothing is said of single pairs; its `default`
-planner cannot be asked for targets in another order of axes, there it takes the other. Left out: what torch saves by
-merging axes where the user has flattened them.
+The second stands beside torch's planners, `default` and `min-cost`: their bytes over the bound, and their times over
+ours, summed, under two cost models - spmd's, with the machine named, and torch's own. Then on how many pairs our plan
+is strictly faster, and on how many slower.
+
+- spmd's model: their moves, priced as ours are.
+- torch's model: `peers/planners.py` says what its formulas make of moves that torch does not have. Our plans here are
+  those that are the cheapest under spmd's model, which is another one; so some may be slower.
+- torch's model, planned for: our planner is given torch's model as its topology.
+
+The last asks for smaller tensors. torch's plans are priced as if all sizes were even, so where they are not
+nothing is said of single pairs. Its `default` planner cannot be asked for targets in another order of axes, there it
+takes the other. torch takes the hosts to be of as many ranks as they are. Left out: what torch saves by merging axes
+where the user has flattened them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import date
+from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,12 +53,15 @@ from peers import planners
 
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost, init_device_mesh
 from spmd.tensor.redistribute import states
-from spmd.tensor.redistribute.plan import Plan, forget, plan
+from spmd.tensor.redistribute.plan import Plan, Step, forget, plan
 from spmd.tensor.spec import Spec
 from tests.tensor.brute import least_ps
 from tests.tensor.planned import carried_out, cut_up, specs, wrong_blocks
 
+Pair = tuple[Spec, Spec]
+
 MESHES = [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 3), (4, 4)]
+SMALLER = {2: [(48, 48), (192, 192), (768, 384)], 3: [(48, 48, 48), (96, 96, 48)]}
 EVEN, UNEVEN = {2: (6144, 2688), 3: (768, 192, 96)}, {2: (4099, 4093), 3: (257, 255, 251)}
 
 
@@ -52,17 +70,17 @@ def mesh_of(shape: tuple[int, ...], preset: str, hosts: int) -> DeviceMesh:
     return mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=mesh.size() // hosts, machine=preset))
 
 
-def pairs_of(mesh: DeviceMesh, shape: tuple[int, ...], most: int) -> list[tuple[Spec, Spec]]:
+def pairs_of(mesh: DeviceMesh, shape: tuple[int, ...], most: int) -> list[Pair]:
     every = list(itertools.product(
         specs(mesh, shape, True, torch.float32, ordered=True), specs(mesh, shape, False, torch.float32)
     ))  # fmt: skip
     return every[:: max(1, len(every) // most)]
 
 
-# ---- one row ----------------------------------------------------------------------------------
+# ---- plans --------------------------------------------------------------------------------------
 
 
-def ours(pairs: list[tuple[Spec, Spec]]) -> tuple[list[Plan], list[float], float]:
+def timed(pairs: list[Pair]) -> tuple[list[Plan], list[float], float]:
     """The plans, milliseconds for each, and microseconds to find it again."""
     forget_all()
     cold, plans = [], []
@@ -83,49 +101,108 @@ def forget_all() -> None:
         kept.cache_clear()
 
 
+def over(pair: Pair, topology: MeshTopoInfo) -> Plan:
+    """The plan over other links."""
+    mesh = pair[0].mesh.with_topology(topology)
+    return plan(*(Spec.of(mesh, s.shape, s.dtype, dims=s.dims, partial=s.partial) for s in pair))
+
+
+class Beside:
+    """Plans of one mesh beside torch's, in bytes and under both cost models."""
+
+    def __init__(self, mesh: DeviceMesh, hosts: int, pairs: list[Pair], plans: list[Plan]) -> None:
+        self.mesh = mesh
+        self.bounds = [p.lower_bound_bytes for p in plans]
+        with planners.torch_mesh(mesh.shape, ranks_per_host=mesh.size() // hosts) as self.there:
+            known = planners.topology(mesh, self.there)
+            self.theirs = {name: [self._their_moves(pair, name == "min-cost") for pair in pairs] for name in TORCH}
+            self.ours = [p.modelled_us for p in plans]
+            self.ours_by_torch = [sum(map(self._by_torch, p.steps)) for p in plans]
+            self.ours_for_torch = [sum(map(self._by_torch, over(pair, known).steps)) for pair in pairs]
+            self.us = {name: self._summed(self._by_spmd, each) for name, each in self.theirs.items()}
+            self.us_by_torch = {name: self._summed(self._their_us, each) for name, each in self.theirs.items()}
+
+    def _their_moves(self, pair: Pair, min_cost: bool) -> tuple[list[planners.Move], float]:
+        """And the milliseconds that planning took."""
+        src, dst = (planners.spec(self.there, s.shape, s.dims, s.partial) for s in pair)
+        planners.forget()
+        start = time.process_time()
+        moves = planners.steps(src, dst, min_cost)
+        return moves, (time.process_time() - start) * 1e3
+
+    @staticmethod
+    def _summed(us: Callable[[planners.Move], float], plans: list[tuple[list[planners.Move], float]]) -> list[float]:
+        return [sum(map(us, moves)) for moves, _ in plans]
+
+    def _by_spmd(self, move: planners.Move) -> float:
+        kind, axes, local = move
+        return PRICES[kind](local * (prod(self.mesh.shape[a] for a in axes) if kind == "all_gather" else 1), axes,
+                            self.mesh.topology)
+
+    def _by_torch(self, step: Step) -> float:
+        most = max(map(step.received, self.mesh.coordinates()))
+        return planners.us(self.there, step.kind, step.axes, most) if step.sends else 0.0
+
+    def _their_us(self, move: planners.Move) -> float:
+        return planners.us(self.there, *move[:2], planners.received(self.there, move))
+
+    def bytes_over_bound(self, name: str) -> str:
+        return _ratio([sum(planners.received(self.there, m) for m in moves) for moves, _ in self.theirs[name]],
+                      self.bounds)
+
+    def times(self, name: str) -> Iterator[tuple[list[float], list[float]]]:
+        """Ours and theirs: under spmd's model, under torch's, and planned for torch's."""
+        yield self.ours, self.us[name]
+        yield self.ours_by_torch, self.us_by_torch[name]
+        yield self.ours_for_torch, self.us_by_torch[name]
+
+    def median_ms(self, name: str) -> float:
+        return statistics.median(ms for _, ms in self.theirs[name])
+
+
 PRICES: dict[str, Callable[..., float]] = {
     "all_gather": cost.all_gather_cost, "all_reduce": cost.all_reduce_cost,
     "reduce_scatter": cost.reduce_scatter_cost, "all_to_all": cost.all_to_all_cost,
 }  # fmt: skip
+TORCH = ("default", "min-cost")
 
 
-def theirs(mesh: DeviceMesh, pairs: list[tuple[Spec, Spec]], min_cost: bool) -> tuple[list[float], list[float],
-list[float]]:
-    """Bytes, modelled microseconds, and milliseconds of planning of every pair."""
-    nbytes, us, ms = [], [], []
-    with planners.torch_mesh(mesh.shape) as there:
-        for pair in pairs:
-            src, dst = (planners.spec(there, s.shape, s.dims, s.partial) for s in pair)
-            planners.forget()
-            start = time.process_time()
-            moves = planners.steps(src, dst, min_cost)
-            ms.append((time.process_time() - start) * 1e3)
-            nbytes.append(sum(planners.received(m, mesh.shape[m[1]]) for m in moves))
-            us.append(sum(_price(mesh, *move) for move in moves))
-    return nbytes, us, ms
+def faster(ours: list[float], theirs: list[float]) -> float:
+    """The share of the pairs on which ours is strictly faster."""
+    return sum(a < b * (1 - 1e-9) for a, b in zip(ours, theirs, strict=True)) / len(ours)
 
 
-def _price(mesh: DeviceMesh, kind: str, axis: int, local: float) -> float:
-    return PRICES[kind](local * (mesh.shape[axis] if kind == "all_gather" else 1), axis, mesh.topology)
+def slower(ours: list[float], theirs: list[float]) -> int:
+    return sum(a > b * (1 + 1e-9) for a, b in zip(ours, theirs, strict=True))
 
 
-def row(mesh: DeviceMesh, shape: tuple[int, ...], most: int, even: bool) -> list[str]:
-    pairs = pairs_of(mesh, shape, most)
-    plans, cold, hot = ours(pairs)
-    bounds = [p.lower_bound_bytes for p in plans]
-    name = f"{mesh.shape} {'even' if even else 'uneven'}"
-    cells = [name, str(len(pairs)), _ratio([p.bytes_per_rank for p in plans], bounds)]
-    times = [p.modelled_us for p in plans]
-    for min_cost in (False, True):
-        nbytes, us, ms = theirs(mesh, pairs, min_cost)
-        faster = sum(a < b * (1 - 1e-9) for a, b in zip(times, us, strict=True)) / len(pairs)
-        slower = sum(a > b * (1 + 1e-9) for a, b in zip(times, us, strict=True))
-        told = f" ({faster:.0%}, {slower})" if even else ""
-        cells += [_ratio(nbytes, bounds), f"{sum(us) / sum(times):.2f}{told}"]
-    cells.append(f"{statistics.mean(sum(s.sends for s in p.steps) for p in plans):.2f}")
-    cells.append(f"{statistics.mean(p.peak_bytes / p.src.nbytes for p in plans):.2f}")
-    p95 = sorted(cold)[int(0.95 * len(cold))]
-    cells += [f"{statistics.median(cold):.2f} / {p95:.1f}", f"{statistics.median(ms):.1f}", f"{hot:.2f}"]
+# ---- the tables -------------------------------------------------------------------------------
+
+ALONE = [
+    "mesh", "pairs", "bytes / bound (worst)", "sends (most)", "memory / B (most)", "cold ms, median", "95 %", "hot us",
+]  # fmt: skip
+PEERS = [
+    "mesh", "torch's", "bytes / bound (worst)", "spmd's model: time", "faster", "slower",
+    "torch's: time", "faster", "slower", "planned for torch's: time", "faster", "slower", "planning ms, median",
+]  # fmt: skip
+SIZES = ["mesh", "MiB", "pairs", *PEERS[1:2], *PEERS[3:-1]]
+
+
+def alone(name: str, plans: list[Plan], cold: list[float], hot: float) -> list[str]:
+    sends = [sum(step.sends for step in p.steps) for p in plans]
+    memory = [p.peak_bytes / p.src.nbytes for p in plans]
+    return [
+        name, str(len(plans)), _ratio([p.bytes_per_rank for p in plans], [p.lower_bound_bytes for p in plans]),
+        f"{statistics.mean(sends):.2f} ({max(sends)})", f"{statistics.mean(memory):.2f} ({max(memory):.2f})",
+        f"{statistics.median(cold):.2f}", f"{sorted(cold)[int(0.95 * len(cold))]:.1f}", f"{hot:.2f}",
+    ]  # fmt: skip
+
+
+def beside(found: Beside, name: str, even: bool) -> list[str]:
+    cells = []
+    for ours, theirs in found.times(name):
+        singly = [f"{faster(ours, theirs):.0%}", str(slower(ours, theirs))] if even else ["", ""]
+        cells += [f"{sum(theirs) / sum(ours):.2f}", *singly]
     return cells
 
 
@@ -134,22 +211,34 @@ def _ratio(found: list[float], bounds: list[int]) -> str:
     return f"{sum(found) / sum(bounds):.3f} ({worst:.1f})"
 
 
-HEADER = [
-    "mesh", "pairs", "bytes / bound (worst)", "default", "time (faster, slower)", "min-cost", "time (faster, slower)",
-    "sends", "memory / B", "cold ms, median / p95", "min-cost ms", "hot us",
-]  # fmt: skip
-
-
 def tables(args: argparse.Namespace) -> None:
     most = args.pairs or (60 if args.short else 400)
+    print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before)")
     for preset, hosts in (("textbook", 1), ("textbook", 2), ("hopper", 1)):
-        rows = []
-        for shape in MESHES:
-            mesh = mesh_of(shape, preset, hosts)
-            rows.append(row(mesh, EVEN[args.dims], most, even=True))
-            if hosts == 1:
-                rows.append(row(mesh, UNEVEN[args.dims], most, even=False))
-        print(f"\n{preset}, {hosts} host{'s' * (hosts > 1)}\n\n{table(HEADER, rows)}")
+        own, peers = [], []
+        for shape, even in itertools.product(MESHES, (True, False)):
+            mesh, name = mesh_of(shape, preset, hosts), f"{shape} {'even' if even else 'uneven'}"
+            pairs = pairs_of(mesh, (EVEN if even else UNEVEN)[args.dims], most)
+            plans, cold, hot = timed(pairs)
+            own.append(alone(name, plans, cold, hot))
+            found = Beside(mesh, hosts, pairs, plans)
+            for who in TORCH:
+                told = [name, who, found.bytes_over_bound(who), *beside(found, who, even)]
+                peers.append([*told, f"{found.median_ms(who):.2f}"])
+        print(f"\n{preset}, {hosts} host{'s' * (hosts > 1)}\n\n{table(ALONE, own)}\n\n{table(PEERS, peers, left=2)}")
+    print(f"\ntextbook, other sizes\n\n{table(SIZES, sizes(args, most // 4))}")
+
+
+def sizes(args: argparse.Namespace, most: int) -> list[list[str]]:
+    rows = []
+    for shape, hosts in itertools.product(MESHES, (1, 2)):
+        mesh = mesh_of(shape, "textbook", hosts)
+        for tensor in SMALLER[args.dims]:
+            pairs = pairs_of(mesh, tensor, most)
+            found = Beside(mesh, hosts, pairs, [plan(*pair) for pair in pairs])
+            name, mib = f"{shape}, {hosts} host{'s' * (hosts > 1)}", pairs[0][0].nbytes / 2**20
+            rows += [[name, f"{mib:.2g}", str(len(pairs)), who, *beside(found, who, True)] for who in TORCH]
+    return rows
 
 
 # ---- checks -----------------------------------------------------------------------------------

@@ -1,37 +1,57 @@
-"""torch's two planners: what moves their plans make, as bytes and times of the same cost model.
+"""torch's two planners, and torch's cost model for their plans and for spmd's.
 
-    with torch_mesh((2, 4)) as mesh:
-        steps(mesh, shape, dims, partial, to_dims, min_cost=True)     # [("all_gather", axis, bytes before the move),
-        ...]
+    with torch_mesh((2, 4), ranks_per_host=4) as mesh:
+        steps(src, dst, min_cost=True)                      # [("all_gather", (1,), bytes of the local tensor), ...]
+        us(mesh, "all_gather", (1,), 3 * bytes)             # microseconds, by torch's constants
+        topology(mesh, there)                               # the same as a topology that spmd plans over
 
 Their plans go one axis at a time and are read off as lists of placements. Where the same kind follows on several axes
 torch may merge them if the user has flattened the mesh, which is not counted here.
+
+torch's model (`torch.distributed.tensor._collective_utils`) knows rings over one axis, and prices a move between shards
+as a gather of the local tensor, and 1 us. What it does not know is priced as nearly so as can be:
+
+- a group of several axes as the axis that torch would make of them by flattening: all its ranks in one ring, at the
+  lowest bandwidth and the highest latency among the axes - never as the levels that it really crosses;
+- an exchange as a move between shards in which every rank gets what the busiest one gets;
+- a permute as one hop, that of a ring over the group, and the 1 us of a move between shards;
+- slices, pads and scaling as nothing, which is what they are to torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, combinations
 from math import prod
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import _collective_utils as model
 from torch.distributed.tensor import _redistribute as planners
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-Move = tuple[str, int, float]  # kind, axis, bytes of the local tensor before the move
+import spmd.mesh as ours
+from spmd.mesh.layout import evenly
+
+Move = tuple[str, tuple[int, ...], float]  # kind, axes, bytes of the local tensor before the move
 
 
 @contextmanager
-def torch_mesh(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """A mesh of torch's over a process group that sends nothing."""
+def torch_mesh(shape: tuple[int, ...], ranks_per_host: int) -> Iterator[DeviceMesh]:
+    """A mesh of torch's over a process group that sends nothing, on hosts of so many devices as torch sees them."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape))
     try:
-        yield init_device_mesh("cpu", shape)
+        with patch.object(model._mesh_resources, "num_devices_per_host", lambda device_type: ranks_per_host):
+            model.MeshTopoInfo.build_from_mesh.cache_clear()
+            forget()
+            yield init_device_mesh("cpu", shape)
     finally:
+        model.MeshTopoInfo.build_from_mesh.cache_clear()
         dist.destroy_process_group()
 
 
@@ -57,16 +77,17 @@ def steps(src: DTensorSpec, dst: DTensorSpec, min_cost: bool) -> list[Move]:
     for move in found:
         (a, b), n = move.src_dst_placements, src.mesh.size(move.mesh_dim)
         if a.is_partial():
-            moves.append(("reduce_scatter" if b.is_shard() else "all_reduce", move.mesh_dim, local))
+            moves.append(("reduce_scatter" if b.is_shard() else "all_reduce", (move.mesh_dim,), local))
         elif a.is_shard():
-            moves.append(("all_to_all" if b.is_shard() else "all_gather", move.mesh_dim, local))
+            moves.append(("all_to_all" if b.is_shard() else "all_gather", (move.mesh_dim,), local))
         local *= (n if a.is_shard() else 1) / (n if b.is_shard() else 1)
     return moves
 
 
-def received(move: Move, n: int) -> float:
+def received(mesh: DeviceMesh, move: Move) -> float:
     """Bytes that a rank gets from others."""
-    kind, _, local = move
+    kind, axes, local = move
+    n = prod(map(mesh.size, axes))
     share = {"all_gather": n, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1}
     return share[kind] * (n - 1) / n * local
 
@@ -75,3 +96,70 @@ def forget() -> None:
     """Plan anew."""
     planners.clear_redistribute_planner_cache()
     planners._gen_transform_infos.cache_clear()
+
+
+# ---- torch's cost model -----------------------------------------------------------------------
+
+
+def us(mesh: DeviceMesh, kind: str, axes: tuple[int, ...], get: float) -> float:
+    """Microseconds, by torch's model, of a move over these axes in which the busiest rank gets so many bytes."""
+    ring, n = _flattened(model.MeshTopoInfo.build_from_mesh(mesh), axes)
+    return _FORMULAS[kind](get / 2**30, ring, n)
+
+
+def _flattened(known: model.MeshTopoInfo, axes: tuple[int, ...]) -> tuple[model.MeshTopoInfo, int]:
+    """What torch knows of a mesh, for one axis made of several, and how many ranks that has."""
+    n = prod(known.mesh_dim_devices[a] for a in axes)
+    slowest = min(known.mesh_dim_bandwidth[a] for a in axes), max(known.mesh_dim_latency[a] for a in axes)
+    return model.MeshTopoInfo(known.mesh, [n], *([each] for each in slowest)), n
+
+
+BETWEEN_SHARDS_US = 1.0  # what torch adds
+
+
+def _permute(gb: float, ring: model.MeshTopoInfo, n: int) -> float:
+    """One hop of a gather of two."""
+    return model.allgather_cost(2 * gb, _pair(ring), 0) + BETWEEN_SHARDS_US
+
+
+def _pair(ring: model.MeshTopoInfo) -> model.MeshTopoInfo:
+    return model.MeshTopoInfo(ring.mesh, [2], ring.mesh_dim_bandwidth, ring.mesh_dim_latency)
+
+
+def _between_shards(gb: float, ring: model.MeshTopoInfo, n: int) -> float:
+    return model.allgather_cost(gb * n / (n - 1), ring, 0) + BETWEEN_SHARDS_US
+
+
+_FORMULAS: dict[str, Callable[[float, model.MeshTopoInfo, int], float]] = {
+    "all_gather": lambda gb, ring, n: model.allgather_cost(gb * n / (n - 1), ring, 0),
+    "reduce_scatter": lambda gb, ring, n: model.reduce_scatter_cost(gb * n / (n - 1), ring, 0),
+    "all_reduce": lambda gb, ring, n: model.allreduce_cost(gb / 2 * n / (n - 1), ring, 0),
+    "all_to_all": _between_shards,
+    "exchange": _between_shards,
+    "permute": _permute,
+}
+
+
+def topology(mesh: ours.DeviceMesh, there: DeviceMesh) -> ours.MeshTopoInfo:
+    """torch's model of the same mesh as a topology of spmd's: a line for each collective and kind of group."""
+    curves: dict[tuple, ours.Measured] = {}
+    for axes in chain.from_iterable(combinations(range(mesh.ndim), k) for k in range(1, mesh.ndim + 1)):
+        on = evenly(mesh.topology.crossings(axes)[0])
+        for kind, handed in _HANDED.items():
+            none, many = (us(there, kind, axes, handed(x, prod(mesh.shape[a] for a in axes))) for x in (0, 2**30))
+            ranks, hosts, sharing = on
+            curve = ours.Measured(kind, ranks, hosts, ((none, (many - none) / 2**30),), sharing)
+            if curves.setdefault(curve.group, curve) != curve:
+                raise ValueError(f"torch prices {curve.group} in two ways, by the axis; choose another mesh")
+    machine = mesh.topology.machine
+    return ours.MeshTopoInfo(mesh.topology.layout, ours.Machine("torch", machine.ways, measured=tuple(curves.values())))
+
+
+# What the busiest rank gets, where spmd's cost functions are handed so many bytes (`spmd/mesh/cost.py`).
+_HANDED: dict[str, Callable[[float, int], float]] = {
+    "all_gather": lambda x, n: x * (n - 1) / n,
+    "reduce_scatter": lambda x, n: x * (n - 1) / n,
+    "all_reduce": lambda x, n: 2 * x * (n - 1) / n,
+    "all_to_all": lambda x, n: x * (n - 1) / n,
+    "permute": lambda x, n: x,
+}

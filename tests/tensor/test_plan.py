@@ -6,17 +6,21 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from math import prod
 from pathlib import Path
 
 import expecttest
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from workers import Pool
 
 from spmd import DTensor, distribute_tensor, plan_redistribute
 from spmd.comm import AsyncTensor, use_transport
-from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
+from spmd.mesh import PRESETS, DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.sim import ThreadWorld
+from spmd.tensor.redistribute.moves import AllGather
 from spmd.tensor.redistribute.plan import forget, plan
 from spmd.tensor.spec import Spec, parse_spec
 from tests.tensor.brute import least_ps
@@ -102,10 +106,10 @@ def test_what_is_counted_is_what_the_plan_says():
             assert max(received.values(), default=0) == p.bytes_per_rank
 
 
-def counted_on_gloo(rank: int) -> list[str]:
-    mesh, x = init_device_mesh("cpu", (2, 2)), torch.arange(30.0).reshape(5, 6)
+def counted_on_gloo(rank: int, shape: tuple[int, ...], step: int) -> list[str]:
+    mesh, x = init_device_mesh("cpu", shape), torch.arange(30.0).reshape(5, 6)
     at, wrong = mesh.get_coordinate(), []
-    for src, dst in every_pair(mesh, x.shape, x.dtype):
+    for src, dst in every_pair(mesh, x.shape, x.dtype)[::step]:
         p, by = plan(src, dst), Counting(rank)
         with use_transport(by):
             got = p.run(cut_up(x, src)[at])
@@ -115,8 +119,13 @@ def counted_on_gloo(rank: int) -> list[str]:
 
 
 def test_so_it_is_on_gloo(gloo4: Pool):
-    """Real ranks, real groups of several axes."""
-    assert gloo4.run(counted_on_gloo) == [[]] * 4
+    """Real ranks, real groups of several axes: every pair on (2, 2), and some on (2, 3)."""
+    assert gloo4.run(counted_on_gloo, (2, 2), 1) == [[]] * 4
+    six = Pool(6)
+    try:
+        assert six.run(counted_on_gloo, (2, 3), 5) == [[]] * 6
+    finally:
+        six.close()
 
 
 # ---- values -----------------------------------------------------------------------------------
@@ -184,22 +193,48 @@ def test_a_plan_of_more_bytes_is_never_faster():
         assert all(a <= b * (1 + 1e-9) and b <= 4 * a * (1 + 1e-9) for a, b in itertools.pairwise(times)), (src, dst)
 
 
-def test_a_detour_is_never_cheaper():
-    """From a to c over b takes at least what a to c takes, but for the rounding of a picosecond."""
+@st.composite
+def ways_round(draw) -> tuple[Spec, Spec, Spec]:
+    """From any layout, over any without sums, to a third, on links of all sorts."""
+    shape = draw(st.sampled_from([(4,), (2, 4), (3, 2), (2, 2, 2)]))
+    per_host = draw(st.sampled_from([prod(shape), prod(shape) // 2]))
+    mesh, machine = init_device_mesh("cpu", shape), draw(st.sampled_from(sorted(PRESETS)))
+    mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=per_host, machine=machine))
+    tensor = tuple(48 * draw(st.sampled_from([1, 7, 100])) for _ in range(2))
+    first, others = (specs(mesh, tensor, sums, torch.float32) for sums in (True, False))
+    return draw(st.sampled_from(first)), draw(st.sampled_from(others)), draw(st.sampled_from(others))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(ways_round())
+def test_a_detour_is_never_cheaper(specs_on_the_way):
+    """The triangle inequality: from a to c over b takes at least what a to c takes, but for a picosecond a move."""
+    a, b, c = specs_on_the_way
+    assert plan(a, c).modelled_us <= plan(a, b).modelled_us + plan(b, c).modelled_us + 1e-5, plan(a, c)
+
+
+def test_ranks_that_replicate_share_what_comes_from_another_host():
+    """Each of a host's ranks takes its part over its own link, then they pass the parts on: a third of the time."""
     mesh = two_hosts((2, 4))
-    every = specs(mesh, (64, 64), False, torch.float32)
-    for a, b, c in list(itertools.product(every, repeat=3))[::13]:
-        assert plan(a, c).modelled_us <= plan(a, b).modelled_us + plan(b, c).modelled_us + 1e-5
+    p = plan(*(Spec.of(mesh, MB64, torch.float32, dims=dims) for dims in ([(0,), ()], [(), ()])))
+    assert str(p.steps[0]) == "slice(dim1, 0)" and p.steps[-1].axes == (0, 1)
+    assert p.modelled_us < 0.6 * AllGather((0,)).price(p.lower_bound_bytes, mesh.topology)
 
 
 def test_views_of_one_mesh_plan_alike():
-    """Axes in another order, and axes of one rank more."""
-    mesh = DeviceMesh("cpu", [[0, 1, 2, 3], [4, 5, 6, 7]], mesh_dim_names=("x", "y"))
-    padded = DeviceMesh("cpu", [[[0, 1, 2, 3]], [[4, 5, 6, 7]]], mesh_dim_names=("x", "one", "y"))
-    for a, b in itertools.product(["f32[64@x,y, 8]", "f32[64@y, 8@x]", "f32[64, 8@y] +sum@x"], repeat=2):
-        if "sum" not in b:
-            plans = [plan(parse_spec(a, m), parse_spec(b, m)) for m in (mesh, mesh["y", "x"], padded)]
-            assert len({p.modelled_us for p in plans}) == len({p.bytes_per_rank for p in plans}) == 1
+    """Axes in another order, axes of one rank more, and a part of a larger mesh; in a host, and between hosts."""
+    for per_host in (24, 8, 4):
+        ranks = [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]]
+        larger = DeviceMesh("cpu", ranks, mesh_dim_names=("z", "x", "y"))
+        padded = DeviceMesh("cpu", [[ranks[0][:1], ranks[0][1:]]], mesh_dim_names=("two", "x", "one", "y"))
+        larger, padded = (m.with_topology(MeshTopoInfo.from_mesh(m, ranks_per_host=per_host)) for m in (larger, padded))
+        alone = DeviceMesh("cpu", ranks[0], mesh_dim_names=("x", "y"))
+        alone = alone.with_topology(MeshTopoInfo.from_mesh(alone, ranks_per_host=per_host))
+        views = [alone, alone["y", "x"], larger["x", "y"], larger["y", "x"], padded]
+        for a, b in itertools.product(["f32[640@x,y, 8]", "f32[640@y, 8@x]", "f32[640, 8@y] +sum@x"], repeat=2):
+            if "sum" not in b:
+                plans = [plan(parse_spec(a, m), parse_spec(b, m)) for m in views]
+                assert len({p.modelled_us for p in plans}) == len({p.bytes_per_rank for p in plans}) == 1
 
 
 def test_another_order_of_axes_is_one_permute():

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from spmd import distribute_tensor
+from spmd import DTensor, distribute_tensor
 from spmd.mesh import DeviceMesh, init_device_mesh
 from spmd.sim import ThreadWorld, run_ranks
 from spmd.tensor.redistribute.plan import forget, plan
@@ -109,6 +109,40 @@ def test_redistribute_is_the_identity_and_so_is_its_gradient(shape):
         return wrong
 
     for wrong in on_ranks(rank):
+        assert not wrong, f"{len(wrong)} wrong: {wrong[0]}"
+
+
+@pytest.mark.parametrize("mesh_shape, shape", [((2, 2), (5, 3)), ((2, 3), (4, 7))], ids=str)
+def test_gradients_are_those_of_finite_differences(mesh_shape, shape):
+    """Of a quadratic, along one direction, where a central difference is exact but for rounding: sums, orders of axes
+    and uneven blocks among the sources and the targets."""
+    x = weights(torch.empty(shape, dtype=torch.float64))
+    along, w, h = x.flip(0) - 0.5, x + 2, 1.0
+
+    def everywhere(t, mesh):
+        return DTensor.from_local(t, mesh, [R, R])
+
+    def loss(x, src, dst):
+        given = DTensor(block_of(x, src, src.mesh.get_coordinate()), src, requires_grad=True)
+        order = {d: axes for d, axes in enumerate(dst.dims) if len(axes) > 1}
+        moved = given.redistribute(placements=dst.placements, order=order)
+        assert moved._spec is dst
+        return given, (moved * moved * everywhere(w, src.mesh)).sum()
+
+    def rank(mesh):
+        pairs = list(itertools.product(specs(mesh, shape, True), repeat=2))
+        wrong = []
+        for src, dst in pairs[:: len(pairs) // 40]:
+            with torch.no_grad():
+                above, below = (loss(x + s * h * along, src, dst)[1].full_tensor() for s in (1, -1))
+            given, value = loss(x, src, dst)
+            value.backward()
+            slope = (given.grad * everywhere(along, mesh)).sum().full_tensor()
+            if not torch.allclose(slope, (above - below) / (2 * h), rtol=1e-11):
+                wrong.append(f"{src} -> {dst}: {slope} for {(above - below) / (2 * h)}")
+        return wrong
+
+    for wrong in on_ranks(rank, mesh_shape):
         assert not wrong, f"{len(wrong)} wrong: {wrong[0]}"
 
 

@@ -80,7 +80,7 @@ class Space:
         self._prefixes = tuple(map(_common, self.start.dims, self.goal.dims, self.start.units, self.goal.units))
         fixed = {a for axes in self._prefixes for a in axes}
         live = {a for axes in (*self.start.dims, *self.goal.dims) for a in axes} | {*pending, *self.made}
-        if pending:  # ranks that replicate may share out the work of a reduction
+        if pending or topology.layout.levels > 1:  # who replicates may share out a reduction, or what comes from afar
             live |= {a for a, n in enumerate(self.mesh_shape) if n > 1 and a not in have and a not in want}
         self.movable = tuple(sorted(live - fixed))
         self._ranks = tuple(sorted(live))
