@@ -33,6 +33,17 @@ def tensor_split(self: torch.Tensor, tensor_indices_or_sections: torch.Tensor, d
     return aten.tensor_split.indices(self, at.tolist(), dim)
 
 
+def vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:
+    """Powers of each element, from the 0th to the N - 1st or, as they stand by default, the other way around."""
+    if x.ndim != 1 or (N is not None and N < 0):
+        raise RuntimeError(f"vander: x must have one dim and N must not be negative, but x is {list(x.shape)}, N {N}")
+    n = len(x) if N is None else N
+    x = x.unsqueeze(1) if x.is_floating_point() or x.is_complex() else x.unsqueeze(1).long()
+    ones = torch.ones_like(x)
+    powers = torch.cat([ones, x.expand(-1, n - 1).cumprod(1)], 1) if n > 1 else ones[:, :n]
+    return powers if increasing else powers.flip(1)
+
+
 MAKES_PLAIN = (
     aten.scaled_dot_product_attention.default,  # a causal mask
     aten.combinations.default,  # a mask of pairs
@@ -54,6 +65,7 @@ def _making_plain(op: _torch.OpOverload) -> Callable:
 
 
 composites = {
+    aten.vander.default: vander,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     **{op: _making_plain(op) for op in MAKES_PLAIN},
 }

@@ -7,7 +7,10 @@ import torch
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.tensor.call import TensorMeta
+from spmd.tensor.index_meta import indexed
 from spmd.tensor.spec import Spec
+
+aten = torch.ops.aten
 
 
 def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[TensorMeta | None, ...]:
@@ -25,6 +28,9 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
     other = [t.layout for t in leaves if isinstance(t, torch.Tensor) and t.layout is not torch.strided]
     if other:
         raise NotImplementedError(f"{op}: gives a tensor of layout {other[0]}; a DTensor is strided")
+    if op in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        meta = torch.device("meta")
+        return (indexed(_fake(args[0], meta), [x and _fake(x, meta) for x in args[1]]),)
     return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
 
 

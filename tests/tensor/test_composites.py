@@ -27,6 +27,20 @@ def test_tensor_split_refuses_what_torch_refuses():
             composites[torch.ops.aten.tensor_split.tensor_indices_or_sections](torch.randn(4), where)
 
 
+@pytest.mark.parametrize("how", [{}, {"N": 3, "increasing": True}, {"N": 1}, {"N": 0}], ids=str)
+def test_powers_of_each_element(how):
+    """torch writes them into a plain tensor, over what a gradient would need."""
+    x = torch.tensor([0.5, 2.0, 0.0, -1.0, 3.0], dtype=torch.float64)
+    agree(lambda x: torch.vander(x, **how), [x], [[S0, R]], [[R, S0]], [[S0, S0]])
+    agree(lambda x: torch.vander(x, **how), [torch.arange(5, dtype=torch.int32)], [[S0, R]])
+
+
+def test_what_has_no_powers_is_refused():
+    for x, n in ((torch.ones(2, 2), None), (torch.ones(2), -1)):
+        with pytest.raises(RuntimeError, match="x must have one dim and N must not be negative"):
+            composites[torch.ops.aten.vander.default](x, n)
+
+
 def test_a_new_tensor_of_data_is_plain_and_of_the_same_dtype() -> None:
     def made(mesh):
         x = spmd.distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, [spmd.Shard(0)])

@@ -4,6 +4,7 @@
     a 0-dim tensor taken for a Python number, in a cache                  test_a_number_is_not_a_tensor
     a search that knows what was called before                            test_dispatch.py, ..._called_before
     partial + number, partial * partial, casts, rounding                  test_what_is_not_linear_is_reduced_first
+    terms of a sum times infinity are infinite both ways                  test_terms_times_infinity
     item, bool, tolist, format read the block                             test_values_are_read_of_the_whole
     writes through views of a sharded dim vanish                          test_dispatch.py, TestViews
     nested uneven shards come back with their padding                     test_nested_uneven_shards_have_no_padding
@@ -102,6 +103,21 @@ NOT_LINEAR = {
 def test_what_is_not_linear_is_reduced_first(name, kind):
     x, y = d(4, 5, grad=False), d(4, 5, grad=False) + 0.1
     agree(NOT_LINEAR[name], [x, y], [[kind, R], [kind, R]], [[R, kind], [R, R]])
+
+
+def test_terms_times_infinity():
+    """By a number the sum is done first. Of a tensor nobody looks for an infinity: with terms of both signs the product
+    is then NaN and not infinite, while all other elements are right; who needs it infinite reduces first."""
+    inf = float("inf")
+    agree(lambda x: x * inf + x / 0 - x / -0.0, [d(5, grad=False)], [[SUM, R]], [[SUM, SUM]], [[AVG, S0]])
+
+    def rank(mesh):
+        x = DTensor.from_local(torch.full((3,), [3.0, -1.0, 0.0, 0.0][mesh.get_rank()]), mesh, [SUM, SUM])
+        y = distribute_tensor(torch.tensor([2.0, inf, 0.0]), mesh, [R, R])
+        first = x.redistribute(placements=[R, R])
+        return (x * y).full_tensor().isfinite().tolist(), (x * y).full_tensor()[::2].tolist(), (first * y).tolist()
+
+    assert on_ranks(rank) == [([True, False, True], [4.0, 0.0], [4.0, inf, 0.0])] * 4
 
 
 def test_values_are_read_of_the_whole():

@@ -249,6 +249,16 @@ def new_empty_strided(self, size, stride, *, dtype=None, layout=None, device=Non
     return aten.permute.default(turned, [order.index(d) for d in range(len(size))])
 
 
+# ---- memory -----------------------------------------------------------------------------------
+
+
+@instead_of(aten._has_same_storage_numel.default)
+def has_same_storage_numel(self, other):
+    """Asked of a view and its tangent; of distributed ones it is not the memory of the blocks that counts."""
+    sizes = [t.untyped_storage().nbytes() // t.itemsize for t in (self, other)]
+    return sizes[0] == sizes[1]
+
+
 # ---- squeeze ----------------------------------------------------------------------------------
 
 
