@@ -529,6 +529,12 @@ def returns_tensors(op) -> bool:
 
 
 @functools.cache
+def returns_many(op) -> bool:
+    """Whether the op returns a tuple or a list, and not one tensor."""
+    return [str(r.type) for r in op._schema.returns] != ["Tensor"]
+
+
+@functools.cache
 def is_composite(op) -> bool:
     """Whether the op is made of others and has no kernel of its own."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")

@@ -1,9 +1,9 @@
 """Bind: a program becomes plain torch code for one rank.
 
-Moves are written out by running their own code (`Move.start`, `Move.finish`) over fx proxies; axes become the
-names of this rank's groups; local shapes become numbers. What is left is torch ops and functional collectives: no
-mesh, no spec, no process group object, ready for Inductor or for running as it is. Only a draw of random numbers keeps
-its spec, from which it knows the rank's tiles.
+Moves are written out by running their own code (`Move.start`, `Move.finish`) over fx proxies, and so are recipes, which
+depend on where the rank's block begins; axes become the names of this rank's groups; local shapes become numbers. What
+is left is torch ops and functional collectives: no mesh, no spec, no process group object, ready for Inductor or for
+running as it is. Only a draw of random numbers keeps its spec, from which it knows the rank's tiles.
 
 A collective is launched where its move stands and waited for just before its first reader.
 """
@@ -22,6 +22,7 @@ from spmd.tensor.random import Draw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
+from spmd.tensor.vocabulary import Recipe
 
 
 def bind(
@@ -70,6 +71,10 @@ class _Binder:
                 self.at[node] = self._launch(node)
             elif node.target is operator.getitem and isinstance(node.args[0].target, Bucket):
                 self.at[node] = _Item(*node.args)
+            elif isinstance(node.target, Recipe):
+                self.at[node] = self._recipe(node)
+            elif node.target is operator.getitem and isinstance(self.at[node.args[0]], list):
+                self.at[node] = self.at[node.args[0]][node.args[1]]
             else:
                 self._copy(node)
         for rewrite in passes:
@@ -82,6 +87,12 @@ class _Binder:
     def _launch(self, node: fx.Node) -> _Launch:
         blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
         return _Launch(node.target.start(blocks, self.coordinate, self.transport), node.target)
+
+    def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
+        blocks = [fx.Proxy(self._ready(n), self.tracer) for n in _operands(node)]
+        found = node.target(self.coordinate, blocks)
+        made = [_noted(p.node, spec) for p, spec in zip(found, node.target.outs, strict=True)]
+        return made if len(made) > 1 else made[0]
 
     def _copy(self, node: fx.Node) -> None:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
@@ -119,6 +130,13 @@ class _Written:
     def __getattr__(self, name: str) -> Callable[..., fx.Proxy]:
         collective = getattr(self._transport, name)
         return lambda *args: self._tracer.create_proxy("call_function", collective, args, {})
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, as often as they stand there."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _localized(args, coordinate: tuple[int, ...]):

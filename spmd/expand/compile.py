@@ -361,9 +361,11 @@ def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -
         return _settled(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
+    gradients = [i for i, o in enumerate(captured.outputs) if isinstance(o, Slot) and o.kind == "grad"]
     return expand(
-        name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec
-    )
+        name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
+        gradients,
+    )  # fmt: skip
 
 
 def _settled(spec: Spec) -> Spec:

@@ -1,16 +1,19 @@
 """Expand: a captured global graph becomes a program, node by node, through the lowering core.
 
 Each op is lowered with the specs that its operands have; its moves are written before it, its sizes made local,
-its results given their specs. A value that was moved once is not moved again for the next reader, and one that was
-reduced is from then on the reduced one.
+its results given their specs. What is spelled in other ops for operands that lie so (`spelled`) is written as those,
+and what looks up along a sharded dim as its recipe: the decisions are those of eager calls. A value that was moved once
+is not moved again for the next reader, and one that was reduced is from then on the reduced one.
 
 Reductions are written right after the value they reduce, so that they can run while the rest is computed; gathers
-right before their reader, so that whole tensors do not live long.
+right before their reader, so that whole tensors do not live long. What has to lie in one way at the end, as gradients
+do, is moved there when it is made, and what the optimiser then reads is that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,16 +23,20 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.program import LocalShape, Program
+from spmd.expand.spelled import Stand, spelled_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import SCALAR, Call, TensorMeta
 from spmd.tensor.dispatch import READS_VALUE
 from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.meta import out_metas
 from spmd.tensor.random import Draw
 from spmd.tensor.redistribute.moves import AllReduce, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
+from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.spec import Spec, replicated
+from spmd.tensor.vocabulary import recipe_for
 
 SAFE_LOCALLY = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
@@ -51,9 +58,15 @@ def expand(
     inputs: Sequence[tuple[str, Spec | None]],
     output_names: Sequence[str],
     output_spec: OutputSpec,
+    settled_early: Sequence[int] = (),
 ) -> Program:
-    """The program of a global graph whose placeholders lie as `inputs` say (a name and a spec; None for a number)."""
-    expander = _Expander(mesh, constants)
+    """The program of a global graph whose placeholders lie as `inputs` say (a name and a spec; None for a number).
+
+    settled_early: the outputs that lie as `output_spec` says from when they are made.
+    """
+    returned = graph.output_node().args[0]
+    homes = {returned[i]: lambda spec, i=i: output_spec(i, spec) for i in settled_early}
+    expander = _Expander(mesh, constants, homes)
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
@@ -65,6 +78,7 @@ def expand(
             outputs = expander.output(node, output_names, output_spec)
         else:
             expander.call(node)
+        expander.settle(node)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
     return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), tuple(expander.gathered))
 
@@ -75,12 +89,15 @@ class _Expander:
 
     mesh: DeviceMesh
     constants: dict[str, torch.Tensor]
+    homes: dict[fx.Node, Callable[[Spec], Spec]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     at: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec], fx.Node] = field(default_factory=dict)
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
+    results: dict[fx.Node, Sequence[Stand | None]] = field(default_factory=dict)
+    spelled: fx.Graph = field(default_factory=fx.Graph)
 
     # ---- nodes without operands ---------------------------------------------------------------
     def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
@@ -102,11 +119,14 @@ class _Expander:
             self._factory(node)
         elif node.target in READS_VALUE:
             self._value(node)
-        else:
+        elif not self._spell(node):
             self._op(node)
 
     def _plain(self, node: fx.Node) -> None:
         """getitem of a result, or arithmetic on numbers."""
+        if node.args[0] in self.results:
+            self.at[node] = self.at[self.results[node.args[0]][node.args[1]].node]
+            return
         new = self.graph.node_copy(node, self._now)
         source = node.args[0]
         spec = self._spec(source) if isinstance(source, fx.Node) else None
@@ -136,27 +156,61 @@ class _Expander:
         new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
         self._done(node, new, lowering.outs[0])
 
+    # ---- spelled in other ops -------------------------------------------------------------------
+    def _spell(self, node: fx.Node) -> bool:
+        """Write the node as its decomposition, if it has one for operands that lie so. Numbers have no stands."""
+        if node.target not in decompositions or any(self._spec(n) is None for n in node.all_input_nodes):
+            return False
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: Stand(n, self._spec(n), self._write))
+        out = spelled_out(node.target, args, kwargs)
+        if out is NotImplemented:
+            return False
+        if isinstance(out, Stand):
+            self.at[node] = self.at[out.node]
+        else:
+            self.results[node] = out
+        return True
+
+    def _write(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Write an op of a decomposition, given the nodes of its operands: stands of its results."""
+        specs = fx.map_arg((args, kwargs), self._spec)
+        node = self.spelled.create_node("call_function", op, args, kwargs)
+        node.meta["val"] = out_metas(op, *specs, torch.device(self.mesh.device_type))
+        many = _torch.returns_many(op)
+        if not many:
+            (node.meta["val"],) = node.meta["val"]
+        self.call(node)
+        if not many:
+            return Stand(node, self._spec(node), self._write)
+        return [self._write_item(node, i) for i in range(len(node.meta["val"]))]
+
+    def _write_item(self, node: fx.Node, i: int) -> Stand:
+        item = self.spelled.create_node("call_function", operator.getitem, (node, i))
+        self.call(item)
+        return Stand(item, self._spec(item), self._write)
+
+    # ---- lowered --------------------------------------------------------------------------------
     def _op(self, node: fx.Node) -> None:
-        lowering = self._lowering(node)
-        plans, now = iter(lowering.plans), {n: self._now(n) for n in node.all_input_nodes}
+        way = self._way(node)
+        plans, now = iter(way.plans), {n: self._now(n) for n in node.all_input_nodes}
 
         def operand(n: fx.Node) -> fx.Node:
             # From where it was when the op was lowered: what the same tensor in another place of it needs, moves it on.
             return now[n] if now[n].meta["spec"] is None else self.move(now[n], next(plans))
 
         args, kwargs = _in_schema_order(node, operand)
-        if lowering.gathered:
-            self.gathered.append((str(node.target), lowering.nbytes_gathered))
-            fallback.note(node.target, lowering.nbytes_gathered)
-        if lowering.sizes:
-            shape = LocalShape(lowering.outs[0])
-            args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)
-        local = SAFE_LOCALLY.get(node.target, node.target)
+        if way.gathered:
+            self.gathered.append((str(node.target), way.nbytes_gathered))
+            fallback.note(node.target, way.nbytes_gathered)
+        if way.sizes:
+            shape = LocalShape(way.outs[0])
+            args, kwargs = _torch.with_argument(node.target, args, kwargs, way.sizes, shape)
+        local = way.local or SAFE_LOCALLY.get(node.target, node.target)
         new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
-        self._done(node, new, lowering.outs if many else lowering.outs[0])
+        self._done(node, new, way.outs if many else way.outs[0])
 
-    def _lowering(self, node: fx.Node) -> Lowering:
+    def _way(self, node: fx.Node) -> Lowering:
         def spec(n: fx.Node) -> Any:
             found = self._spec(n)
             return SCALAR if found is None else found
@@ -164,7 +218,7 @@ class _Expander:
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
         which = _which(self._operands(node))
         key = (node.target, frozen(args), frozen(kwargs), which)
-        return self.lowerings.get(key, lambda: lower(Call(node.target, args, dict(kwargs), _metas(node), which)))
+        return self.lowerings.get(key, lambda: _lowered(Call(node.target, args, dict(kwargs), _metas(node), which)))
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors among the arguments, in schema order, as often as they stand there."""
@@ -190,6 +244,14 @@ class _Expander:
             new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
         new.meta["spec"] = step.after
         return new
+
+    def settle(self, node: fx.Node) -> None:
+        """Move a value that has a home there; it is from then on the one that lies so."""
+        if node in self.homes and node.op == "call_function":
+            value, spec = self._now(node), self._spec(node)
+            home = self.move(value, plan(spec, self.homes[node](spec)))
+            if home is not self._now(node):
+                self.reduced[self._now(node)] = home
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
@@ -221,6 +283,11 @@ class _Expander:
         self.at[node] = new
 
 
+def _lowered(call: Call) -> Lowering:
+    recipe = recipe_for(call)
+    return lower(call) if recipe is None else Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
+
+
 def _reduces(step: Step) -> bool:
     return isinstance(step.move, (AllReduce, ReduceScatter))
 
@@ -240,4 +307,11 @@ def _in_schema_order(node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> tu
 def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     value = node.meta["val"]
     leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
+    return tuple(map(_meta, leaves))
+
+
+def _meta(value: Any) -> TensorMeta | None:
+    """Of a fake tensor that the capture met, or as it was found out for an op of a decomposition."""
+    if isinstance(value, torch.Tensor):
+        return TensorMeta.of(value)
+    return value if isinstance(value, TensorMeta) else None

@@ -43,7 +43,8 @@ class Lowering:
     plans: how each operand gets to its target, in the order of `Call.tensors`. outs: the specs of the results, None
     where the op returns no tensor. sizes: the name of the argument to replace by the local size of the first result.
     gathered: no row but the replicated one was known, so the op runs on whole tensors on every rank. empties: the op
-    refuses an empty block, and some rank has one: there its results are empty, and the op is not called.
+    refuses an empty block, and some rank has one: there its results are empty, and the op is not called. local: what a
+    rank runs on its blocks, where that is not the op (`spmd.tensor.vocabulary`).
     """
 
     plans: tuple[Plan, ...]
@@ -51,6 +52,7 @@ class Lowering:
     sizes: str | None = None
     gathered: bool = False
     empties: bool = False
+    local: Callable | None = None
 
     @property
     def modelled_us(self) -> float:

@@ -5,9 +5,10 @@
     nll_loss(f32[t@dp, V@tp], i64[t@dp])        ->  f32[] +sum@dp +sum@tp      and its gradient, f32[t@dp, V@tp]
 
 What an index points at is on one rank of tp; that rank gives it and the others give zeros, so their sum is it. What a
-rank has to know besides its block is where it begins.
+rank has to know besides its block is where it begins: of that the local functions are told by the rank's coordinate.
+They read no sizes off the blocks, so that they can be run on blocks and over fx proxies alike.
 
-Left out: compiled programs, which gather the table; gradients of tables, which are a Partial of the whole table.
+Left out: gradients of tables, which are a Partial of the whole table.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
 
+At = tuple[int, ...]
+"""The coordinate of a rank."""
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """Run eagerly: how operands have to lie, how results then do, and what a rank makes of its blocks.
+    """How operands have to lie, how results then do, and what a rank makes of its blocks.
 
-    local: a function of the blocks, in the order of the operands, of the spec of what is looked up in, and of the
-    static arguments.
+    local: a function of the recipe, of the rank's coordinate and of the blocks, in the order of the operands. table:
+    how that lies in which is looked up. statics: the arguments that are no tensors and that count.
     """
 
     ins: tuple[Spec, ...]
@@ -41,14 +45,32 @@ class Recipe:
     table: Spec
     statics: tuple
 
-    def plans(self, call: Any) -> list[Plan]:
-        return [plan(x._spec, spec) for x, spec in zip(call.operands, self.ins, strict=True)]
+    @property
+    def __name__(self) -> str:
+        return self.local.__name__
+
+    def plans_from(self, specs: Sequence[Spec]) -> tuple[Plan, ...]:
+        """How operands that lie so get to where they have to."""
+        return tuple(plan(spec, target) for spec, target in zip(specs, self.ins, strict=True))
+
+    def __call__(self, at: At, blocks: Sequence) -> tuple:
+        """What the rank at the coordinate makes of its blocks: one for each result."""
+        return self.local(self, at, *blocks)
+
+    # ---- eagerly ------------------------------------------------------------------------------
+    def plans(self, call: Any) -> tuple[Plan, ...]:
+        return self.plans_from([x._spec for x in call.operands])
 
     def run(self, call: Any) -> Any:
         blocks = [way.run(x._local_tensor) for way, x in zip(self.plans(call), call.operands, strict=True)]
-        found = self.local(blocks, self.table, *self.statics)
+        found = _here(self, blocks)
         wrapped = tuple(call.dtensor(x, spec) for x, spec in zip(found, self.outs, strict=True))
         return wrapped if len(wrapped) > 1 else wrapped[0]
+
+
+@per_rank
+def _here(recipe: Recipe, blocks: list[torch.Tensor]) -> tuple:
+    return recipe(recipe.table.mesh.get_coordinate(), blocks)
 
 
 def recipe_for(call: Call) -> Recipe | None:
@@ -74,13 +96,18 @@ def _whole(spec: Spec) -> Spec:
     return spec.moved_to(((),) * spec.ndim)
 
 
-def _own(indices: torch.Tensor, spec: Spec, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own(indices, spec: Spec, dim: int, at: At) -> tuple:
     """Where in this rank's block the indices point, and which of them point elsewhere; an error beyond the tensor."""
-    known = (indices >= 0) & (indices < spec.shape[dim])
-    aten._assert_async.msg(known.all(), "index out of range in self")
-    start, length = spec.block(dim, spec.mesh.get_coordinate())
-    own = indices - start
-    return own.clamp(0, max(length - 1, 0)), (own < 0) | (own >= length)
+    known = aten.logical_and.default(aten.ge.Scalar(indices, 0), aten.lt.Scalar(indices, spec.shape[dim]))
+    aten._assert_async.msg(aten.all.default(known), "index out of range in self")
+    start, length = spec.block(dim, at)
+    own = aten.sub.Tensor(indices, start)
+    elsewhere = aten.logical_or.default(aten.lt.Scalar(own, 0), aten.ge.Scalar(own, length))
+    return aten.clamp.default(own, 0, max(length - 1, 0)), elsewhere
+
+
+def _length(spec: Spec, dim: int, at: At) -> int:
+    return spec.block(dim, at)[1]
 
 
 # ---- embedding --------------------------------------------------------------------------------
@@ -95,17 +122,16 @@ def embedding(call: Call) -> Recipe | None:
         table.mesh, (*tokens.shape, table.shape[1]), table.dtype, dims=(*moved.dims, table.dims[1]),
         units=(*moved.units, table.units[1]), partial=_summed(table.dims[0]),
     )  # fmt: skip
-    return Recipe((table, moved), (out,), _rows, table, ())
+    return Recipe((table, moved), (out,), own_rows, table, ())
 
 
-@per_rank
-def _rows(blocks: list[torch.Tensor], spec: Spec) -> tuple[torch.Tensor]:
+def own_rows(this: Recipe, at: At, table, tokens) -> tuple:
     """This rank's rows of the tokens that it has, and zeros for the others."""
-    table, tokens = blocks
-    own, elsewhere = _own(tokens, spec, 0)
-    if not len(table):
-        return (table.new_zeros(*tokens.shape, table.shape[1]),)
-    return (aten.embedding.default(table, own).masked_fill(elsewhere.unsqueeze(-1), 0),)
+    own, elsewhere = _own(tokens, this.table, 0, at)
+    if not _length(this.table, 0, at):
+        return (aten.new_zeros.default(table, this.outs[0].local_shape(at)),)
+    found = aten.embedding.default(table, own)
+    return (aten.masked_fill.Scalar(found, aten.unsqueeze.default(elsewhere, -1), 0),)
 
 
 # ---- gather -----------------------------------------------------------------------------------
@@ -125,16 +151,15 @@ def gather(call: Call) -> Recipe | None:
     units = tuple((index if d == along else x).units[d] for d in range(x.ndim))
     moved = index.moved_to(dims, units)
     out = Spec.of(x.mesh, index.shape, x.dtype, dims=dims, units=units, partial=_summed(x.dims[along]))
-    return Recipe((x, moved), (out,), _gathered, x, (along,))
+    return Recipe((x, moved), (out,), own_entries, x, (along,))
 
 
-@per_rank
-def _gathered(blocks: list[torch.Tensor], spec: Spec, dim: int) -> tuple[torch.Tensor]:
-    x, index = blocks
-    own, elsewhere = _own(index, spec, dim)
-    if not x.shape[dim]:
-        return (x.new_zeros(index.shape),)
-    return (x.gather(dim, own).masked_fill(elsewhere, 0),)
+def own_entries(this: Recipe, at: At, x, index) -> tuple:
+    (dim,) = this.statics
+    own, elsewhere = _own(index, this.table, dim, at)
+    if not _length(this.table, dim, at):
+        return (aten.new_zeros.default(x, this.outs[0].local_shape(at)),)
+    return (aten.masked_fill.Scalar(aten.gather.default(x, dim, own), elsewhere, 0),)
 
 
 # ---- losses -----------------------------------------------------------------------------------
@@ -154,7 +179,7 @@ def nll(call: Call) -> Recipe | None:
     else:
         each = Spec.of(x.mesh, target.shape, x.dtype, dims=(rows,), units=x.units[:1], partial=_summed(classes))
         outs = (each, one)
-    return Recipe((x, target, *given), outs, _losses, x, (call["reduction"], call["ignore_index"]))
+    return Recipe((x, target, *given), outs, own_losses, x, (call["reduction"], call["ignore_index"]))
 
 
 def nll_backward(call: Call) -> Recipe | None:
@@ -166,43 +191,51 @@ def nll_backward(call: Call) -> Recipe | None:
     given = () if weight is None else (weight.moved_to((x.dims[1],), x.units[1:]),)
     ins = (grad, x, target.moved_to((rows,), x.units[:1]), *given, _whole(call["total_weight"]))
     out = x.with_tensor(x.shape)
-    return Recipe(ins, (out,), _loss_gradients, x, (call["reduction"], call["ignore_index"]))
+    return Recipe(ins, (out,), own_loss_gradients, x, (call["reduction"], call["ignore_index"]))
 
 
 def _has_shared_classes(x: Spec) -> bool:
     return x.ndim == 2 and bool(x.dims[1]) and not x.partial
 
 
-def _hit(target: torch.Tensor, x: torch.Tensor, weight, spec: Spec, ignored: int):
+def _hit(target, x, weight, spec: Spec, ignored: int, at: At) -> tuple:
     """For each row its class in this block, the weight of that, and whether it counts nothing here.
 
     So it is where another rank has the class, or none.
     """
-    skipped = target == ignored
-    own, elsewhere = _own(target.masked_fill(skipped, 0), spec, 1)
-    without = elsewhere | skipped
-    ones = x.new_ones(target.shape) if weight is None or not len(weight) else weight[own]
-    return own, ones.masked_fill(without, 0), without
+    skipped = aten.eq.Scalar(target, ignored)
+    own, elsewhere = _own(aten.masked_fill.Scalar(target, skipped, 0), spec, 1, at)
+    without = aten.logical_or.default(elsewhere, skipped)
+    if weight is None or not _length(spec, 1, at):
+        each = aten.new_ones.default(x, [_length(spec, 0, at)])
+    else:
+        each = aten.index_select.default(weight, 0, own)
+    return own, aten.masked_fill.Scalar(each, without, 0), without
 
 
-@per_rank
-def _losses(blocks: list[torch.Tensor], spec: Spec, reduction: int, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, target, *rest = blocks
-    own, weight, without = _hit(target, x, rest[0] if rest else None, spec, ignored)
-    scores = x.gather(1, own.unsqueeze(1)).squeeze(1) if x.shape[1] else torch.zeros_like(weight)
-    each = -(scores * weight).masked_fill(without, 0)  # a score of -inf that does not count is no NaN
-    return (each, x.new_zeros(())) if reduction == NONE else (each.sum(), weight.sum())
+def own_losses(this: Recipe, at: At, x, target, weight=None) -> tuple:
+    reduction, ignored = this.statics
+    own, each, without = _hit(target, x, weight, this.table, ignored, at)
+    scores = aten.zeros_like.default(each)
+    if _length(this.table, 1, at):
+        scores = aten.squeeze.dim(aten.gather.default(x, 1, aten.unsqueeze.default(own, 1)), 1)
+    losses = aten.neg.default(aten.mul.Tensor(scores, each))
+    losses = aten.masked_fill.Scalar(losses, without, 0)  # a score of -inf that does not count is no NaN
+    if reduction == NONE:
+        return losses, aten.new_zeros.default(x, [])
+    return aten.sum.default(losses), aten.sum.default(each)
 
 
-@per_rank
-def _loss_gradients(blocks: list[torch.Tensor], spec: Spec, reduction: int, ignored: int) -> tuple[torch.Tensor]:
-    grad, x, target, *rest, total = blocks
-    own, weight, without = _hit(target, x, rest[0] if rest else None, spec, ignored)
-    each = -weight * (grad / total if reduction == MEAN else grad)
-    zeros = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if not x.shape[1]:
+def own_loss_gradients(this: Recipe, at: At, grad, x, target, *rest) -> tuple:
+    *weight, total = rest
+    reduction, ignored = this.statics
+    own, each, without = _hit(target, x, *weight or (None,), this.table, ignored, at)
+    of_each = aten.div.Tensor(grad, total) if reduction == MEAN else grad
+    each = aten.masked_fill.Scalar(aten.neg.default(aten.mul.Tensor(each, of_each)), without, 0)
+    zeros = aten.zeros_like.default(x, memory_format=torch.contiguous_format)
+    if not _length(this.table, 1, at):
         return (zeros,)
-    return (zeros.scatter_add(1, own.unsqueeze(1), each.masked_fill(without, 0).unsqueeze(1)),)
+    return (aten.scatter_add.default(zeros, 1, aten.unsqueeze.default(own, 1), aten.unsqueeze.default(each, 1)),)
 
 
 RECIPES: dict[Any, Callable[[Call], Recipe | None]] = {

@@ -202,16 +202,16 @@ def small_step(
     neg = neg(arg0_4)
     bucket = all_reduce([div, t_5, t_8], dp)                              # 3 tensors   68 bytes, 7.8 us
     all_reduce_3_of = bucket[0]                                           # f32[]
-    all_reduce_2_of = bucket[1]                                           # f32[4, 6@tp]
-    all_reduce_1_of = bucket[2]                                           # f32[6@tp, 4]
-    add = aten.add.Tensor(arg0_1, all_reduce_1_of, alpha=neg)             # f32[6@tp, 4]
-    add_1 = aten.add.Tensor(arg0_2, all_reduce_2_of, alpha=neg)           # f32[4, 6@tp]
+    all_reduce_1_of = bucket[1]                                           # f32[4, 6@tp]
+    all_reduce_2_of = bucket[2]                                           # f32[6@tp, 4]
+    add = aten.add.Tensor(arg0_1, all_reduce_2_of, alpha=neg)             # f32[6@tp, 4]
+    add_1 = aten.add.Tensor(arg0_2, all_reduce_1_of, alpha=neg)           # f32[4, 6@tp]
     return (
         all_reduce_3_of,                                                  # f32[]   result 0
         add,                                                              # f32[6@tp, 4]   model.0.weight
         add_1,                                                            # f32[4, 6@tp]   model.1.weight
-        all_reduce_1_of,                                                  # f32[6@tp, 4]   model.0.weight.grad
-        all_reduce_2_of,                                                  # f32[4, 6@tp]   model.1.weight.grad
+        all_reduce_2_of,                                                  # f32[6@tp, 4]   model.0.weight.grad
+        all_reduce_1_of,                                                  # f32[4, 6@tp]   model.1.weight.grad
     )""",
     )
 

@@ -7,8 +7,8 @@ The fused op sees one block and knows nothing of the others, so its dims would h
 spelled out, with sums that ranks do together and counts that are the global ones. Where the dims lie whole on each rank
 the fused op stays, which costs less.
 
-How a tensor lies is known of a DTensor. When a graph is captured it is not; then batch and group norm, whose dims are
-mostly the batch's, are spelled out, and the others are not.
+How a tensor lies is known of a DTensor, and of what stands for one when a program is written; it is not when a graph is
+captured, and the fused op stays in it until then.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def instead_of(*ops):
     return enter
 
 
-def is_cut(x: torch.Tensor, dims: Sequence[int], unknown: bool) -> bool:
-    """Whether some of these dims are sharded; `unknown` for a tensor that does not say how it lies."""
+def is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Whether some of these dims are sharded; not of a tensor that does not say how it lies."""
     spec = getattr(x, "_spec", None)
-    return unknown if spec is None else any(spec.dims[d] for d in dims)
+    return spec is not None and any(spec.dims[d] for d in dims)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -111,14 +111,14 @@ def _running(x, mean, var, running_mean, running_var, momentum: float):
     ]
 
 
-def _is_spelled_out(x, training: bool, unknown: bool = True) -> bool:
+def _is_spelled_out(x, training: bool) -> bool:
     """A batch of one number a channel is refused by torch, which the fused op says."""
-    return training and is_cut(x, _all_but_channels(x), unknown) and x.numel() > x.shape[1]
+    return training and is_cut(x, _all_but_channels(x)) and x.numel() > x.shape[1]
 
 
 @instead_of(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
 def native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps):
-    if not _is_spelled_out(input, training, unknown=False):  # in a graph nothing is written: it has the functional one
+    if not _is_spelled_out(input, training):
         return NotImplemented
     out, mean, rstd, var = batch_normed(input, weight, bias, eps)
     if running_mean is not None:
@@ -172,7 +172,7 @@ def _grouped(x: torch.Tensor, group: int) -> list[int]:
 
 @instead_of(aten.native_group_norm.default)
 def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
-    if not is_cut(input, range(input.ndim), unknown=True) or not input.numel():
+    if not is_cut(input, range(input.ndim)) or not input.numel():
         return NotImplemented
     shape = _grouped(input, group)
     x = aten.reshape.default(_wide(input), shape)
@@ -185,7 +185,7 @@ def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
 
 @instead_of(aten.native_group_norm_backward.default)
 def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, group, output_mask):
-    if not is_cut(input, range(input.ndim), unknown=True) or not input.numel():
+    if not is_cut(input, range(input.ndim)) or not input.numel():
         return NotImplemented
     shape = _grouped(input, group)
     each, channels = [*shape[:2], *[1] * (len(shape) - 2)], [1, *shape[1:3], *[1] * (len(shape) - 3)]
@@ -213,7 +213,7 @@ def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, g
 @instead_of(aten.native_layer_norm.default)
 def native_layer_norm(input, normalized_shape, weight, bias, eps):
     dims = range(input.ndim - len(normalized_shape), input.ndim)
-    if not is_cut(input, dims, unknown=False) or not input.numel():
+    if not is_cut(input, dims) or not input.numel():
         return NotImplemented
     mean, centred, var = _centred(_wide(input), dims)
     rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
@@ -224,7 +224,7 @@ def native_layer_norm(input, normalized_shape, weight, bias, eps):
 @instead_of(aten.native_layer_norm_backward.default)
 def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask):
     lead = input.ndim - len(normalized_shape)
-    if not is_cut(input, range(lead, input.ndim), unknown=False) or not input.numel():
+    if not is_cut(input, range(lead, input.ndim)) or not input.numel():
         return NotImplemented
     x, grad = _wide(input), _wide(grad_out)
     hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
@@ -252,7 +252,7 @@ def _shifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _is_whole(x: torch.Tensor, dim: int) -> bool:
-    return not x.ndim or not x.numel() or not is_cut(x, [dim], unknown=False)
+    return not x.ndim or not x.numel() or not is_cut(x, [dim])
 
 
 @instead_of(aten._softmax.default)
@@ -291,7 +291,7 @@ def log_softmax_backward(grad_output, output, dim, input_dtype):
 @instead_of(aten.logsumexp.default)
 def logsumexp(self, dim, keepdim=False):
     dims = [d % self.ndim for d in dim] if self.ndim else []
-    if not dims or not self.is_floating_point() or not self.numel() or not is_cut(self, dims, unknown=False):
+    if not dims or not self.is_floating_point() or not self.numel() or not is_cut(self, dims):
         return NotImplemented
     x = _wide(self)
     largest = aten.amax.default(x, dims, True)
