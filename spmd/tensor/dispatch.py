@@ -183,7 +183,8 @@ def _on_one_mesh(op, operands: list, dtensor: type) -> list:
                 f"{op}: operands lie on two meshes, {mesh!r} and {x._spec.mesh!r}. Build both on one mesh, or take one "
                 "of them off its mesh with full_tensor() and distribute_tensor it on the other."
             )
-    return [x if x._spec.mesh == mesh else _as_number(op, x, mesh, dtensor) for x in operands]
+    lent = iter(_as_numbers(op, [x for x in operands if x._spec.mesh != mesh], mesh, dtensor))
+    return [x if x._spec.mesh == mesh else next(lent) for x in operands]
 
 
 def _may_be_lent(op, x) -> bool:
@@ -192,14 +193,20 @@ def _may_be_lent(op, x) -> bool:
     return not wants and (not _torch.written(op) or _torch.writes_first(op))
 
 
-def _as_number(op, x, mesh: DeviceMesh, dtensor: type):
-    """A tensor of one element on another mesh; where that has ranks that the tensor's own has not, all compare it."""
-    way = plan(x._spec, replicated(x._spec))
-    explicit.check(op, [("x", way)])
-    local = way.run(block(x))
-    if not _covers(x._spec.mesh, mesh) and not plain.is_same_everywhere(local, mesh):
-        raise ValueError(f"{op}: {x._spec} on {x._spec.mesh!r} is not the same number on all ranks of {mesh!r}")
-    return dtensor(local, _whole_spec(mesh, tuple(x.shape), local.stride(), x.dtype))
+def _as_numbers(op, lent: list, mesh: DeviceMesh, dtensor: type) -> list:
+    """Tensors of one element as ones on this mesh; all ranks compare those that lie on but some of them."""
+    ways = [plan(x._spec, replicated(x._spec)) for x in lent]
+    for way in ways:
+        explicit.check(op, [("x", way)])
+    blocks = [way.run(block(x)) for way, x in zip(ways, lent, strict=True)]
+    known = [_covers(x._spec.mesh, mesh) for x in lent]
+    if not all(known) and not plain.are_same_everywhere([x for x, k in zip(blocks, known, strict=True) if not k], mesh):
+        specs = ", ".join(f"{x._spec} on {x._spec.mesh!r}" for x, k in zip(lent, known, strict=True) if not k)
+        raise ValueError(f"{op}: {specs} is not the same number on all ranks of {mesh!r}")
+    return [
+        dtensor(local, _whole_spec(mesh, tuple(x.shape), local.stride(), x.dtype))
+        for x, local in zip(lent, blocks, strict=True)
+    ]
 
 
 @per_rank

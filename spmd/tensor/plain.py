@@ -23,7 +23,7 @@ import contextvars
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -112,7 +112,7 @@ def _is_torchs(x: torch.Tensor, mesh: DeviceMesh) -> bool:
     given_none = called is not None and not any(True for _ in _plain_tensors(_given(called)))
     if not (given_none or _torch.in_forward_ad()):
         return False
-    return is_same_everywhere(x, mesh)
+    return are_same_everywhere([x], mesh)
 
 
 def _called_by_user(frame: FrameType) -> FrameType | None:
@@ -172,17 +172,21 @@ _LISTS = (list, tuple, range)
 # ---- the same on all ranks --------------------------------------------------------------------
 
 
-def is_same_everywhere(x: torch.Tensor, mesh: DeviceMesh) -> bool:
-    """Whether all ranks of the mesh have the same tensor. All must ask."""
+def are_same_everywhere(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> bool:
+    """Whether all ranks of the mesh have the same tensors. All must ask; they are compared at once."""
+    shapes = ", ".join(str(list(x.shape)) for x in tensors)
     explicit.check_message(
-        f"an op on a tensor of shape {list(x.shape)} from elsewhere", "compare it between ranks",
+        f"an op on a tensor of shape {shapes} from elsewhere", "compare it between ranks",
         "Take it as replicated with distribute_tensor, or with spmd.implicit_replication() where torch makes it.",
     )  # fmt: skip
-    if isinstance(x, LocalTensor):
-        return len({_digest(own) for own in x.local.values()}) == 1
-    return len(set(transport().gather_marks(_digest(x), mesh))) == 1
+    simulated = [x for x in tensors if isinstance(x, LocalTensor)]
+    if simulated:
+        return all(len({_digest([own]) for own in x.local.values()}) == 1 for x in simulated)
+    return len(set(transport().gather_marks(_digest(tensors), mesh))) == 1
 
 
-def _digest(x: torch.Tensor) -> bytes:
-    flat = wire.as_bytes(x.detach().cpu())
-    return hashlib.sha256(f"{tuple(x.shape)} {x.dtype} ".encode() + flat.numpy().tobytes()).digest()
+def _digest(tensors: Sequence[torch.Tensor]) -> bytes:
+    found = hashlib.sha256()
+    for x in tensors:
+        found.update(f"{tuple(x.shape)} {x.dtype} ".encode() + wire.as_bytes(x.detach().cpu()).numpy().tobytes())
+    return found.digest()

@@ -159,6 +159,52 @@ def test_the_norm_is_of_all_gradients(norm_type, foreach):
     check(lambda params, _: clip_grad_norm_(params, 0.5, norm_type, foreach=foreach))
 
 
+TOGETHER = [("grid", S0, S1), ("grid", R, S0), ("line", S0), ("row", S0), ("grid", R, R)]
+
+
+@pytest.mark.parametrize(
+    "ask, most",
+    [
+        (lambda grads: torch._foreach_norm(grads), 4),
+        (lambda grads: torch._foreach_norm(grads, 1), 4),
+        (lambda grads: torch._foreach_norm(grads, inf), 4),
+        (lambda grads: torch._foreach_norm(grads[:5] * 2, dtype=torch.float64), 4),
+        (lambda grads: grads[0].norm(), 1),
+    ],
+    ids="2 1 inf wide one".split(),
+)
+def test_what_is_owed_alike_is_reduced_together(ask, most):
+    """Of fifteen gradients in five places, four of them cut up: a collective for each place, though a tensor come twice."""
+    start = [(x + i).float() for i, x in enumerate([weights(torch.empty(8, 4))] * 15)]
+    want = ask(start)
+    with LocalTensorMode(4) as mode:
+        on = meshes()
+        grads = [put(x, on, *TOGETHER[i % 5]) for i, x in enumerate(start)]
+        got = ask(grads)
+        assert len(mode.sent) == 4 * most
+        for a, b in zip(got if isinstance(got, tuple | list) else [got], want if most > 1 else [want], strict=True):
+            assert all(same(x, b, 1e-6) for x in every_rank(a))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, 11])
+def test_one_infinite_gradient_is_found_for_all_at_once(wrong):
+    """Whichever of the ranks has it."""
+    with LocalTensorMode(4) as mode:
+        on = meshes()
+        with _torch.no_modes():
+            start = [torch.ones(8, 4) * i for i in range(15)]
+            if wrong is not None:
+                start[wrong][5, 1] = inf
+            found, scale = torch.zeros(()), torch.tensor(0.5)
+        grads = [put(x, on, *TOGETHER[i % 5]) for i, x in enumerate(start)]
+        found = placed(found, [R, R], on["grid"])
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, scale)
+        assert len(mode.sent) == 4 * 4
+        assert every_rank(found) == [float(wrong is not None)] * len(every_rank(found))
+        for g, x in zip(grads, start, strict=True):
+            assert all(torch.equal(y, x / 2) for y in every_rank(g))
+
+
 def test_values_and_totals():
     check(lambda params, _: clip_grad_value_(params, 0.3, foreach=True))
     check(lambda params, _: get_total_norm([p.grad for p in params]))

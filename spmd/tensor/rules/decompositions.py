@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from math import inf, prod
+from math import prod
 
 import torch
 
@@ -24,6 +24,7 @@ from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
 from spmd.tensor.rules.norms import norm_decompositions
+from spmd.tensor.rules.totals import vector_norm
 from spmd.tensor.spec import strides_like
 
 aten = torch.ops.aten
@@ -134,34 +135,7 @@ def mean_dim(self, dim, keepdim=False, *, dtype=None):
     return out if wide == dtype else aten._to_copy.default(out, dtype=dtype)
 
 
-# ---- norms ------------------------------------------------------------------------------------
-
-
-@instead_of(aten.linalg_vector_norm.default)
-def vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
-    """`(sum |x|^p)^(1/p)`: a sum over the ranks, and then a root. Half precision is summed in float, as torch does."""
-    x = self if dtype in (None, self.dtype) else aten._to_copy.default(self, dtype=dtype)
-    if not x.dtype.is_floating_point:  # integers are torch's error to raise; of complex numbers the parts are squared
-        return NotImplemented
-    low = x.dtype in (torch.float16, torch.bfloat16)
-    out = _norm(aten._to_copy.default(x, dtype=torch.float32) if low else x, ord, list(dims_of(dim, x.ndim)), keepdim)
-    return aten._to_copy.default(out, dtype=x.dtype) if low else out
-
-
-def _norm(x, p, dims, keepdim):
-    """The norm of a tensor of floats. Of an empty tensor the maximum is an error, as in torch."""
-    size = aten.abs.default(x)
-    if p == inf:
-        return aten.amax.default(size, dims, keepdim)
-    if p == -inf:
-        return aten.amin.default(size, dims, keepdim)
-    if p == 0:
-        return aten.sum.dim_IntList(aten.ne.Scalar(x, 0), dims, keepdim, dtype=x.dtype)
-    if p == 1:
-        return aten.sum.dim_IntList(size, dims, keepdim)
-    if p == 2:
-        return aten.sqrt.default(aten.sum.dim_IntList(aten.mul.Tensor(x, x), dims, keepdim))
-    return aten.pow.Tensor_Scalar(aten.sum.dim_IntList(aten.pow.Tensor_Scalar(size, p), dims, keepdim), 1 / p)
+instead_of(aten.linalg_vector_norm.default)(vector_norm)
 
 
 # ---- losses -----------------------------------------------------------------------------------

@@ -3,27 +3,26 @@
     _foreach_add_(params, grads, alpha=-lr)   ->   add_(p, g, alpha=-lr) for each
 
 What a list op saves is launches, and a program has none to save. So each becomes the op its name says, of which the
-book has a rule; a fused optimiser step becomes the arithmetic it stands for.
+book has a rule; a fused optimiser step becomes the arithmetic it stands for. Norms are reduced together (`totals`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from spmd import _torch
+from spmd.tensor.rules.totals import foreach_norm, owing_alike
 
 aten = torch.ops.aten
-
-BASE = {"norm": "linalg_vector_norm"}
-"""What a list op is called for one tensor, where the name is another."""
 
 BOUND = {"maximum": "clamp_min", "minimum": "clamp_max"}
 """The same for these, when the other side is a number."""
 
-KEYWORDS = {"addcmul": ("value",), "addcdiv": ("value",), "linalg_vector_norm": ("dtype",)}
+KEYWORDS = {"addcmul": ("value",), "addcdiv": ("value",)}
 """Last arguments that are by keyword for one tensor."""
 
 
@@ -44,7 +43,7 @@ def _base(op) -> tuple[str, str]:
     """The name of the op for one tensor, and "_" if it writes."""
     name = _torch.qualified_name(op).removeprefix("aten::_foreach_")
     base = name.removesuffix("_")
-    return BASE.get(base, base), name[len(base) :]
+    return base, name[len(base) :]
 
 
 def _item(name: str, a: Any, i: int) -> Any:
@@ -55,7 +54,7 @@ def _item(name: str, a: Any, i: int) -> Any:
 def _one(base: str, suffix: str, args: list, kwargs: dict[str, Any]) -> torch.Tensor:
     if base in BOUND and not isinstance(args[1], torch.Tensor):
         base = BOUND[base]
-    named = dict(zip(KEYWORDS.get(base, ()), args[3 if base in ("addcmul", "addcdiv") else 2 :], strict=False))
+    named = dict(zip(KEYWORDS.get(base, ()), args[3:], strict=False))
     positional = args[: len(args) - len(named)]
     kwargs = {k: _number(v) for k, v in named.items()} | kwargs
     if suffix and not hasattr(aten, base + suffix):
@@ -159,10 +158,15 @@ def _unless(found_inf, values: Sequence, i: int, new):
 
 
 def unscale(op, grads, found_inf, inv_scale):
-    """Gradients of a scaled loss as those of the loss; `found_inf` becomes 1 where one of them is infinite or NaN."""
+    """Gradients of a scaled loss as those of the loss; `found_inf` becomes 1 where one of them is infinite or NaN.
+
+    A maximum of maxima that ranks still owe is owed as well, and reduced once.
+    """
+    wrong = [torch.isfinite(g).logical_not().any() for g in grads]
     found = found_inf
-    for g in grads:
-        found = torch.maximum(found, torch.isfinite(g).logical_not().any().to(found_inf.dtype))
+    for places in owing_alike(wrong):
+        some = functools.reduce(torch.maximum, [wrong[i] for i in places])
+        found = torch.maximum(found, some.to(found_inf.dtype))
     new = [g * inv_scale for g in grads]
     if not _torch.returns_nothing(op):
         return new, found
@@ -191,6 +195,7 @@ def list_decompositions() -> dict[_torch.OpOverload, Callable]:
             table[op] = _bound(fused or per_tensor, op)
     for op in (aten._amp_foreach_non_finite_check_and_unscale, aten._amp_foreach_non_finite_check_and_unscale_):
         table[op.default] = _bound(unscale, op.default)
+    table[aten._foreach_norm.Scalar] = foreach_norm
     return table
 
 
