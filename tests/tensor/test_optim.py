@@ -174,7 +174,7 @@ TOGETHER = [("grid", S0, S1), ("grid", R, S0), ("line", S0), ("row", S0), ("grid
     ids="2 1 inf wide one".split(),
 )
 def test_what_is_owed_alike_is_reduced_together(ask, most):
-    """Of fifteen gradients in five places, four of them cut up: a collective for each place, though a tensor come twice."""
+    """Of fifteen gradients in five places, four of them cut up: a collective for each place."""
     start = [(x + i).float() for i, x in enumerate([weights(torch.empty(8, 4))] * 15)]
     want = ask(start)
     with LocalTensorMode(4) as mode:

@@ -3,9 +3,9 @@
     vector_norm(f32[1000@dp])             a sum over dp of squares, and its root
     _foreach_norm of 100 such tensors     100 sums, stacked: one all-reduce, and its roots
 
-That is what `clip_grad_norm_(parameters, max_norm, foreach=True)` asks. Tensors go together that lie on one mesh and owe
-the same reduction; what lies whole owes none. When a graph is captured it is not known how tensors lie: then each goes
-by itself, and passes put the reductions together.
+That is what `clip_grad_norm_(parameters, max_norm, foreach=True)` asks. Tensors go together that lie on one mesh and
+owe the same reduction; what lies whole owes none. When a graph is captured it is not known how tensors lie: then each
+goes by itself, and passes put the reductions together.
 """
 
 from __future__ import annotations
