@@ -6,6 +6,7 @@ from spmd.expand.compile import CompiledStep, compile
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.sim import LocalTensor, LocalTensorMode
+from spmd.tensor.deterministic import deterministic, set_deterministic
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.explicit import ImplicitCommunicationError, explicit, set_explicit
 from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
@@ -23,8 +24,8 @@ __version__ = "0.1.0"
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "ImplicitCommunicationError", "LocalTensor",
     "LocalTensorMode", "MeshTopoInfo", "Partial", "Placement", "Program", "Replicate", "Shard", "compile", "debug",
-    "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
-    "init_device_mesh", "local_map", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones",
-    "plan_redistribute", "rand", "randn", "recompute", "register_rule", "rules", "set_explicit", "set_rng_state",
-    "shard_dim_alltoall", "zeros",
+    "deterministic", "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state",
+    "implicit_replication", "init_device_mesh", "local_map", "manual_seed", "mesh_broadcast", "mesh_scatter", "ones",
+    "plan_redistribute", "rand", "randn", "recompute", "register_rule", "rules", "set_deterministic", "set_explicit",
+    "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ from spmd.expand.placing import Patterns, check_patterns, placed_spec, placement
 from spmd.expand.program import Program
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh, per_rank
-from spmd.tensor import explicit, random
+from spmd.tensor import deterministic, explicit, random
 from spmd.tensor.dtensor import DTensor, distribute_tensor
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
@@ -237,7 +237,7 @@ class _Call:
         leaf_specs = {k: _input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
         tree = str(pytree.tree_structure(named))
-        key = (tree, ambient(), *_key(state, tensors, specs, leaves, leaf_specs))
+        key = (tree, ambient(), deterministic.is_on(), *_key(state, tensors, specs, leaves, leaf_specs))
         return cls(named, state, tensors, specs, leaves, leaf_specs, numbers, key)
 
     def placed_state(self, mesh: DeviceMesh) -> Tensors:

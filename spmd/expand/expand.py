@@ -32,7 +32,7 @@ from spmd.tensor.dispatch import READS_VALUE
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
 from spmd.tensor.random import Draw
-from spmd.tensor.redistribute.moves import AllReduce, ReduceScatter
+from spmd.tensor.redistribute.moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.spec import Spec, replicated
@@ -229,7 +229,7 @@ class _Expander:
     # ---- moves ----------------------------------------------------------------------------------
     def move(self, value: fx.Node, way: Plan) -> fx.Node:
         """The value after the plan; steps that were made before for another reader are used again."""
-        for step in way.steps:
+        for step in way.as_made.steps:
             key = (value, step.after)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
@@ -289,7 +289,7 @@ def _lowered(call: Call) -> Lowering:
 
 
 def _reduces(step: Step) -> bool:
-    return isinstance(step.move, (AllReduce, ReduceScatter))
+    return isinstance(step.move, (AllReduce, ReduceInOrder, ReduceScatter))
 
 
 def _which(operands: Sequence[fx.Node]) -> tuple[int, ...]:

@@ -15,17 +15,15 @@ before: `p.register_post_accumulate_grad_hook`, or `p.grad = p.grad.redistribute
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from spmd import _torch
 from spmd.sim.exchange import caller
 from spmd.tensor.redistribute.plan import Plan
+from spmd.tensor.switch import Switch
 
-_inside: ContextVar[bool | None] = ContextVar("spmd_explicit", default=None)
-_everywhere = False
-_CARRIED = "spmd_explicit"
+_switch = Switch("explicit")
 
 
 class ImplicitCommunicationError(RuntimeError):
@@ -47,8 +45,7 @@ class ImplicitCommunicationError(RuntimeError):
         return error
 
 
-@contextlib.contextmanager
-def explicit(on: bool = True) -> Iterator[None]:
+def explicit(on: bool = True) -> AbstractContextManager[None]:
     """Inside, in this thread and in the backward passes that it starts, implicit communication is an error.
 
     `explicit(False)` lets it pass again. Blocks nest; the innermost wins.
@@ -57,33 +54,23 @@ def explicit(on: bool = True) -> Iterator[None]:
     ...     is_on()
     True
     """
-    token, before = _inside.set(on), _torch.carried(_CARRIED)
-    _torch.carry(_CARRIED, on)
-    try:
-        yield
-    finally:
-        _torch.carry(_CARRIED, before)
-        _inside.reset(token)
+    return _switch.turned(on)
 
 
 def set_explicit(on: bool) -> None:
     """The same for all of the process, outside of `explicit` blocks, from now on."""
-    global _everywhere
-    _everywhere = bool(on)
+    _switch.set(on)
 
 
 def is_on() -> bool:
     """Whether implicit communication is an error here."""
-    inside = _inside.get()
-    if inside is None:
-        inside = _torch.carried(_CARRIED)  # a thread of autograd's engine has no context of ours
-    return _everywhere if inside is None else inside
+    return _switch.is_on()
 
 
 def check(asked: object, moves: Sequence[tuple[str, Plan]]) -> None:
     """Raise ImplicitCommunicationError, where the mode is on, if one of these named operands has to be sent for it."""
     if is_on():
-        sent = [(name, way) for name, way in moves if any(step.sends for step in way.steps)]
+        sent = [(name, way.as_made) for name, way in moves if any(step.sends for step in way.steps)]
         if sent:
             raise ImplicitCommunicationError(_text(asked, sent))
 

@@ -33,7 +33,7 @@ def between(local, src: Spec, dst: Spec):
 
 def _at_home(local, src: Spec, dst: Spec):
     """The moves within a mesh, made by its ranks; what others hold is empty, and stays as it is."""
-    for step in plan(src, dst).steps:
+    for step in plan(src, dst).as_made.steps:
         local = transport().step(functools.partial(_started, step), functools.partial(_finished, step), local)
     return local
 

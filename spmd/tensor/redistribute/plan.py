@@ -21,9 +21,10 @@ from spmd import _torch
 from spmd.comm import AsyncTensor, Transport, transport, unless_written
 from spmd.mesh import DeviceMesh, Machine, MeshTopoInfo
 from spmd.mesh.rank import players
+from spmd.tensor import deterministic
 from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.bounds import lower_bound
-from spmd.tensor.redistribute.moves import At, Move, ReduceInOrder, Scale, ToPartial
+from spmd.tensor.redistribute.moves import AllReduce, At, Move, ReduceInOrder, ReduceScatter, Scale, ToPartial
 from spmd.tensor.redistribute.search import cheapest
 from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.spec import Order, Spec, spec_of
@@ -170,17 +171,27 @@ class Plan:
         """Bytes that some rank gets from others whatever the plan."""
         return lower_bound(self.src, self.dst)
 
+    @cached_property
+    def _reduces(self) -> bool:
+        return any(isinstance(step.move, (AllReduce, ReduceScatter)) for step in self.steps)
+
+    @property
+    def as_made(self) -> Plan:
+        """The plan that is made here: this one, or in deterministic mode that which adds in the order of the ranks."""
+        return plan(self.src, self.dst, inf, True) if self._reduces and deterministic.is_on() else self
+
     def run(self, local):
         """Carry the plan out on this rank's block."""
-        for step in self.steps:
+        for step in self.as_made.steps if self._reduces else self.steps:
             local = step(local)
         return local
 
     def launch(self, local, *shown_by):
         """The same, without waiting for the last move if it sends: what comes is an AsyncTensor then."""
-        if not self.steps or not self.steps[-1].sends or players() is not None or _torch.is_tracing(local):
+        steps = self.as_made.steps
+        if not steps or not steps[-1].sends or players() is not None or _torch.is_tracing(local):
             return self.run(local)
-        *first, last = self.steps
+        *first, last = steps
         for step in first:
             local = step(local)
         return last.launched(local, *(shown_by if not first else ()))
