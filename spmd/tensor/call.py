@@ -26,13 +26,28 @@ class TensorMeta:
 
 
 class RuntimeScalar:
-    """Stands in a call for a number known only when the program runs, such as a learning rate."""
+    """Stands in a call for a number that may be another the next time, such as a learning rate."""
 
     def __repr__(self):
         return "scalar"
 
 
 SCALAR = RuntimeScalar()
+
+
+def unread(op: _torch.OpOverload, x: Any) -> Any:
+    """SCALAR for a number of whose value no rule of the op takes notice, such as the step of an optimiser; else `x`.
+
+    Rules of pointwise ops ask whether a number is zero, infinite or none at all, and nothing more.
+
+    >>> unread(torch.ops.aten.mul.Tensor, 0.1), unread(torch.ops.aten.mul.Tensor, 0.0)
+    (scalar, 0.0)
+    >>> unread(torch.ops.aten.sum.dim_IntList, 1)
+    1
+    """
+    if torch.Tag.pointwise not in op.tags or type(x) not in (int, float) or x == 0 or x - x != 0:
+        return x
+    return SCALAR
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from spmd._torch import pytree
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor import explicit, fallback, hot, plain, random
 from spmd.tensor.cache import Cache, frozen
-from spmd.tensor.call import Call, TensorMeta, base_name
+from spmd.tensor.call import SCALAR, Call, TensorMeta, base_name, unread
 from spmd.tensor.copies import Copy, block, laid_out, written
 from spmd.tensor.hot import memory_of
 from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided, whole_plans
@@ -95,8 +95,8 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
         args, kwargs = _with_tensors(args, kwargs, operands)
     call = Eager(op, args, kwargs, given, operands, dtensor)
     which = _which(operands)
-    options = [(name, _key(x)) for name, x in kwargs.items()]
-    key = (op, which, torch.get_default_dtype(), *[_key(x) for x in args], *options)
+    options = [(name, _key(op, x)) for name, x in kwargs.items()]
+    key = (op, which, torch.get_default_dtype(), *[_key(op, x) for x in args], *options)
     way = lowerings.get(key, lambda: _way(call, which))
     if explicit.is_on():
         explicit.check(op, _named_plans(call, way.plans(call)))
@@ -118,13 +118,15 @@ def _summed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
 # ---- operands ---------------------------------------------------------------------------------
 
 
-def _key(x: Any) -> Any:
-    """What tells an argument from others: of a tensor, its spec."""
+def _key(op, x: Any) -> Any:
+    """What tells an argument from others: of a tensor, its spec; of a number that is not looked at, its type."""
     if isinstance(x, torch.Tensor):
         return x._spec
     if isinstance(x, torch.Generator):
         return torch.Generator  # how a call is run does not depend on which
-    return (list, *map(_key, x)) if isinstance(x, (list, tuple)) else frozen(x)
+    if isinstance(x, (list, tuple)):
+        return (list, *[_key(op, y) for y in x])
+    return type(x) if unread(op, x) is SCALAR else frozen(x)
 
 
 def _tensors(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -247,6 +249,8 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     op = eager.op
     args, kwargs = _with_tensors(eager.args, eager.kwargs, [x._spec for x in eager.operands])
     kwargs.pop("generator", None)
+    given = args, kwargs  # one way for all numbers that no rule looks at: none is to be seen
+    args, kwargs = tuple([unread(op, x) for x in args]), {name: unread(op, x) for name, x in kwargs.items()}
     call = Call(op, args, kwargs, (), which)
     if _torch.is_composite(op):
         return Decomposed()
@@ -258,7 +262,7 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     if op in READS_VALUE or not (_torch.returns_tensors(op) or _torch.written(op)):
         return Whole()
     try:
-        outs = out_metas(op, args, kwargs, torch.device(call.mesh.device_type))
+        outs = out_metas(op, *given, torch.device(call.mesh.device_type))
     except _torch.UNKNOWN_SHAPE:
         return Whole()
     _refuse_memory_tricks(call, outs)

@@ -51,6 +51,7 @@ class Hot(NamedTuple):
 
 NONE: dict[str, Any] = {}
 
+_NUMBERS = frozenset({int, float})
 _STATIC = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
@@ -59,7 +60,15 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
     if not kwargs:  # the commonest calls, spelled out: what follows does the same for all
         if len(args) == 2:
             a, b = args
-            if type(a) is dtensor and type(b) is dtensor and a is not b:
+            kind = type(b)
+            if type(a) is not dtensor:
+                pass
+            elif kind in _NUMBERS and b - b == 0 != b and is_pointwise(op):
+                found = seen.entries.get((op, a._spec, kind))
+                if found is None or a._copy is not None:
+                    return MISS
+                return _call(found, [a._local_tensor, b], NONE, a, dtensor)
+            elif kind is dtensor and a is not b:
                 found = seen.entries.get((op, a._spec, b._spec))
                 if found is not None and a._copy is None and b._copy is None:
                     if not found[0]:
@@ -77,7 +86,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                     return wrap(dtensor, found[1](a._local_tensor), found[2][0])
         if len(args) > 1 and type(args[1]) in _STATIC and type(args[0]) is dtensor:
             types = tuple(map(type, args))
-            if _is_static_but_first(types):
+            if _is_read_whole(op, types):
                 a = args[0]
                 found = seen.entries.get((op, a._spec, types, args[1:]))
                 if found is None or a._copy is not None:
@@ -104,7 +113,9 @@ def _any(
             local.append(x._local_tensor)
             tensors.append(x)
             continue
-        if kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
+        if kind in _NUMBERS and x - x == 0 != x and is_pointwise(op):
+            key.append(kind)
+        elif kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
             key += (kind, x)
         elif kind is list:
             if not x or type(x[0]) is int:
@@ -123,9 +134,13 @@ def _any(
             return MISS
         local.append(x)
     for name, x in kwargs.items():
-        if type(x) not in _STATIC:
+        kind = type(x)
+        if kind in _NUMBERS and x - x == 0 != x and is_pointwise(op):
+            key += (name, kind)
+        elif kind in _STATIC:
+            key += (name, kind, x)
+        else:
             return MISS
-        key += (name, x)
     if new is not None:
         return seen.get(tuple(key), lambda: new)
     found = seen.entries.get(tuple(key))
@@ -137,10 +152,17 @@ def _any(
     return _call(found, local, kwargs, tensors[0], dtensor)
 
 
+@functools.cache
+def is_pointwise(op: _torch.OpOverload) -> bool:
+    """Whether no rule of the op looks at its numbers, but to see that they are finite and not zero (`call.unread`)."""
+    return torch.Tag.pointwise in op.tags
+
+
 @functools.lru_cache(maxsize=4096)
-def _is_static_but_first(types: tuple[type, ...]) -> bool:
-    """Whether arguments of these types, after the first, are what they are and their types: no floats, no lists."""
-    return all(kind in _STATIC for kind in types[1:])
+def _is_read_whole(op: _torch.OpOverload, types: tuple[type, ...]) -> bool:
+    """Whether arguments of these types, after the first, make a key as they stand: no floats, lists, unread numbers."""
+    read = _STATIC - _NUMBERS if is_pointwise(op) else _STATIC
+    return all(kind in read for kind in types[1:])
 
 
 def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
@@ -200,7 +222,7 @@ def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: 
 def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: Hot, dtensor: type) -> None:
     """Run calls like this one so from now on, if they can be told from others at a glance."""
     types = tuple(map(type, args))
-    if len(args) > 1 and types[0] is dtensor and not kwargs and _is_static_but_first(types):
+    if len(args) > 1 and types[0] is dtensor and not kwargs and _is_read_whole(op, types):
         seen.get((op, args[0]._spec, types, args[1:]), lambda: hot)
     else:
         _any(op, args, kwargs, dtensor, hot)
