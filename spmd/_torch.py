@@ -277,6 +277,43 @@ def without_first() -> contextlib.AbstractContextManager:
     return torch._C._ExcludeDispatchKeyGuard(FIRST_KEYS)
 
 
+def as_one(op: OpOverload) -> Callable:
+    """A composite op with the derivative that torch has for it as one op, for functions of `run_first`.
+
+    torch takes such an op apart above autograd for all tensors but nested ones; of those autograd sees it whole, and
+    its kernel for them does for others. What autograd is not to see, inside of a dispatch or of inference mode, comes
+    whole too. Where more than autograd looks on (functorch, forward AD, autocast), and for complex numbers, of which
+    the derivatives of some say nothing, the op is taken apart as always.
+    """
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        keys = None if x.is_complex() or _is_seen_by_more(x) else _WHOLE.get(x.device.type)
+        if keys is None:
+            with without_first():
+                return op(x, *rest)
+        below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        return op.redispatch(keys[below], x, *rest)
+
+    return run
+
+
+def _is_seen_by_more(x: torch.Tensor) -> bool:
+    return (
+        torch._C._are_functorch_transforms_active() or in_forward_ad() or torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def _keys(*names: str) -> torch._C.DispatchKeySet:
+    sets = [torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in names]
+    return functools.reduce(lambda a, b: a | b, sets)
+
+
+# By device, what is left to dispatch on of an op that comes whole, and of one that autograd is not to see.
+_WHOLE = {
+    device: (_keys(name, "Python", "AutogradNestedTensor"), _keys(name, "Python"))
+    for device, name in (("cpu", "CPU"), ("cuda", "CUDA"), ("meta", "Meta"))
+}
+
 _first = torch.library.Library("aten", "IMPL")
 _any_other = torch.library.Library("_", "IMPL")
 _any_other.fallback(torch.library.fallthrough_kernel, _FIRST)

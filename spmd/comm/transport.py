@@ -12,6 +12,7 @@ On torch.distributed each collective *is* the dispatcher op, so it can stand in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -108,7 +109,7 @@ class C10dTransport:
 
     def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
         """The name of the process group along one axis or several; the group is made by the first collective on it."""
-        return groups.named(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))
+        return groups.known(_name_along(mesh, axis, current_rank()))
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """One pickled object of every rank of the mesh, in row-major order."""
@@ -127,6 +128,11 @@ class C10dTransport:
         mine = torch.frombuffer(bytearray(mark), dtype=torch.uint8).to(device)
         every = self.wait_tensor(self.all_gather_into_tensor(mine, mesh.size(), group.group_name))
         return [bytes(row) for row in every.reshape(mesh.size(), -1).tolist()]
+
+
+@functools.lru_cache(maxsize=4096)
+def _name_along(mesh: DeviceMesh, axis: int | str | tuple[int, ...], rank: int) -> str:
+    return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(rank)))
 
 
 _c10d = C10dTransport()

@@ -22,6 +22,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call, TensorMeta
 from spmd.tensor.placement import Partial, Placement, Shard
 from spmd.tensor.rules.book import rule_of
+from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec
 
@@ -195,7 +196,7 @@ def commute(placements: Sequence[Placement]) -> bool:
 
 def run(op, args, kwargs) -> list:
     """The results of the op, flattened; None where it returns none."""
-    return pytree.tree_leaves(op(*args, **kwargs), is_leaf=lambda x: x is None)
+    return pytree.tree_leaves(KERNELS.get(op, op)(*args, **kwargs), is_leaf=lambda x: x is None)
 
 
 def _cloned(sample: Sample):

@@ -17,6 +17,7 @@ import torch
 
 from spmd import _torch
 from spmd.tensor import plain
+from spmd.tensor.rules.products import matmul_backward
 
 aten = torch.ops.aten
 
@@ -64,9 +65,25 @@ def _making_plain(op: _torch.OpOverload) -> Callable:
     return run
 
 
+def _kept(op: _torch.OpOverload, is_meant: Callable[..., bool]) -> Callable:
+    """The op as one, for arguments that are meant; torch makes matrices or batches of what has more dims."""
+    as_one = _torch.as_one(op)
+
+    def run(*args: torch.Tensor) -> torch.Tensor:
+        if is_meant(*args):
+            return as_one(*args)
+        with _torch.without_first():
+            return op(*args)
+
+    return run
+
+
 composites = {
     aten.vander.default: vander,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
+    aten.linear.default: _kept(aten.linear.default, lambda x, weight, bias=None: weight.ndim == 2),
+    aten.matmul.default: _kept(aten.matmul.default, lambda x, y: x.ndim > 2 or y.ndim > 2),
+    aten.matmul_backward.default: matmul_backward,  # torch cannot differentiate it
     **{op: _making_plain(op) for op in MAKES_PLAIN},
 }
 """From an op to a function of the same arguments, some of them DTensors."""

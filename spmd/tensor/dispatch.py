@@ -40,6 +40,7 @@ from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
+from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec, replicated
 from spmd.tensor.vocabulary import recipe_for
 
@@ -55,7 +56,10 @@ def forget() -> None:
 
 
 aten = torch.ops.aten
-SUMS_OF_PRODUCTS = {aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default}
+SUMS_OF_PRODUCTS = {
+    aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default, aten.linear.default,
+}  # fmt: skip
+BY_PARTS = SUMS_OF_PRODUCTS | {aten.linear_backward.default}
 """Ops whose decomposition uses no global size: done on blocks it is the op on blocks."""
 
 READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -79,8 +83,7 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     """Run an op of which some operand is a `dtensor` (the DTensor class, handed down to keep imports in a line)."""
     if op in decompositions:
         try:
-            own_way = op in SUMS_OF_PRODUCTS
-            out = _summed(op, args, kwargs, dtensor) if own_way else decompositions[op](*args, **kwargs)
+            out = _by_parts(op, args, kwargs, dtensor) if op in BY_PARTS else decompositions[op](*args, **kwargs)
         except explicit.ImplicitCommunicationError as error:
             raise error.of(op) from None
         if out is not NotImplemented:
@@ -106,13 +109,47 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     return way.run(call)
 
 
-def _summed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
-    """The op by its decomposition; the next one alike by itself, if each of its ops was done on the blocks alone."""
+def _by_parts(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
+    """The op by its decomposition; the next one alike by itself, if each of its ops was done on the blocks alone.
+
+    Not where a bias would be added by each of the ranks whose products are to be summed.
+    """
     with steps_made() as steps:
         out = decompositions[op](*args, **kwargs)
-    if out is not NotImplemented and not steps and not out._spec.partial:
-        hot.remember(op, args, kwargs, hot.Hot(True, op, (out._spec,), True, False, False, -1), dtensor)
+    if out is NotImplemented:
+        return out
+    if steps:
+        if op is aten.linear.default:
+            _remember_linear(args, kwargs, dtensor)
+        return out
+    single = isinstance(out, torch.Tensor)
+    specs = tuple([None if x is None else x._spec for x in ((out,) if single else out)])
+    if op not in SUMS_OF_PRODUCTS or not specs[0].partial:
+        kind = hot.Hot(single, hot.on_blocks(op), specs, single, False, False, -1)
+        hot.remember(op, args, kwargs, kind, dtensor)
     return out
+
+
+def _remember_linear(args: tuple, kwargs: dict[str, Any], dtensor: type) -> None:
+    """Run a `linear` like this one as a product, what is sent for it, and the bias added to that."""
+    if len(args) < 3 or kwargs:
+        return
+    x, w, bias = args
+    product = aten.linear.default(x, w)
+    first = _way(Eager(aten.linear.default, (x, w), {}, [x, w], [x, w], dtensor), ())
+    both = [product, bias]
+    second = _way(Eager(aten.add.Tensor, (product, bias), {}, both, both, dtensor), ())
+    lowered = first.lowering, second.lowering
+    if any(each.gathered or each.empties for each in lowered):
+        return
+    reduction, of_bias = second.lowering.plans
+
+    def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return reduction.run(hot.on_blocks(aten.linear.default)(x, w)) + bias
+
+    moves = [(i, way) for i, way in enumerate((*first.lowering.plans, of_bias)) if way.steps]
+    kind = hot.Hot(False, run, second.lowering.outs, True, False, False, -1, tuple(moves), True)
+    hot.remember(aten.linear.default, args, kwargs, kind, dtensor)
 
 
 # ---- operands ---------------------------------------------------------------------------------
@@ -252,7 +289,7 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     given = args, kwargs  # one way for all numbers that no rule looks at: none is to be seen
     args, kwargs = tuple([unread(op, x) for x in args]), {name: unread(op, x) for name, x in kwargs.items()}
     call = Call(op, args, kwargs, (), which)
-    if _torch.is_composite(op):
+    if _torch.is_composite(op) and call.name not in ("linear", "matmul"):
         return Decomposed()
     if call.draws and op not in FILLS:
         return WholeDraw.of(op)
@@ -451,10 +488,10 @@ class Way:
             return
         sizes = _torch.argument_index(call.op, self.lowering.sizes) if self.lowering.sizes else -1
         if sizes < len(call.args):
-            local = hot.SAME.get(call.op) or _torch.direct(call.op)
+            local = hot.on_blocks(call.op)
             outs = self.lowering.outs
             plain = single and not self.views and not in_place and sizes < 0 and not moves
-            kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves)
+            kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves, bool(moves))
             hot.remember(call.op, call.args, call.kwargs, kind, call.dtensor)
 
     def _moved(self, operands: list) -> list[torch.Tensor]:
@@ -486,7 +523,7 @@ class Way:
             return out, out
         shown = moved[0] if self.views and self.lowering.plans[0].steps else None
         if not self.views and call.op is not aten._unsafe_view.default:
-            return call.op(*args, **kwargs), shown
+            return KERNELS.get(call.op, call.op)(*args, **kwargs), shown
         try:
             return call.op(*args, **kwargs), shown
         except RuntimeError:  # a block that the user gave need not have the strides that the global shape suggests

@@ -21,6 +21,7 @@ from spmd.tensor.cache import Cache
 from spmd.tensor.composites import KEYS
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
+from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec
 
 seen = Cache(maxsize=16384)
@@ -36,7 +37,8 @@ class Hot(NamedTuple):
     plain: it makes one new tensor of whole tensors, and nothing else is to be done. call: the local function. outs:
     the spec of each result, None for what is no tensor. single: it gives one tensor. views: the results show the
     first tensor. in_place: it writes the first tensor and gives it back. sizes: where among the arguments the local
-    shape of the result stands, -1 for nowhere. moves: which arguments are moved first, and how.
+    shape of the result stands, -1 for nowhere. moves: which arguments are moved first, and how. sends: those, or the
+    local function, may send something.
     """
 
     plain: bool
@@ -47,11 +49,13 @@ class Hot(NamedTuple):
     in_place: bool
     sizes: int
     moves: tuple[tuple[int, Plan], ...] = ()
+    sends: bool = False
 
 
 NONE: dict[str, Any] = {}
 
 _NUMBERS = frozenset({int, float})
+_WHOLE = frozenset({int, bool})
 _STATIC = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
 
@@ -118,8 +122,8 @@ def _any(
         elif kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
             key += (kind, x)
         elif kind is list:
-            if not x or type(x[0]) is int:
-                if not all([type(n) is int for n in x]):
+            if not x or type(x[0]) in _WHOLE:
+                if not all([type(n) in _WHOLE for n in x]):
                     return MISS
                 key.append(tuple(x))
             else:
@@ -185,8 +189,8 @@ def _again(tensors: list, x: Any) -> tuple[str, int]:
 
 
 def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: type) -> Any:
-    _, call, outs, single, views, in_place, sizes, moves = found
-    if moves and explicit.is_on():
+    _, call, outs, single, views, in_place, sizes, moves, sends = found
+    if sends and explicit.is_on():
         return MISS  # the slow way asks whether they send anything
     if views and torch.is_inference_mode_enabled() and is_normal_in_inference(first):  # spares most views a call
         return MISS
@@ -203,7 +207,7 @@ def _call(found: Hot, local: list, kwargs: dict[str, Any], first: Any, dtensor: 
     try:
         out = call(*local, **kwargs)
     except RuntimeError:
-        if moves:
+        if sends:
             raise  # what was sent is not sent again
         return MISS  # a block with unusual strides that has no such view, or an error that the slow way explains
     if single:
@@ -321,7 +325,13 @@ def memory_of(x) -> Memory:
     return x._memory
 
 
+def on_blocks(op: _torch.OpOverload) -> Callable[..., Any]:
+    """What a rank runs on its blocks for the op."""
+    return KERNELS.get(op) or SAME.get(op) or _torch.direct(op)
+
+
 SAME = {
+    torch.ops.aten.linear.default: torch.nn.functional.linear, torch.ops.aten.matmul.default: torch.matmul,
     torch.ops.aten.add.Tensor: torch.add, torch.ops.aten.sub.Tensor: torch.sub, torch.ops.aten.mul.Tensor: torch.mul,
     torch.ops.aten.div.Tensor: torch.div, torch.ops.aten.mm.default: torch.mm, torch.ops.aten.bmm.default: torch.bmm,
     torch.ops.aten.relu.default: torch.relu, torch.ops.aten.exp.default: torch.exp, torch.ops.aten.t.default: torch.t,

@@ -8,6 +8,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.tensor.call import TensorMeta
 from spmd.tensor.index_meta import indexed
+from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
 
 def _on(op, args: tuple, kwargs: dict, device: torch.device) -> object:
     args, kwargs = pytree.tree_map_only(Spec, lambda spec: _fake(spec, device), (args, kwargs))
-    return op(*args, **kwargs)
+    return KERNELS.get(op, op)(*args, **kwargs)
 
 
 def _fake(spec: Spec, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 
 import spmd
 from spmd import DTensor, debug, distribute_tensor, implicit_replication
-from spmd.sim import ThreadWorld
+from spmd.sim import LocalTensorMode, ThreadWorld
 from spmd.tensor import hot
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.dispatch import forget, lowerings
@@ -703,3 +703,40 @@ def test_a_rank_without_images_makes_empty_results(fn):
 
     assert on_ranks(rank, (4,)) == [(S0,)] * 4
     assert not debug.fallbacks()
+
+
+NUMBERS = {
+    "mul": lambda x, n: x * n,
+    "add, scaled": lambda x, n: x.add(x, alpha=n),
+    "addcdiv_": lambda x, n: x.clone().addcdiv_(x, x + 3, value=n),
+    "lerp_": lambda x, n: x.clone().lerp_(x + 1, n),
+    "clamp": lambda x, n: x.clamp(-n, n),
+    "pow": lambda x, n: x**n,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_change_are_one_call(name):
+    """Such as what an optimiser divides by, another in each step: decided upon once, and the value is the right one."""
+    fn = NUMBERS[name]
+    want = torch.rand(4, 3) + 1
+    with LocalTensorMode(2):
+        x = distribute_tensor(want, mesh_of((2,)), [S0])
+        fn(x, 0.5)
+        before = lowerings.misses
+        got = [fn(x, n).full_tensor() for n in (0.25, 1.5, 7.0)]
+        assert lowerings.misses == before
+        for n, y in zip((0.25, 1.5, 7.0), got, strict=True):
+            assert all(torch.allclose(each, fn(want, n)) for each in y.local.values())
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, float("inf"), float("nan"), 0, 2, -1.5, True])
+def test_numbers_that_matter_are_told_apart(number):
+    """A sum of parts may be multiplied by a number before it is done, but for an infinite one."""
+    with LocalTensorMode(2):
+        mesh = mesh_of((2,))
+        parts = DTensor.from_local(torch.tensor([2.0, -1.0, 0.0]), mesh, [SUM])
+        for each in (3.0, number, 3.0, number):
+            got = (parts * each).full_tensor()
+            want = torch.tensor([4.0, -2.0, 0.0]) * each
+            assert all(torch.equal(x.nan_to_num(7), want.nan_to_num(7)) for x in got.local.values())

@@ -26,7 +26,7 @@ import torch
 
 from spmd import _torch
 from spmd.tensor.call import Call
-from spmd.tensor.rules import batches, families, indexing, movement, networks
+from spmd.tensor.rules import batches, families, indexing, movement, networks, products
 from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.rules.laws import (
     ADDCDIV,
@@ -150,6 +150,9 @@ contract("bmm",  "b m k, b k n -> b m n", BILINEAR)
 contract("mv",   "m k, k -> m", BILINEAR)
 contract("dot",  "k, k ->", BILINEAR)
 contract("ger",  "m, n -> m n", BILINEAR)
+enter("linear", products.linear)
+enter("linear_backward", products.linear_backward)
+enter("matmul", products.matmul)
 enter("convolution", networks.convolution)
 enter("convolution_backward", networks.convolution_backward)
 

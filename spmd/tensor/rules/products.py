@@ -1,0 +1,131 @@
+"""Products of tensors of several dims: `linear`, `matmul`, and their gradients.
+
+    linear           b t k, n k -> b t n
+    matmul           b m k, b k n -> b m n
+    linear_backward  b t k, b t n, n k -> b t k, n k
+
+torch makes matrices of such tensors first, and a matrix of [batch, time] has one dim for both: were they sharded each
+by an axis of its own, one of them would have to be moved. So these are not taken apart (`spmd.tensor.composites`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from spmd.tensor.call import Call
+from spmd.tensor.rules.decompositions import biased, instead_of
+from spmd.tensor.rules.families import broadcast, by_name
+from spmd.tensor.rules.laws import BILINEAR
+from spmd.tensor.rules.rule import Dims, Factor, Rule, laws
+from spmd.tensor.spec import Spec
+
+aten = torch.ops.aten
+
+GRADIENTS = laws("sum avg: r p r -> p...")
+"""The gradients of a product are linear in the gradient of its result."""
+
+
+def linear(call: Call) -> Rule | None:
+    """`t k, n k -> t n` with any number of `t`; a bias is added afterwards, so there is none here."""
+    if call["bias"] is not None or call["weight"].ndim != 2:
+        return None
+    tokens = _tokens(call["input"])
+    n, k = Factor("n"), Factor("k")
+    return Rule(((*tokens, k), (n, k)), ((*tokens, n),), "sum", BILINEAR)
+
+
+def linear_backward(call: Call) -> Rule | None:
+    """`t k, t n, n k -> t k, n k`, each gradient if it is asked for; that of a bias is a sum by itself."""
+    of_input, _, of_bias = call["output_mask"]
+    if of_bias:
+        return None
+    tokens = _tokens(call["self"])
+    n, k = Factor("n"), Factor("k")
+    x, out, weight = (*tokens, k), (*tokens, n), (n, k)
+    ins = {"self": x, "grad_output": out, "weight": weight if of_input else out}
+    return by_name(call, ins, (x, weight, None), kind="sum", laws=GRADIENTS if of_input else ())
+
+
+def _tokens(x: Spec) -> Dims:
+    return tuple(map(Factor, range(x.ndim - 1)))
+
+
+def matmul(call: Call) -> Rule | None:
+    """`b m k, b k n -> b m n` with any number of `b`, which one side may lack; None for matrices and vectors alone."""
+    x, y = call.tensors
+    if max(x.ndim, y.ndim) < 3:
+        return None
+    m, k, n = map(Factor, "mkn")
+    out = call.outs[0].shape
+    rows, columns = (m,) * (x.ndim > 1), (n,) * (y.ndim > 1)
+    batches = out[: len(out) - len(rows) - len(columns)]
+    left = (*broadcast(x.shape[:-2], batches), *rows, k)
+    right = (*broadcast(y.shape[:-2], batches), k, *columns)
+    return Rule((left, right), ((*map(Factor, range(len(batches))), *rows, *columns),), "sum", BILINEAR)
+
+
+# ---- taken apart ------------------------------------------------------------------------------
+
+
+@instead_of(aten.linear.default)
+def linear_and_bias(input, weight, bias=None):
+    """A bias is added to the product, once."""
+    return NotImplemented if bias is None else biased(bias, aten.linear.default(input, weight), 1, 1)
+
+
+@instead_of(aten.linear_backward.default)
+def gradients_and_bias(self, grad_output, weight, output_mask):
+    """The gradient of the bias is a sum by itself, and where the weight is not read, nothing waits for it."""
+    of_input, of_weight, of_bias = output_mask
+    if not of_bias and (of_input or weight is grad_output):
+        return NotImplemented
+    inner, outer = None, None
+    if of_input or of_weight:
+        read = weight if of_input else grad_output
+        inner, outer, _ = aten.linear_backward.default(self, grad_output, read, [of_input, of_weight, False])
+    return inner, outer, _summed_rows(grad_output) if of_bias else None
+
+
+def _summed_rows(x):
+    return aten.sum.dim_IntList(x, list(range(x.ndim - 1))) if x.ndim > 1 else aten.clone.default(x)
+
+
+def matmul_backward(grad, self, other, mask):
+    """Products of each operand with the gradient, summed over the batches that the other has alone."""
+    x, y = self, other
+    if y.ndim == 1:
+        grad, y = grad.unsqueeze(-1), y.unsqueeze(-1)
+    if x.ndim == 1:
+        grad, x = grad.unsqueeze(-2), x.unsqueeze(-2)
+    of_self = of_other = None
+    if mask[0]:
+        of_self = _outer(grad.mT, y.mT) if x.ndim == 2 else _summed_to(x, aten.matmul.default(grad, y.mT))
+        of_self = of_self.reshape(self.shape)
+    if mask[1]:
+        of_other = _outer(x, grad) if y.ndim == 2 else _summed_to(y, aten.matmul.default(x.mT, grad))
+        of_other = of_other.reshape(other.shape)
+    return of_self, of_other
+
+
+def _outer(x, y):
+    """`b t k, b t n -> k n`."""
+    return aten.linear_backward.default(y, x, x, [False, True, False])[1]
+
+
+def _summed_to(x, grad):
+    return grad if grad.shape == x.shape else grad.sum_to_size(x.shape)
+
+
+# ---- on one rank ------------------------------------------------------------------------------
+
+
+def _linear_backward(self, grad_output, weight, output_mask):
+    """What CPU and CUDA have no kernel for."""
+    rows = grad_output.reshape(-1, grad_output.shape[-1])
+    of_input = torch.mm(rows, weight).view(self.shape) if output_mask[0] else None
+    of_weight = torch.mm(rows.t(), self.reshape(-1, self.shape[-1])) if output_mask[1] else None
+    return of_input, of_weight, rows.sum(0) if output_mask[2] else None
+
+
+KERNELS = {aten.linear_backward.default: _linear_backward}
+"""Functions of plain tensors for ops that torch has no kernel for on CPU and CUDA."""

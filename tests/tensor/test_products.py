@@ -1,0 +1,158 @@
+"""Products of tensors of several dims: what one device gives, and nothing is moved that lies well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd.functional import hessian
+
+import spmd
+from spmd.sim import LocalTensorMode
+from spmd.tensor.redistribute.plan import steps_made
+from tests.tensor.single import S0, S1, S2, SUM, R, agree, agree_at_once, mesh_of, placed
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+f64 = torch.float64
+
+
+def f(*shape, dtype=f64):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=dtype, generator=generator).requires_grad_(dtype.is_floating_point)
+
+
+S3 = spmd.Shard(3)
+PRODUCTS = {
+    "linear": (F.linear, [f(4, 6, 5), f(3, 5), f(3)], [
+        ([S0, S1], [R, R], [R, R]),  # batch and time
+        ([S0, S2], [R, S1], [R, R]),  # rows of the weight: summed, then the bias once
+        ([S0, R], [R, S0], [R, S0]),  # columns
+        ([SUM, S1], [R, R], [SUM, R]),
+        ([S1, S1], [S0, S1], [S0, R]),
+    ]),
+    "linear without bias": (F.linear, [f(4, 6, 5), f(3, 5)], [
+        ([S0, S1], [R, R]), ([S0, S2], [R, S1]), ([S2, S2], [S1, S1]), ([R, SUM], [S0, R]),
+    ]),
+    "linear of a vector": (F.linear, [f(5), f(3, 5), f(3)], [([S0, R], [S1, R], [R, R]), ([R, R], [S0, S1], [S0, R])]),
+    "linear by a vector": (F.linear, [f(4, 6, 5), f(5)], [([S0, S1], [R, R]), ([S0, S2], [R, S0])]),
+    "linear, empty": (F.linear, [f(0, 6, 5), f(3, 5), f(3)], [([S0, S1], [R, R], [R, R])]),
+    "linear, few": (F.linear, [f(1, 3, 5), f(3, 5), f(3)], [([S0, S1], [S0, R], [R, S0])]),
+    "batches": (torch.matmul, [f(4, 2, 3, 5), f(4, 2, 5, 3)], [
+        ([S0, S1], [S0, S1]), ([S0, S2], [S0, R]), ([S1, S3], [S1, S2]), ([S0, R], [S0, S3]), ([SUM, S0], [R, S0]),
+    ]),
+    "stretched batches": (torch.matmul, [f(4, 1, 3, 5), f(2, 5, 3)], [([S0, R], [R, S0]), ([S0, S1], [S0, S1])]),
+    "by a matrix": (torch.matmul, [f(4, 6, 5), f(5, 3)], [([S0, S1], [R, R]), ([S0, S2], [R, S0]), ([R, R], [S1, S0])]),
+    "of a matrix": (torch.matmul, [f(4, 5), f(6, 5, 3)], [([R, R], [S0, S2]), ([S0, S1], [S0, S1])]),
+    "by a vector": (torch.matmul, [f(4, 6, 5), f(5)], [([S0, S1], [R, R]), ([S2, S0], [S0, R])]),
+    "of a vector": (torch.matmul, [f(5), f(4, 5, 3)], [([R, R], [S0, S2]), ([S0, R], [S1, R])]),
+    "matrices": (torch.matmul, [f(4, 5), f(5, 3)], [([S0, S1], [R, S0]), ([SUM, R], [R, S1])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_they_are_those_of_one_device(name):
+    """Forward and backward; the same call twice, so that the second is hot."""
+    fn, tensors, placings = PRODUCTS[name]
+    agree(lambda *args: (fn(*args), fn(*args)), tensors, *placings)
+    agree_at_once(fn, tensors, placings[0], mesh_shape=(3, 1))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_so_are_their_second_derivatives(name):
+    """Of a product whose gradient is written down by torch as one op."""
+    fn, tensors, placings = PRODUCTS[name]
+
+    def twice(*args):
+        out = fn(*args)
+        grads = torch.autograd.grad((out * out).sum(), args, create_graph=True)
+        return sum((g * g).sum() for g in grads)
+
+    agree_at_once(twice, tensors, *placings[:2])
+
+
+@pytest.mark.parametrize(
+    "fn, tensors, placing",
+    [
+        (F.linear, [f(4, 6, 5), f(3, 5), f(3)], ([S0, S1], [R, R], [R, R])),
+        (torch.matmul, [f(4, 6, 5), f(5, 3)], ([S0, S1], [R, R])),
+        (torch.matmul, [f(4, 6, 3, 5), f(4, 6, 5, 3)], ([S0, S1], [S0, S1])),
+        (F.linear, [f(4, 6, 5), f(8, 5), f(8)], ([S0, R], [R, S0], [R, S0])),
+    ],
+)
+def test_batch_and_time_may_be_sharded_each_by_an_axis(fn, tensors, placing):
+    """Sequence parallelism, and heads beside batches: nothing is sent, forward or backward."""
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), steps_made() as steps:
+        given = [placed(t, p, mesh) for t, p in zip(tensors, placing, strict=True)]
+        out = fn(*given)
+        out.backward(torch.ones_like(out))
+        assert not [str(step) for step in steps if step.sends]
+        assert out._spec.dims[:2] == given[0]._spec.dims[:2]
+        assert given[1].grad._spec.dims == given[1]._spec.dims
+
+
+def test_a_weight_that_is_not_read_waits_for_nothing():
+    """The gradient of the weight alone: where the weight lies does not matter to it."""
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), steps_made() as steps:
+        x, w = placed(f(4, 6, 5).detach(), [S0, S1], mesh), placed(f(4, 5), [S0, R], mesh)
+        out = F.linear(x, w)
+        sent = len(steps)
+        out.backward(torch.ones_like(out).redistribute(placements=out.placements))
+        assert not [str(step) for step in steps[sent:] if step.sends and step.before.shape == w.shape]
+
+
+def test_other_dtypes():
+    """Integers have no derivative, and complex numbers not one that torch writes as one op."""
+    agree(F.linear, [torch.arange(24).view(2, 3, 4), torch.arange(8).view(2, 4)], ([S0, S1], [R, R]))
+    z = torch.complex(f(2, 3, 4).detach(), f(2, 3, 4).detach() + 1)
+    agree(lambda a, b: torch.view_as_real(F.linear(a, b)), [z.requires_grad_(), z[0].detach()], ([S0, S1], [R, R]))
+
+
+def test_under_transforms_the_op_is_taken_apart():
+    """torch.func, forward AD and autocast look on, and get what one device gives."""
+    x, w = f(4, 6, 5), f(3, 5)
+    placing = ([S0, S1], [R, R])
+
+    def of_func(a, b):
+        return torch.func.grad(lambda b: F.linear(a.detach(), b).square().sum())(b.detach())
+
+    def of_dual(a, b):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(a.detach(), torch.ones_like(a).detach())
+            return torch.autograd.forward_ad.unpack_dual(F.linear(dual, b.detach())).tangent
+
+    def of_batches(a, b):
+        return torch.func.vmap(lambda row: row @ b.detach().mT)(a.detach())
+
+    for fn in (of_func, of_dual, of_batches):
+        agree_at_once(fn, [x, w], placing)
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), torch.autocast("cpu", torch.bfloat16):
+        given = [placed(t, p, mesh) for t, p in zip([f(4, 6, 5, dtype=torch.float32), f(3, 5, dtype=torch.float32)],
+        placing, strict=True)]
+        assert F.linear(*given).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shapes", [((4, 6, 5), (3, 4)), ((4, 5), (5, 3, 2)), ((2, 3, 4), (3, 5, 2))])
+def test_what_one_device_refuses_is_refused(shapes):
+    """Shapes that do not fit."""
+    for fn in (torch.matmul, F.linear):
+        plain = [f(*shape) for shape in shapes]
+        with pytest.raises(RuntimeError):
+            fn(*plain)
+        mesh = mesh_of((2, 2))
+        with LocalTensorMode(4), pytest.raises(RuntimeError):
+            fn(*[placed(t, [R, S0], mesh) for t in plain])
+
+
+def test_the_hessian_of_one_device():
+    """Derivatives of derivatives, by both of torch's ways."""
+    x, w = f(2, 3, 4).detach(), f(2, 4).detach()
+    want = hessian(lambda w: F.linear(x, w).tanh().sum(), w)
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4):
+        a, b = placed(x, [S0, S1], mesh), placed(w, [R, R], mesh)
+        got = hessian(lambda w: F.linear(a, w).tanh().sum(), b).full_tensor()
+        assert all(torch.allclose(each, want) for each in got.local.values())
