@@ -272,6 +272,12 @@ FIRST_KEYS = next(
     keys for keys in (torch._C.DispatchKeySet.from_raw_repr(1 << bit) for bit in range(62)) if _FIRST in str(keys)
 )
 
+
+def has_first(x: torch.Tensor) -> bool:
+    """Whether the tensor carries FIRST_KEYS."""
+    return bool(torch._C._dispatch_keys(x).raw_repr() & FIRST_KEYS.raw_repr())
+
+
 def without_first() -> contextlib.AbstractContextManager:
     """Inside, ops on tensors with FIRST_KEYS go on to where all others begin."""
     return torch._C._ExcludeDispatchKeyGuard(FIRST_KEYS)

@@ -14,6 +14,8 @@ import torch
 
 from spmd import _torch
 from spmd.sim.exchange import caller
+from spmd.tensor.composites import KEYS
+from spmd.tensor.rules.products import KERNELS
 
 pytree = _torch.pytree
 aten = torch.ops.aten
@@ -64,7 +66,7 @@ class OneDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, whole: torch.Tensor, log: Log, requires_grad: bool = False) -> OneDevice:
-        out = _torch.wrapper_tensor(cls, whole, whole.shape, whole.stride(), requires_grad)
+        out = _torch.wrapper_tensor(cls, whole, whole.shape, whole.stride(), requires_grad, keys=KEYS)
         out._whole, out._log = whole, log
         return out
 
@@ -77,7 +79,7 @@ class OneDevice(torch.Tensor):
         log = next(x._log for x in flat if isinstance(x, OneDevice))
         wholes = {id(x._whole): x for x in flat if isinstance(x, OneDevice)}
         own_args, own_kwargs = pytree.tree_unflatten([_whole(x) for x in flat], structure)
-        out = op(*own_args, **own_kwargs)
+        out = KERNELS.get(op, op)(*own_args, **own_kwargs)
         out = pytree.tree_map_only(torch.Tensor, lambda x: wholes[id(x)] if id(x) in wholes else cls(x, log), out)
         if op not in UNSEEN:
             log.note(op, given(op, args, kwargs, out))

@@ -156,7 +156,7 @@ def _any(
     return _call(found, local, kwargs, tensors[0], dtensor)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def is_pointwise(op: _torch.OpOverload) -> bool:
     """Whether no rule of the op looks at its numbers, but to see that they are finite and not zero (`call.unread`)."""
     return torch.Tag.pointwise in op.tags

@@ -136,7 +136,7 @@ def _given(frame: FrameType) -> list:
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
     """The plain tensors of more than one element in an argument: in lists, tuples and dicts, and in modules."""
     if isinstance(value, torch.Tensor):
-        if not hasattr(value, "_spec") and not _torch.is_transformed(value) and value.numel() > 1:
+        if not _torch.has_first(value) and not _torch.is_transformed(value) and value.numel() > 1:
             yield value
     elif isinstance(value, torch.nn.Module):
         for held in (*value.parameters(), *value.buffers()):
