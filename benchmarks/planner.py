@@ -52,7 +52,7 @@ from _table import table
 from peers import planners
 
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost, init_device_mesh
-from spmd.tensor.redistribute import states
+from spmd.tensor.redistribute import graph, states
 from spmd.tensor.redistribute.plan import Plan, Step, forget, plan
 from spmd.tensor.spec import Spec
 from tests.tensor.brute import least_ps
@@ -97,8 +97,9 @@ def timed(pairs: list[Pair]) -> tuple[list[Plan], list[float], float]:
 
 def forget_all() -> None:
     forget()
-    for kept in (states._intervals, states._overlaps, states._first, states._blocks, states._subsets):
-        kept.cache_clear()
+    kept = [each for module in (graph, states) for each in vars(module).values() if hasattr(each, "cache_clear")]
+    for each in kept:
+        each.cache_clear()
 
 
 def over(pair: Pair, topology: MeshTopoInfo) -> Plan:

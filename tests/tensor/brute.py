@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+# ruff: noqa: B905 - what is zipped has one entry an axis or a dim
 import heapq
 import itertools
+from collections.abc import Iterator
 
-from spmd.tensor.redistribute.states import Space
+from spmd.tensor.redistribute.states import Space, State
 from spmd.tensor.spec import Spec
 
 
 def least_ps(src: Spec, dst: Spec) -> int:
     """Picoseconds of the cheapest plan."""
     space, count = Space(src, dst, src.mesh.topology), itertools.count()
+    every = list(states(space))
     queue, done = [(0, next(count), space.start)], set()
     while queue:
         ps, _, state = heapq.heappop(queue)
@@ -19,15 +22,20 @@ def least_ps(src: Spec, dst: Spec) -> int:
             return ps
         if state not in done:
             done.add(state)
-            for way in every_way(space, state):
-                if way.to not in done:
-                    heapq.heappush(queue, (ps + way.ps, next(count), way.to))
+            for way in itertools.chain.from_iterable(space.ways(state, to) for to in every if to not in done):
+                heapq.heappush(queue, (ps + way.ps, next(count), way.to))
     raise AssertionError(f"no way from {src} to {dst}")
 
 
-def every_way(space: Space, state):
-    yield from space.slices(state)
-    yield from space.reductions(state)
-    yield from space.gathers(state)
-    yield from space.scatters(state, lambda to: True)
-    yield from space.exchanges(state, lambda to: True)
+def states(space: Space) -> Iterator[State]:
+    """Each axis that moves inside those that stay in some dim, in any order and unit, or in none; or still pending."""
+    cutting, dims = space.cutting, range(len(space.sizes))
+    for fates in itertools.product([*dims, "whole", "pending"], repeat=len(cutting.movable)):
+        pending = tuple(sorted(a for axes, fate in zip(cutting.movable, fates) for a in axes if fate == "pending"))
+        if not set(pending) <= set(space.start.pending):
+            continue
+        groups = [[axes for axes, fate in zip(cutting.movable, fates) if fate == d] for d in dims]
+        for orders in itertools.product(*map(itertools.permutations, groups)):
+            cuts = [(*p, *itertools.chain(*order)) for p, order in zip(cutting.prefixes, orders)]
+            for units in itertools.product(*(us if axes else (1,) for us, axes in zip(cutting.units, cuts))):
+                yield State(tuple(cuts), units, pending)

@@ -1,26 +1,39 @@
-"""The cheapest way through the states: A* with what no plan can go below.
+"""The cheapest way through the states: first how long it takes from every state to the goal, then which way that is.
 
-From a state on, a plan that sends k times takes at least k latencies, and the time that the bytes its ranks lack take
-over the fastest links. Whatever cannot beat the best plan found so far is not looked at; so where one exchange is best,
-which is nearly always within a host, the search ends with the plans that send once.
+The time from a state is that of the best move out of it, and the time from where that leads: each is made better by the
+others until none changes (Bellman and Ford), with all states at once in arrays. Prices may be any numbers: nothing is
+left out for want of promise, so there is no bound that a topology could break.
 
-Plans are compared by time, bytes, number of moves, memory, and last by the states they go through, so the answer does
-not depend on the order in which states are met.
+What then counts are the moves after which the time that is left is as much less as they take. Plans made of these are
+compared by bytes, number of moves, memory, and last by the states they go through, so the answer does not depend on the
+order in which states are met.
 """
 
 from __future__ import annotations
 
-import functools
 import heapq
-import itertools
 from collections.abc import Iterator
-from math import inf, prod
+from math import inf
 
-from spmd.mesh import MeshTopoInfo
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, Move, Permute, ReduceScatter
+import numpy as np
+
+from spmd.tensor.redistribute.graph import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    SLICE,
+    Row,
+    Scatters,
+    state_of,
+    view_of,
+)
+from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, Exchange, Move, Permute, ReduceScatter, Slice
 from spmd.tensor.redistribute.states import Space, State, Way
 
-Cost = tuple[int, int, int, int]  # picoseconds, bytes received, moves, peak bytes
+NEVER = 1 << 60  # picoseconds
+KINDS = Slice, Exchange, AllToAll, Permute, AllGather, ReduceScatter, AllReduce  # as graph.py numbers them
 
 
 def cheapest(space: Space, max_bytes: float = inf) -> list[Way] | None:
@@ -33,99 +46,158 @@ def cheapest(space: Space, max_bytes: float = inf) -> list[Way] | None:
 class _Search:
     def __init__(self, space: Space, max_bytes: float) -> None:
         self.space, self.max_bytes = space, max_bytes
-        self.latency, self.ps_per_byte = fastest(space.topology, space.movable)
-        ranks = prod([space.mesh_shape[a] for a in space.movable])
-        # Empty blocks may be got for nothing, before a send or after it.
-        self.has_empty = any(size < ranks for size in space.sizes)
-        self.best = inf  # of the plans that were found, the least time
-        self._owed: dict[State, int] = {}
+        self.graph, self.cell, self.start, goal = view_of(space)
+        self._named: dict[int, tuple[int, ...]] = {}
+        self.goals = self._goals(goal)
+        self.moving = self._moving()
+        # The time that is left, by the axes that are pending, as bits, and by the state.
+        self.left = np.full((1 << len(space.cutting.movable), len(self.graph.used)), NEVER)
+        self.scattering: dict[int, np.ndarray] = {}
+        for pending in _subsets(self._bits(space.start.pending)):
+            self._settle(pending)
 
-    def run(self) -> list[Way] | None:
-        start = self.space.start
-        queue: list = [(self.owed(start), (0, 0, 0, 0), (), (), start)]
-        done: dict[State, Cost] = {}
-        while queue:
-            _, cost, code, ways, state = heapq.heappop(queue)
-            if self.space.reaches_goal(state):
-                return list(ways)
-            if state in done and done[state] <= cost:
-                continue
-            done[state] = cost
-            for way in self.ways(state, cost[0]):
-                then = cost[0] + way.ps
-                least = then + self.owed(way.to)
-                if least > self.best or way.peak > self.max_bytes:
-                    continue
-                if self.space.reaches_goal(way.to):
-                    self.best = then
-                after = then, cost[1] + way.sent, cost[2] + 1, max(cost[3], way.peak)
-                written = way.to.dims[::-1], way.to.units, way.move.kind  # the first dims rather than the last
-                heapq.heappush(queue, (least, after, (*code, written), (*ways, way), way.to))
-        return None
+    # ---- how long it takes --------------------------------------------------------------------
+    def _settle(self, pending: int) -> None:
+        """The time that is left where these axes are pending; where fewer are it is known."""
+        here = np.nonzero(self.graph.used & pending == 0)[0]
+        moving = self.moving[here[:, None], here] if pending else self.moving
+        left = self._reducing(pending)[here] if pending else np.where(self.goals, 0, NEVER)
+        fresh = np.nonzero(left < NEVER)[0]
+        while fresh.size:
+            better = (moving[:, fresh] + left[fresh]).min(1)
+            fresh = np.nonzero(better < left)[0]
+            left = np.minimum(left, better)
+        self.left[pending, here] = left
 
-    def ways(self, s: State, spent: int) -> Iterator[Way]:
-        """The ways out of a state that may still be part of the best plan."""
-        space, wire = self.space, self.ps_per_byte * self.lack(s)
-        last = spent + self.latency + wire  # of a plan that sends once more
-        if not s.pending and not space.made and s.dims != space.goal.dims:
-            way = space.exchange(s, space.goal)
-            if way is not None:
-                yield way
-        yield from space.slices(s)
-        if self.has_empty:
-            yield from (way for way in space.exchanges(s, lambda t: True) if not way.ps)
-        if last > self.best:
-            return
-        yield from space.reductions(s)
-        yield from space.gathers(s)
-        yield from space.scatters(s, space.reaches_goal)
-        if space.made:
-            yield from space.exchanges(s, space.reaches_goal)
-        if last + (0 if self.has_empty else self.latency) <= self.best:
-            yield from space.scatters(s, lambda t: not space.reaches_goal(t))
-            yield from space.exchanges(s, lambda t: not space.reaches_goal(t))
-
-    def owed(self, s: State) -> int:
-        """Picoseconds that no plan from here on can go below."""
-        found = self._owed.get(s)
-        if found is None:
-            found = self._owed[s] = self._least(s)
+    def _moving(self) -> np.ndarray:
+        """From each state to each other, while nothing is reduced."""
+        graph = self.graph
+        found = self._prices(graph.moves)[graph.which]
+        gathers = self._prices(graph.gathers)[graph.which_gather]
+        if self.max_bytes < inf:
+            self._forbid(found, gathers)
+        back = graph.inner, graph.outer
+        found[back] = np.minimum(found[back], gathers)
         return found
 
-    def _least(self, s: State) -> int:
-        space = self.space
-        if not s.pending and (space.reaches_goal(s) or (not space.made and space.is_sliced(s, space.goal))):
-            return 0
-        lack = self.lack(s)
-        return int(self.latency + self.ps_per_byte * lack) if lack or s.pending else 0
+    def _reducing(self, pending: int) -> np.ndarray:
+        """From each state where these axes are pending, if some of them are reduced at once."""
+        found = np.full(len(self.graph.used), NEVER)
+        for axes in _subsets(pending)[1:]:
+            found = np.minimum(found, self._all_reduces(axes) + self.left[pending ^ axes])
+        scatters = self.graph.scatters(pending)
+        if len(scatters.outer):
+            times = self._prices(scatters.moves)[scatters.which]
+            if self.max_bytes < inf:
+                self._forbid_scatters(times, scatters, pending)
+            self.scattering[pending] = times = times + self.left[pending ^ scatters.reduced, scatters.inner]
+            first = np.nonzero(np.diff(scatters.outer, prepend=-1))[0]
+            outer = scatters.outer[first]
+            found[outer] = np.minimum(found[outer], np.minimum.reduceat(times, first))
+        return found
 
-    def lack(self, s: State) -> int:
-        """Bytes that some rank must still get from others."""
-        space = self.space
-        if space.made:
-            return 0
-        return space.owed(s.pending) if s.pending else space.lacks(s, space.goal)
+    def _all_reduces(self, axes: int) -> np.ndarray:
+        sizes, which = self.graph.blocks
+        found = self._prices([(size, ALL_REDUCE, axes) for size in sizes])[which]
+        return np.where(2 * self.cell * self.graph.largest > self.max_bytes, NEVER, found)
+
+    def _prices(self, rows: list[Row]) -> np.ndarray:
+        return np.array([self._ps(*row) for row in rows], int)
+
+    def _ps(self, size: int, kind: int, bits: int) -> int:
+        space, axes, nbytes = self.space, self._axes(bits), size * self.cell
+        n = space.size(axes)
+        if kind == ALL_GATHER:
+            nbytes = (n - 1) * nbytes
+        elif kind == REDUCE_SCATTER:
+            nbytes = (n - 1) * space.reduced(nbytes)
+        elif kind == ALL_REDUCE:
+            nbytes = 2 * (n - 1) * space.reduced(nbytes) // n
+        elif not nbytes:
+            kind = SLICE  # as what is empty need not be sent
+        return space.ps(KINDS[kind], axes, nbytes)
+
+    # ---- within some memory -------------------------------------------------------------------
+    def _forbid(self, moving: np.ndarray, gathers: np.ndarray) -> None:
+        """Price what takes too much memory so that it is never taken."""
+        graph, nbytes = self.graph, self.graph.largest * self.cell
+        twice = np.array([kind in (EXCHANGE, ALL_TO_ALL) for _, kind, _ in graph.moves])[graph.which]
+        moving[(nbytes[:, None] + nbytes) * (1 + twice) > self.max_bytes] = NEVER
+        for i, (s, t) in enumerate(zip(graph.inner.tolist(), graph.outer.tolist(), strict=True)):
+            if self._way(s, t, 0, 0, AllGather).peak > self.max_bytes:
+                gathers[i] = NEVER
+
+    def _forbid_scatters(self, times: np.ndarray, scatters: Scatters, pending: int) -> None:
+        for i, (s, t, axes) in enumerate(zip(*[x.tolist() for x in scatters[:3]], strict=True)):
+            if self._way(s, t, pending, pending ^ axes, ReduceScatter).peak > self.max_bytes:
+                times[i] = NEVER
+
+    def _way(self, s: int, t: int, before: int, after: int, kind: type[Move]) -> Way:
+        ways = self.space.ways(self._state(s, before), self._state(t, after))
+        return next(way for way in ways if way.move is kind)
+
+    # ---- which way ----------------------------------------------------------------------------
+    def run(self) -> list[Way] | None:
+        """The first of the plans that take the least time."""
+        pending = self._bits(self.space.start.pending)
+        if self.left[pending, self.start] >= NEVER:
+            return None
+        queue: list = [((0, 0, 0), (), self.start, pending, ())]
+        done, first = set(), (inf,)
+        while True:
+            (sent, moves, peak), code, at, pending, ways = heapq.heappop(queue)
+            if not pending and self.goals[at]:
+                return list(ways)
+            if (at, pending) in done or (sent, moves + 1) > first[:2]:
+                continue
+            done.add((at, pending))
+            for way, to, then in self._best(at, pending):
+                written = way.to.dims[::-1], way.to.units, way.move.kind  # the first dims rather than the last
+                cost = sent + way.sent, moves + 1, max(peak, way.peak)
+                if not then and self.goals[to]:
+                    first = min(first, cost)
+                heapq.heappush(queue, (cost, (*code, written), to, then, (*ways, way)))
+
+    def _best(self, at: int, pending: int) -> Iterator[tuple[Way, int, int]]:
+        """The moves after which so much less time is left as they take, and where they lead: the state, what pends."""
+        left, state = self.left[pending, at], self._state(at, pending)
+        for to, then in self._near(at, pending):
+            for way in self.space.ways(state, self._state(to, then)):
+                if way.ps + self.left[then, to] == left and way.peak <= self.max_bytes:
+                    yield way, to, then
+
+    def _near(self, at: int, pending: int) -> Iterator[tuple[int, int]]:
+        left = self.left[pending, at]
+        moved = np.nonzero(self.moving[at] + self.left[pending] == left)[0].tolist()
+        yield from ((to, pending) for to in moved if to != at)
+        yield from ((at, pending ^ axes) for axes in _subsets(pending)[1:] if self.left[pending ^ axes, at] <= left)
+        if pending in self.scattering:
+            scatters = self.graph.scatters(pending)
+            for i in np.nonzero((scatters.outer == at) & (self.scattering[pending] == left))[0].tolist():
+                yield int(scatters.inner[i]), pending ^ int(scatters.reduced[i])
+
+    # ---- names --------------------------------------------------------------------------------
+    def _goals(self, goal: int) -> np.ndarray:
+        """The states from which nothing has to be sent but what makes axes Partial."""
+        made = self._bits(self.space.made)
+        return (self.graph.left[goal] == 0) & (self.graph.left[:, goal] & ~made == 0)
+
+    def _state(self, number: int, pending: int) -> State:
+        return state_of(self.space, self.graph, number, self._axes(pending))
+
+    def _axes(self, bits: int) -> tuple[int, ...]:
+        """The axes of the mesh that these bits stand for."""
+        found = self._named.get(bits)
+        if found is None:
+            movable = self.space.cutting.movable
+            each = [a for i, axes in enumerate(movable) if bits >> i & 1 for a in axes]
+            found = self._named[bits] = tuple(sorted(each))
+        return found
+
+    def _bits(self, axes: tuple[int, ...]) -> int:
+        return sum([1 << i for i, each in enumerate(self.space.cutting.movable) if each[0] in axes])
 
 
-@functools.lru_cache(maxsize=256)
-def fastest(topology: MeshTopoInfo, axes: tuple[int, ...]) -> tuple[int, float]:
-    """The least latency of a move over some of these axes, and the least time of a byte, both in picoseconds."""
-    groups = [g for k in range(1, len(axes) + 1) for g in itertools.combinations(axes, k)]
-    moves: list[Move] = [
-        kind(g) for g in groups for kind in (AllGather, AllReduce, AllToAll, Permute, ReduceScatter)
-        if prod(topology.sizes[a] for a in g) > 1
-    ]  # fmt: skip
-    if not moves:
-        return 0, 0.0
-    latency = min(int(move.price(0, topology) * 1e6) for move in moves)
-    return latency, min(_least_per_byte(move, topology) for move in moves)
-
-
-FEW, MANY = 1 << 10, 1 << 50
-
-
-def _least_per_byte(move: Move, topology: MeshTopoInfo) -> float:
-    """Picoseconds; prices are convex or concave in the bytes, so the least slope is at one of the ends."""
-    few = (move.price(FEW, topology) - move.price(0, topology)) / FEW
-    many = (move.price(2 * MANY, topology) - move.price(MANY, topology)) / MANY
-    return min(few, many) * 1e6 * 0.999  # less what is lost in rounding
+def _subsets(bits: int) -> list[int]:
+    """All of them, each after its own subsets."""
+    return [some for some in range(bits + 1) if some & ~bits == 0]

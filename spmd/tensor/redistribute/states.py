@@ -5,14 +5,15 @@ and the axes whose reduction is still to be done. Axes that play no part - repli
 and after - are left out, and so are dims that nobody shards; but ranks that replicate may share out a reduction, and
 one dim that nobody shards may be gone through.
 
-Ways out of a state, each a move:
+From one state to another, a move:
 
     slice, reduce_scatter    axes are added inside those that shard a dim; those of them that are pending are reduced
     all_gather               innermost axes of some dims are taken away
     all_reduce               pending axes are reduced
     exchange                 to any other state of the same pending axes
 
-All numbers are integers - bytes, and picoseconds - so that every rank finds the same plan.
+`Space.ways` has them for two states; `graph.py` has the same for all states at once. All numbers are integers - bytes,
+and picoseconds - so that every rank finds the same plan.
 """
 
 # ruff: noqa: B905 - a search counts its microseconds, and what it zips has one entry a dim
@@ -21,8 +22,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from spmd.tensor.redistribute.moves import (
 from spmd.tensor.spec import Spec
 
 Dims = tuple[tuple[int, ...], ...]
+MOST_ALONE = 4  # axes that move each by itself; of more, those that replicate before and after move together
 
 
 class State(NamedTuple):
@@ -63,6 +64,34 @@ class Way(NamedTuple):
     peak: int
 
 
+Cut = tuple[tuple[int, ...], int]  # the axes that shard a dim, and the unit
+
+
+class Cutting(NamedTuple):
+    """How dims may be cut: each by the outer axes that it keeps in all states, and inside of these by some that move.
+
+    `movable` are the axes that move; those that move together are one. `ranks` are all axes that matter.
+    """
+
+    sizes: tuple[int, ...]
+    prefixes: tuple[tuple[int, ...], ...]
+    units: tuple[tuple[int, ...], ...]
+    movable: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+
+    def cut(self, d: int, numbers: tuple[int, ...], unit: int) -> Cut:
+        """Dim d with these of the axes that move, by number, and the unit of this number."""
+        axes = (*self.prefixes[d], *[a for i in numbers for a in self.movable[i]])
+        return axes, self.units[d][unit] if axes else 1
+
+    def layout(self, d: int, state: State) -> tuple[tuple[int, ...], int]:
+        """What `cut` takes to cut dim d as a state does."""
+        axes = state.dims[d][len(self.prefixes[d]) :]
+        numbers = [i for a in axes for i, each in enumerate(self.movable) if each[0] == a]
+        return tuple(numbers), self.units[d].index(state.units[d]) if axes else 0
+
+
 class Space:
     """All states between two specs of one tensor, and the ways between them."""
 
@@ -74,212 +103,142 @@ class Space:
         pending = tuple(a for a in have if a not in self.kept)
         # A dim to scatter a sum over, or by which shards may turn inside a host before they leave it.
         self.which = _dims_that_matter(src, dst, spare=bool(pending) or topology.layout.levels > 1)
-        self.sizes = [src.shape[d] for d in self.which]
+        self.sizes = tuple([src.shape[d] for d in self.which])
         self.start = State(tuple(src.dims[d] for d in self.which), tuple(src.units[d] for d in self.which), pending)
         self.goal = State(tuple(dst.dims[d] for d in self.which), tuple(dst.units[d] for d in self.which), ())
-        self._prefixes = tuple(map(_common, self.start.dims, self.goal.dims, self.start.units, self.goal.units))
-        fixed = {a for axes in self._prefixes for a in axes}
-        live = {a for axes in (*self.start.dims, *self.goal.dims) for a in axes} | {*pending, *self.made}
-        if pending or topology.layout.levels > 1:  # who replicates may share out a reduction, or what comes from afar
-            live |= {a for a, n in enumerate(self.mesh_shape) if n > 1 and a not in have and a not in want}
-        self.movable = tuple(sorted(live - fixed))
-        self._ranks = tuple(sorted(live))
-        self._ns = tuple(self.mesh_shape[a] for a in self._ranks)
-        self._item = prod([n for d, n in enumerate(src.shape) if d not in self.which]) * src.dtype.itemsize
+        self.cutting = self._cutting({*have, *want})
+        self.item = prod([n for d, n in enumerate(src.shape) if d not in self.which]) * src.dtype.itemsize
+        self._ns = tuple([self.mesh_shape[a] for a in self.cutting.ranks])
         self._itemsize = src.dtype.itemsize
         self._wire_itemsize = AllReduce(pending).wire_itemsize(src) if pending else self._itemsize
-        self._largest: dict[tuple, int] = {}
-        self._every: dict[tuple[int, ...], list[State]] = {}
 
-    # ---- sizes --------------------------------------------------------------------------------
-    def largest(self, state: State) -> int:
-        """Bytes of the largest block: that of the ranks that come first."""
-        key = state.dims, state.units
-        found = self._largest.get(key)
-        if found is None:
-            ns = self.mesh_shape
-            lengths = [
-                _first(size, unit, tuple([ns[a] for a in axes])) if axes else size
-                for size, unit, axes in zip(self.sizes, state.units, state.dims)
-            ]
-            found = self._largest[key] = prod(lengths) * self._item
-        return found
+    def _cutting(self, partial: set[int]) -> Cutting:
+        start, goal = self.start, self.goal
+        prefixes = tuple(map(_common, start.dims, goal.dims, start.units, goal.units))
+        units = [(v,) if p else tuple(sorted({u, v})) for u, v, p in zip(start.units, goal.units, prefixes)]
+        shards = {a for axes in (*start.dims, *goal.dims) for a in axes}
+        live = {*shards, *start.pending, *self.made}
+        fixed = {a for axes in prefixes for a in axes}
+        helpers = []
+        if start.pending or self.topology.layout.levels > 1:
+            # Ranks that replicate may share out a reduction, or what comes from afar.
+            helpers = [a for a, n in enumerate(self.mesh_shape) if n > 1 and a not in partial | shards]
+        needed = [(a,) for a in sorted(live - fixed)]
+        alone = len(needed) + len(helpers) <= MOST_ALONE
+        movable = (*needed, *([(a,) for a in helpers] if alone else self._alike(helpers)))
+        return Cutting(self.sizes, prefixes, tuple(units), movable, tuple(sorted({*live, *helpers})), self.mesh_shape)
 
-    def lacks(self, a: State, b: State) -> int:
-        """Bytes that the rank that lacks most must get from others to come from the blocks of a to those of b."""
-        have = want = None
-        for size, ua, ub, x, y in zip(self.sizes, a.units, b.units, a.dims, b.dims):
-            lengths, common = _overlaps(size, ua, x, ub, y, self._ranks, self._ns)
-            want = lengths if want is None else [v * w for v, w in zip(want, lengths)]
-            have = common if have is None else [v * w for v, w in zip(have, common)]
-        return max([w - h for w, h in zip(want, have)]) * self._item if want else 0
-
-    @cached_property
-    def owed(self) -> Callable[[tuple[int, ...]], int]:
-        """Bytes that some rank must get from others, for each set of pending axes: see `bounds.py`."""
-        goal = zip(self.sizes, self.goal.units, self.goal.dims)
-        sides = [_intervals(size, unit, axes, self._ranks, self._ns) for size, unit, axes in goal]
-        boxes = list(zip(*sides)) if sides else [()] * prod(self._ns)
-        wanted = sum([prod([stop - start for start, stop in box]) for box in boxes])
-        distinct, ranks, most = prod(self.sizes), prod(self._ns), self.largest(self.goal)
-
-        def least(pending: tuple[int, ...]) -> int:
-            messages = distinct * (self._size(pending) - 1) + max(wanted - distinct, 0)
-            return max(most, messages * self._item // ranks)
-
-        return functools.cache(least)
+    def _alike(self, axes: Sequence[int]) -> list[tuple[int, ...]]:
+        """The axes, those together that cross the same levels of links."""
+        found: dict[tuple, list[int]] = {}
+        for a in axes:
+            levels = tuple([tuple([rung.level for rung in ladder]) for ladder in self.topology.crossings(a)])
+            found.setdefault(levels, []).append(a)
+        return [tuple(each) for each in found.values()]
 
     # ---- ways ---------------------------------------------------------------------------------
-    def slices(self, s: State) -> Iterator[Way]:
-        """Ways on which nothing is sent."""
-        peak = self.largest(s)
-        for t in self._extended(s):
-            if t.pending == s.pending:
-                yield Way(t, Slice, _added(s, t), 0, 0, peak + self.largest(t))
+    def ways(self, s: State, t: State) -> Iterator[Way]:
+        """Every move that leads at once from s to t, another state."""
+        reduced = tuple([a for a in s.pending if a not in t.pending])
+        if reduced:
+            if s[:2] == t[:2]:
+                yield self._all_reduce(s, t, reduced)
+            elif _is_inside(s, t) and set(reduced) == set(_added(s, t)).intersection(s.pending):
+                yield self._reduce_scatter(s, t, reduced)
+        elif s.pending == t.pending:
+            if _is_inside(s, t):
+                yield Way(t, Slice, _added(s, t), 0, 0, self.largest(s) + self.largest(t))
+            else:
+                yield self._exchange(s, t)
+                if _is_inside(t, s):
+                    yield self._all_gather(s, t)
 
-    def scatters(self, s: State, wanted: Callable[[State], bool]) -> Iterator[Way]:
-        peak = self.largest(s)
-        for t in self._extended(s):
-            if t.pending != s.pending and wanted(t):
-                axes = tuple([a for a in s.pending if a not in t.pending])
-                block = self.largest(t)
-                sent = (self._size(axes) - 1) * self._reduced(block)
-                packed = 0 if self._in_rows(axes, t.dims) else min(peak, self._size(axes) * block)
-                yield Way(t, ReduceScatter, axes, self._ps(ReduceScatter, axes, sent), sent, peak + packed + block)
+    def _reduce_scatter(self, s: State, t: State, axes: tuple[int, ...]) -> Way:
+        before, after, n = self.largest(s), self.largest(t), self.size(axes)
+        sent = (n - 1) * self.reduced(after)
+        packed = 0 if self.in_rows(axes, t.dims) else min(before, n * after)
+        return Way(t, ReduceScatter, axes, self.ps(ReduceScatter, axes, sent), sent, before + packed + after)
 
-    def reductions(self, s: State) -> Iterator[Way]:
-        """All-reduces."""
-        mine = self.largest(s)
-        for axes in _subsets(s.pending):
-            n = self._size(axes)
-            sent = 2 * (n - 1) * self._reduced(mine) // n
-            t = State(s.dims, s.units, tuple([a for a in s.pending if a not in axes]))
-            yield Way(t, AllReduce, axes, self._ps(AllReduce, axes, sent), sent, 2 * mine)
+    def _all_reduce(self, s: State, t: State, axes: tuple[int, ...]) -> Way:
+        mine, n = self.largest(s), self.size(axes)
+        sent = 2 * (n - 1) * self.reduced(mine) // n
+        return Way(t, AllReduce, axes, self.ps(AllReduce, axes, sent), sent, 2 * mine)
 
-    def gathers(self, s: State) -> Iterator[Way]:
-        mine = self.largest(s)
-        for dims in itertools.product(
-            *[[axes[:k] for k in range(len(axes), len(p) - 1, -1)] for axes, p in zip(s.dims, self._prefixes)]
-        ):
-            axes = tuple(sorted([a for x, y in zip(s.dims, dims) for a in x[len(y) :]]))
-            if axes:
-                t = State(dims, tuple([u if x else 1 for u, x in zip(s.units, dims)]), s.pending)
-                sent = (self._size(axes) - 1) * mine
-                whole = self.largest(t) * (1 if self._in_rows(axes, s.dims) else 2)
-                yield Way(t, AllGather, axes, self._ps(AllGather, axes, sent), sent, mine + whole)
+    def _all_gather(self, s: State, t: State) -> Way:
+        axes, mine = _added(t, s), self.largest(s)
+        sent = (self.size(axes) - 1) * mine
+        whole = self.largest(t) * (1 if self.in_rows(axes, s.dims) else 2)
+        return Way(t, AllGather, axes, self.ps(AllGather, axes, sent), sent, mine + whole)
 
-    def exchanges(self, s: State, wanted: Callable[[State], bool]) -> Iterator[Way]:
-        if any(len(axes) > len(p) for axes, p in zip(s.dims, self._prefixes)):
-            for t in self._all(s.pending):
-                if t != s and wanted(t):
-                    way = self.exchange(s, t)
-                    if way is not None:
-                        yield way
-
-    def exchange(self, s: State, t: State) -> Way | None:
-        """The exchange from s to t; None where no rank lacks anything, or no group of ranks has it all."""
+    def _exchange(self, s: State, t: State) -> Way:
+        """Where no rank lacks anything, because what moves is empty, a slice."""
         shared = [_common(x, y, u, v) for x, y, u, v in zip(s.dims, t.dims, s.units, t.units)]
-        have = [a for x, p in zip(s.dims, shared) for a in x[len(p) :]]
-        if not have:
-            return None
-        want = [a for x, p in zip(t.dims, shared) for a in x[len(p) :]]
-        axes = tuple(sorted(have))
-        sent = self.lacks(s, t)
+        axes = tuple(sorted([a for x, p in zip(s.dims, shared) for a in x[len(p) :]]))
+        want = tuple(sorted([a for x, p in zip(t.dims, shared) for a in x[len(p) :]]))
+        sent, both = self.lacks(s, t), self.largest(s) + self.largest(t)
         if not sent:
-            return Way(t, Slice, axes, 0, 0, self.largest(s) + self.largest(t))
+            return Way(t, Slice, axes, 0, 0, both)
         move: type[Move] = Exchange
-        if axes == tuple(sorted(want)):
+        if axes == want:
             same = all([self._same_blocks(*each) for each in zip(self.sizes, s.units, s.dims, t.units, t.dims)])
             move = Permute if same else AllToAll
-        both = self.largest(s) + self.largest(t)
-        return Way(t, move, axes, self._ps(move, axes, sent), sent, both if move is Permute else 2 * both)
+        return Way(t, move, axes, self.ps(move, axes, sent), sent, both if move is Permute else 2 * both)
 
-    def is_sliced(self, s: State, t: State) -> bool:
-        """Whether slices lead from s to t."""
-        if s.pending != t.pending:
-            return False
-        return all(
-            [y[: len(x)] == x and (not x or u == v) for x, y, u, v in zip(s.dims, t.dims, s.units, t.units)]
-        )
-
+    # ---- the goal -----------------------------------------------------------------------------
     def reaches_goal(self, s: State) -> bool:
         """Whether nothing has to be sent from here on but what makes axes Partial."""
         if s.pending:
             return False
         if not self.made:
             return s == self.goal
-        for x, y, u, v in zip(s.dims, self.goal.dims, s.units, self.goal.units):
-            if x[: len(y)] != y or not set(x[len(y) :]) <= set(self.made) or (y and u != v):
-                return False
-        return True
+        return s[:2] == self.goal[:2] or (_is_inside(self.goal, s) and {*_added(self.goal, s)} <= {*self.made})
 
-    def _in_rows(self, axes: tuple[int, ...], dims: Dims) -> bool:
-        return self.which[0] == 0 and in_rows(axes, dims)
+    # ---- sizes --------------------------------------------------------------------------------
+    def largest(self, state: State) -> int:
+        """Bytes of the largest block: that of the ranks that come first."""
+        ns = self.mesh_shape
+        lengths = [
+            _first(size, unit, tuple([ns[a] for a in axes])) if axes else size
+            for size, unit, axes in zip(self.sizes, state.units, state.dims)
+        ]
+        return prod(lengths) * self.item
 
-    # ---- states -------------------------------------------------------------------------------
-    def _extended(self, s: State) -> list[State]:
-        """States with more axes inside those that shard the dims already."""
-        used = {a for axes in s.dims for a in axes}
-        free = [a for a in self.movable if a not in used]
-        found = []
-        for fates in itertools.product(range(-1, len(s.dims)), repeat=len(free)):
-            groups = [[a for a, fate in zip(free, fates) if fate == d] for d in range(len(s.dims))]
-            if not any(groups):
-                continue
-            pending = tuple([a for a in s.pending if all([a not in g for g in groups])])
-            for orders in itertools.product(*[itertools.permutations(g) for g in groups]):
-                dims = tuple([x + tuple(o) for x, o in zip(s.dims, orders)])
-                found += [State(dims, units, pending) for units in self._units(dims, s)]
-        return found
+    def lacks(self, a: State, b: State) -> int:
+        """Bytes that the rank that lacks most must get from others to come from the blocks of a to those of b."""
+        have = want = None
+        for size, ua, ub, x, y in zip(self.sizes, a.units, b.units, a.dims, b.dims):
+            lengths, common = _overlaps(size, ua, x, ub, y, self.cutting.ranks, self._ns)
+            want = lengths if want is None else [v * w for v, w in zip(want, lengths)]
+            have = common if have is None else [v * w for v, w in zip(have, common)]
+        return max([w - h for w, h in zip(want, have)]) * self.item if want else 0
 
-    def _all(self, pending: tuple[int, ...]) -> list[State]:
-        """All states of these pending axes that leave the common outer axes as they are."""
-        found = self._every.get(pending)
-        if found is None:
-            found = self._every[pending] = self._enumerated(pending)
-        return found
-
-    def _enumerated(self, pending: tuple[int, ...]) -> list[State]:
-        free = [a for a in self.movable if a not in pending]
-        none = State(self._prefixes, self.goal.units, ())
-        bare = State(none.dims, tuple([u if p else 1 for u, p in zip(none.units, none.dims)]), pending)
-        k = len(self.sizes)
-        found = []
-        for fates in itertools.product(range(-1, k), repeat=len(free)):
-            groups = [[a for a, fate in zip(free, fates) if fate == d] for d in range(k)]
-            for orders in itertools.product(*[itertools.permutations(g) for g in groups]):
-                dims = tuple([x + tuple(o) for x, o in zip(bare.dims, orders)])
-                found += [State(dims, units, pending) for units in self._units(dims, bare)]
-        return found
-
-    def _units(self, dims: Dims, s: State) -> list[tuple[int, ...]]:
-        """The units that these dims may be cut by, where s is cut as it is."""
-        choices = []
-        for i, axes in enumerate(dims):
-            if not axes:
-                choices.append([1])
-            elif s.dims[i]:
-                choices.append([s.units[i]])
-            else:
-                choices.append(sorted({self.start.units[i], self.goal.units[i]}))
-        return list(itertools.product(*choices))
-
-    # ---- prices -------------------------------------------------------------------------------
-    def _reduced(self, nbytes: int) -> int:
+    def reduced(self, nbytes: int) -> int:
         """Bytes on the wire, where they are reduced, of a block of so many."""
         return nbytes // self._itemsize * self._wire_itemsize
 
-    def _size(self, axes: tuple[int, ...]) -> int:
+    def size(self, axes: tuple[int, ...]) -> int:
+        """How many ranks a group along the axes has."""
         return prod([self.mesh_shape[a] for a in axes])
 
-    def _ps(self, move: type[Move], axes: tuple[int, ...], sent: int) -> int:
-        return int(move(axes).price(sent, self.topology) * 1e6)
+    def in_rows(self, axes: tuple[int, ...], dims: Dims) -> bool:
+        """Whether the blocks of a group along the axes are consecutive rows of the tensor."""
+        return self.which[0] == 0 and in_rows(axes, dims)
 
     def _same_blocks(self, size: int, u: int, x: tuple[int, ...], v: int, y: tuple[int, ...]) -> bool:
         if x == y and u == v:
             return True
         ns = [tuple([self.mesh_shape[a] for a in axes]) for axes in (x, y)]
-        return prod(ns[0]) == prod(ns[1]) and _blocks(size, u, ns[0]) == _blocks(size, v, ns[1])
+        return prod(ns[0]) == prod(ns[1]) and blocks_with_any(size, u, ns[0]) == blocks_with_any(size, v, ns[1])
+
+    # ---- prices -------------------------------------------------------------------------------
+    def ps(self, move: type[Move], axes: tuple[int, ...], sent: int) -> int:
+        """Picoseconds of a move over these axes in which the busiest rank gets so many bytes."""
+        return _ps(self.topology, move, axes, sent)
+
+
+@functools.lru_cache(maxsize=65536)
+def _ps(topology: MeshTopoInfo, move: type[Move], axes: tuple[int, ...], sent: int) -> int:
+    return int(move(axes).price(sent, topology) * 1e6) if move.sends else 0
 
 
 def _dims_that_matter(src: Spec, dst: Spec, spare: bool) -> list[int]:
@@ -304,13 +263,14 @@ def _common(x: tuple[int, ...], y: tuple[int, ...], u: int, v: int) -> tuple[int
     return x[:k]
 
 
+def _is_inside(s: State, t: State) -> bool:
+    """Whether the blocks of t are those of s, or cut out of them."""
+    return all([y[: len(x)] == x and (not x or u == v) for x, y, u, v in zip(s.dims, t.dims, s.units, t.units)])
+
+
 def _added(s: State, t: State) -> tuple[int, ...]:
+    """The axes that t has inside those of s."""
     return tuple(sorted([a for x, y in zip(s.dims, t.dims) for a in y[len(x) :]]))
-
-
-@functools.lru_cache(maxsize=4096)
-def _subsets(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [some for k in range(1, len(axes) + 1) for some in itertools.combinations(axes, k)]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -322,13 +282,14 @@ def _first(size: int, unit: int, ns: tuple[int, ...]) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _blocks(size: int, unit: int, ns: tuple[int, ...]) -> list[tuple[int, int]]:
+def blocks_with_any(size: int, unit: int, ns: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Start and length of all blocks that are not empty."""
     every = [block(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
-    return [(start, length) for start, length in every if length]
+    return tuple([(start, length) for start, length in every if length])
 
 
 @functools.lru_cache(maxsize=65536)
-def _intervals(
+def intervals(
     size: int, unit: int, axes: tuple[int, ...], ranks: tuple[int, ...], ns: tuple[int, ...]
 ) -> list[tuple[int, int]]:
     """Start and stop of every rank's block; `ranks` are the axes that are counted through, of sizes `ns`."""
@@ -346,11 +307,11 @@ def _overlaps(
     size: int, ua: int, x: tuple[int, ...], ub: int, y: tuple[int, ...], ranks: tuple[int, ...], ns: tuple[int, ...]
 ) -> tuple[list[int], list[int]]:
     """For every rank the length of its block when y shards the dim, and how much of it it has when x does."""
-    want = _intervals(size, ub, y, ranks, ns)
+    want = intervals(size, ub, y, ranks, ns)
     lengths = [stop - start for start, stop in want]
     if x == y and ua == ub:
         return lengths, lengths
-    have = _intervals(size, ua, x, ranks, ns)
+    have = intervals(size, ua, x, ranks, ns)
     common = [
         (q if q < s else s) - (p if p > r else r) for (p, q), (r, s) in zip(have, want)
     ]
