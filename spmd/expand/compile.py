@@ -36,6 +36,7 @@ from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor import deterministic, explicit, random
 from spmd.tensor.dtensor import DTensor, distribute_tensor
+from spmd.tensor.redistribute.between import between
 from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, replicated
 
@@ -176,7 +177,10 @@ class CompiledStep:
         self._bound.setdefault(key, []).append(bound)
 
     def _expanded(self, call: _Call) -> tuple[Captured, Program]:
-        captured = capture(self.fn, call.named, self._run_plain, call.state)
+        try:
+            captured = capture(self.fn, call.named, self._run_plain, call.state)
+        except AttributeError as error:
+            raise _as_global(error) from error
         program = _expanded(self.fn, self.mesh, captured, call)
         if self.bucket_mb is not None:
             program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
@@ -189,6 +193,16 @@ class CompiledStep:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
+
+
+def _as_global(error: AttributeError) -> AttributeError:
+    """Says so where a method of DTensors was asked of a tensor that is traced."""
+    if not isinstance(error.obj, torch.Tensor) or not hasattr(DTensor, str(error.name)):
+        return error
+    return AttributeError(
+        f"tensors in a compiled step are global ones of torch, and have no {error.name}: say where arguments lie with "
+        "inputs= and params=, and leave the rest to the compiler; move between meshes before the step or after it"
+    )
 
 
 def _check_explicit(what: str, program: Program) -> None:
@@ -292,13 +306,17 @@ def _home(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, 
 
 
 def _input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec:
-    _check_mesh(path, x, mesh)
+    """Where an argument shall lie; one on another mesh of the step's ranks is brought to the step's."""
+    elsewhere = isinstance(x, DTensor) and x._spec.mesh != mesh and set(x._spec.mesh.ranks) <= set(mesh.ranks)
+    if not elsewhere:
+        _check_mesh(path, x, mesh)
     if x.requires_grad:
         raise ValueError(
             f"argument {path} requires a gradient, which a compiled step would not leave in it: pass {path}.detach(), "
             "and take the gradient inside the step with torch.autograd.grad"
         )
-    return x._spec if placements is None and isinstance(x, DTensor) else placed_spec(mesh, placements, x, path)
+    lies = placements is None and isinstance(x, DTensor) and not elsewhere
+    return x._spec if lies else placed_spec(mesh, placements, x, path)
 
 
 def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
@@ -335,6 +353,8 @@ def _placed(slot: Slot, t: torch.Tensor, spec: Spec) -> torch.Tensor:
 def _block(x: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's block of a tensor: of a DTensor by moves, of a global one, the same on all ranks, by taking it."""
     x = x.detach()
+    if isinstance(x, DTensor) and x._spec.mesh != spec.mesh:
+        return between(x._local_tensor, x._spec, spec)
     if isinstance(x, DTensor):
         return plan(x._spec, spec).run(x._local_tensor)
     return plan(replicated(spec), spec).run(x.contiguous())

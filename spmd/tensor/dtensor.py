@@ -165,7 +165,7 @@ class DTensor(torch.Tensor):
         """
         spec = self._spec
         if device_mesh is not None and device_mesh != spec.mesh:
-            return self._sent_to(device_mesh, placements, order, forward_dtype, backward_dtype)
+            return self._sent_to(device_mesh, placements, order, forward_dtype, backward_dtype, in_rank_order)
         target = _placed(spec, placements or [REPLICATE] * spec.mesh.ndim, order)
         if forward_dtype not in (None, spec.dtype):
             target = target.with_tensor(spec.shape, _checked_dtype(spec, forward_dtype))
@@ -175,10 +175,9 @@ class DTensor(torch.Tensor):
             return _Redistribute.apply(self, target, async_op, backward_dtype, in_rank_order)
         return _moved(self, target, async_op, in_rank_order)
 
-    def _sent_to(self, mesh, placements, order, forward_dtype, backward_dtype) -> DTensor:
+    def _sent_to(self, mesh, placements, order, forward_dtype, backward_dtype, in_rank_order) -> DTensor:
         spec = self._spec
-        if forward_dtype not in (None, spec.dtype) or backward_dtype not in (None, spec.dtype):
-            raise NotImplementedError("redistribute to another mesh keeps the dtype; convert before it or after it")
+        dtype = spec.dtype if forward_dtype in (None, spec.dtype) else _checked_dtype(spec, forward_dtype)
         if mesh.device_type != spec.mesh.device_type:
             raise ValueError(f"redistribute from {spec.mesh.device_type} to {mesh.device_type}: use .to() on blocks")
         grad = _is_followed(self)
@@ -187,8 +186,10 @@ class DTensor(torch.Tensor):
                 f"redistribute from {spec.mesh!r} to {mesh!r}: a gradient would have to come back to ranks that do not "
                 "compute it; use detach() and send the gradient as a tensor of its own"
             )
-        target = spec_of(mesh, _or_replicated(placements, mesh), spec.shape, spec.dtype, order=order)
-        return _Crossed.apply(self, target) if grad else _crossed(self, target)
+        target = spec_of(mesh, _or_replicated(placements, mesh), spec.shape, dtype, order=order)
+        if grad:
+            return _Crossed.apply(self, target, backward_dtype, in_rank_order)
+        return _crossed(self, target, in_rank_order)
 
     @staticmethod
     def elsewhere(
@@ -590,23 +591,29 @@ class _Redistribute(torch.autograd.Function):
         return _Redistribute.apply(tangent, target, False, None)
 
 
-def _crossed(x: DTensor, target: Spec) -> DTensor:
-    """x on another mesh."""
-    return DTensor(between(block(x), x._spec, target), target)
+def _crossed(x: DTensor, target: Spec, in_rank_order: bool = False) -> DTensor:
+    """x on another mesh, in the target's dtype."""
+    local, spec = block(x), x._spec
+    if spec.dtype is not target.dtype:
+        local, spec = local.to(target.dtype), spec.with_tensor(spec.shape, target.dtype)
+    return DTensor(between(local, spec, target, in_rank_order), target)
 
 
 class _Crossed(torch.autograd.Function):
     """Globally the identity, from one mesh to another; the cotangent goes back to where the input lies."""
 
     @staticmethod
-    def forward(ctx, x, target):
-        ctx.spec, ctx.target = x._spec, target
-        return _crossed(x, target)
+    def forward(ctx, x, target, backward_dtype, in_rank_order):
+        ctx.spec, ctx.target, ctx.backward_dtype = x._spec, target, backward_dtype
+        return _crossed(x, target, in_rank_order)
 
     @staticmethod
     def backward(ctx, grad):
-        return _Crossed.apply(grad, ctx.spec.with_layout(ctx.spec.dims, ctx.spec.units)), None
+        spec, dtype = ctx.spec, ctx.backward_dtype or grad.dtype
+        home = spec.with_layout(spec.dims, spec.units).with_tensor(spec.shape, dtype)
+        back = _Crossed.apply(grad, home, None, False)
+        return (back if dtype == spec.dtype else back.to(spec.dtype)), None, None, None
 
     @staticmethod
-    def jvp(ctx, tangent, _):
-        return _Crossed.apply(tangent, ctx.target.with_layout(ctx.target.dims, ctx.target.units))
+    def jvp(ctx, tangent, *_):
+        return _Crossed.apply(tangent, ctx.target.with_layout(ctx.target.dims, ctx.target.units), None, False)

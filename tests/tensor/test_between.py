@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from spmd import DTensor, LocalTensorMode, distribute_tensor
+from spmd import DTensor, LocalTensorMode, compile, distribute_tensor
 from spmd.mesh import DeviceMesh
 from spmd.sim import ThreadWorld, run_ranks
 from spmd.tensor.spec import spec_of
@@ -78,6 +78,54 @@ def test_gradients_come_back():
         assert placements == (S0, S1) and torch.allclose(grad, 3 * x**2)
 
 
+def test_it_may_be_sent_in_another_dtype():
+    """There and back, each counted in the bytes of the dtype it is sent in; the gradient is of the tensor's own."""
+    world, x = ThreadWorld(4), torch.arange(16.0, dtype=torch.float64).reshape(8, 2)
+
+    def rank(rank):
+        given = distribute_tensor(x, SQUARE, [S0, R], src_data_rank=None).requires_grad_()
+        moved = given.redistribute(
+            OTHERS["a line"], [S0], forward_dtype=torch.float32, backward_dtype=torch.bfloat16
+        )
+        moved.backward(DTensor.from_local(torch.ones(2, 2), OTHERS["a line"], [S0]))
+        grad = given.grad
+        return moved.dtype, moved.detach().full_tensor().tolist(), grad.dtype, grad.full_tensor().unique().tolist()
+
+    assert world.run(rank) == [(torch.float32, x.tolist(), torch.float64, [1.0])] * 4
+    sent = [[call.nbytes for call in calls if call.kind == "all_to_all_single"] for calls in world.calls]
+    assert [sum(each) for each in zip(*sent, strict=True)] == [16 * 4, 2 * 16 * 2]
+
+
+@pytest.mark.parametrize("where", ["a line", "turned", "fewer"])
+def test_arguments_of_a_compiled_step_may_come_from_another_mesh(where):
+    """Of the step's ranks; they are brought to the step's mesh, and lie there as is asked."""
+    x, w = torch.arange(12.0).reshape(4, 3), torch.arange(6.0).reshape(3, 2)
+
+    def rank(rank):
+        mesh = OTHERS[where]
+        lie = [S0] * mesh.ndim
+        if rank in mesh:
+            given = distribute_tensor(x, mesh, lie, src_data_rank=None)
+        else:
+            given = DTensor.elsewhere(mesh, lie, x.shape, x.dtype)
+        step = compile(lambda x, w: x @ w, SQUARE, inputs={"x": [S0, R], "w": [R, S1]})
+        return [step(given, w).full_tensor() for _ in range(2)]
+
+    for found in run_ranks(rank, 4):
+        assert all(torch.equal(each, x @ w) for each in found)
+
+
+def test_a_compiled_step_says_that_its_tensors_are_global():
+    def rank(rank):
+        line = OTHERS["a line"]
+        with pytest.raises(AttributeError, match=r"tensors in a compiled step are global.*no redistribute"):
+            compile(lambda x: x.redistribute(line, [S0]) * 2, SQUARE)(torch.ones(4))
+        with pytest.raises(ValueError, match="use one mesh for both"):
+            compile(lambda x: x * 2, SQUARE)(DTensor.elsewhere(OTHERS["others"], [S0], (4,), torch.float32))
+
+    run_ranks(rank, 4)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_tangents_cross():
     x = torch.arange(10.0, dtype=torch.float64).reshape(5, 2)
@@ -97,9 +145,9 @@ def test_it_is_the_same_with_all_ranks_in_one_thread():
 
 def test_what_cannot_be_sent_is_said():
     def rank(rank):
-        given = distribute_tensor(torch.ones(4), SQUARE, [S0, R], src_data_rank=None)
-        with pytest.raises(NotImplementedError, match="keeps the dtype"):
-            given.redistribute(OTHERS["a line"], [S0], forward_dtype=torch.bfloat16)
+        owed = DTensor.from_local(torch.ones(4), SQUARE, [SUM, R])
+        with pytest.raises(TypeError, match="still to be reduced"):
+            owed.redistribute(OTHERS["a line"], [S0], forward_dtype=torch.int64)
         with pytest.raises(ValueError, match="with a block; use from_local"):
             DTensor.elsewhere(SQUARE, [S0, R], (4,), torch.float32)
 

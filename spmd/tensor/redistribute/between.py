@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh, current_rank
@@ -22,18 +22,18 @@ from spmd.tensor.redistribute.plan import Step, plan, reduced
 from spmd.tensor.spec import Spec
 
 
-def between(local, src: Spec, dst: Spec):
-    """This rank's block of a tensor that goes from src, on one mesh, to dst, on another."""
+def between(local, src: Spec, dst: Spec, in_rank_order: bool = False):
+    """This rank's block of a tensor that goes from src, on one mesh, to dst, on another; in_rank_order as in `plan`."""
     shards, bare = reduced(src, tuple(a for a, _ in src.partial)), dst.with_layout(dst.dims, dst.units)
     crossing = Crossing(shards, bare)
-    local = _at_home(local, src, shards)
+    local = _at_home(local, src, shards, in_rank_order)
     local = transport().step(crossing.start, crossing.finish, local)
     return _at_home(local, bare, dst)
 
 
-def _at_home(local, src: Spec, dst: Spec):
+def _at_home(local, src: Spec, dst: Spec, in_rank_order: bool = False):
     """The moves within a mesh, made by its ranks; what others hold is empty, and stays as it is."""
-    for step in plan(src, dst).as_made.steps:
+    for step in plan(src, dst, inf, in_rank_order).as_made.steps:
         local = transport().step(functools.partial(_started, step), functools.partial(_finished, step), local)
     return local
 
