@@ -951,23 +951,23 @@ def _function_here(name: str, outside: Callable) -> Callable:
 
 
 class Twister:
-    """A generator of torch's CPU kernels that starts from a state given as bytes, not from a seed of 32 bits.
+    """A generator of torch's CPU kernels that starts from a state given as words, not from a seed of 32 bits.
 
     `get_state` is a C struct: seed, left and seeded, next, the 624 words of the Mersenne twister in 64 bits each, and
     what is kept of normal numbers.
     """
 
-    nbytes = 624 * 4
+    words = 624
 
     def __init__(self) -> None:
         self._generator = torch.Generator().manual_seed(5489)  # the seed is the first word of the state
         self._state = self._generator.get_state()
         fields = self._state.numpy().view(np.uint64)
-        self._words = fields[3 : 3 + 624]
+        self._words = fields[3 : 3 + self.words]
         assert fields[0] == self._words[0] == 5489 and self._words[-1] and len(fields) == 632, "another layout"
 
-    def started(self, state: bytes) -> torch.Generator:
-        """The generator at the start of the numbers that follow from these `nbytes` bytes."""
-        self._words[:] = np.frombuffer(state, "<u4")
+    def started(self, state: np.ndarray) -> torch.Generator:
+        """The generator at the start of the numbers that follow from these `words` words of 32 bits."""
+        self._words[:] = state
         self._generator.set_state(self._state)
         return self._generator

@@ -475,7 +475,7 @@ class Way:
     def _remember(self, call: Eager, out: Any, copied: bool) -> None:
         """Let calls like this one be run at a glance, if there is no twist to them."""
         single = isinstance(out, torch.Tensor)
-        plain = not self.draws and not copied and (not self.moves or (self.flat is not None and not self.which))
+        plain = not copied and (not self.moves or (self.flat is not None and not self.which))
         in_place = self.writes == (0,) == self.returns and single
         if not plain or call.given is not call.operands or (not in_place and (self.writes or self.returns)):
             return
@@ -488,8 +488,8 @@ class Way:
             return
         sizes = _torch.argument_index(call.op, self.lowering.sizes) if self.lowering.sizes else -1
         if sizes < len(call.args):
-            local = hot.on_blocks(call.op)
             outs = self.lowering.outs
+            local = functools.partial(random.draw, call.op, outs[0]) if self.draws else hot.on_blocks(call.op)
             plain = single and not self.views and not in_place and sizes < 0 and not moves
             kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves, bool(moves))
             hot.remember(call.op, call.args, call.kwargs, kind, call.dtensor)
@@ -515,7 +515,7 @@ class Way:
             local = self.lowering.outs[0].local_shape_here()
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
         if self.draws:
-            return random.draw(call.op, args[0], args[1:], kwargs, self.lowering.outs[0]), None
+            return random.draw(call.op, self.lowering.outs[0], *args, **kwargs), None
         if self.lowering.empties:
             return _unless_empty(call.op, args, kwargs, self.lowering.outs), None
         if call.op in BITS:  # the global tensor has no bit that says so

@@ -2,7 +2,7 @@
 
 A call is hot once the slow way (`dispatch`) has been gone for its like: then all that its kind needs - what is moved,
 which local function, the specs of its results - is kept here, under the op, the specs of its tensors and its static
-arguments. What has a twist - draws, writes into what is moved, tensors in keyword arguments - takes the slow way.
+arguments. What has a twist - writes into what is moved, tensors in keyword arguments - takes the slow way.
 
     hot.seen        # Cache(12 of 16384 entries, 340 hits, 12 misses)
 """

@@ -7,14 +7,15 @@ gives the same *global* tensor on any mesh, one rank included, however it lies; 
 and all other ops that draw. No rank makes more of it than its block and a little around.
 
 One call of an op that draws is a *draw*; draws are numbered. The global tensor is cut into tiles - a cut that depends
-on its shape alone - and each tile is made by torch's own generator, started anew from (seed, number of the draw, number
+on its shape alone - and each tile is made by a generator that is started anew from (seed, number of the draw, number
 of the tile). A rank makes the tiles that its block meets and keeps what is its own of them:
 
     tile 0 | tile 1        of f32[256, 256@tp] the rank with the left half makes tiles 0 and 2
     tile 2 | tile 3
 
-so the distributions are torch's, and so is most of the speed. Tiles are nearly square in the last two dims that matter,
-that rows as well as columns cut few of them.
+Tiles are nearly square in the last two dims that matter, that rows as well as columns cut few of them. On CPUs, tiles
+are of random words, of which the commonest numbers are made one by one (`spmd.tensor.words`); all else is made by
+torch's kernels, tile by tile.
 
 The state is two numbers, the seed and how many draws there were. It is the same on all ranks, because they make the
 same calls. It has nothing to do with torch's own generators, from which plain tensors are drawn as ever; an op that is
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from spmd import _torch
@@ -46,6 +48,7 @@ from spmd.tensor import explicit
 from spmd.tensor.call import base_name
 from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec
+from spmd.tensor.words import Recipe, recipe
 
 # ---- the state --------------------------------------------------------------------------------
 
@@ -107,8 +110,9 @@ def take(mesh: DeviceMesh, draws: int = 1) -> tuple[int, int]:
     with _lock:
         now = _now()
         if now is not None:
-            _set(now._replace(drawn=now.drawn + draws))
-            return now.seed, now.drawn
+            seed, drawn, again = now
+            _set(Stream(seed, drawn + draws, again))
+            return seed, drawn
     explicit.check_message("the first draw", "ask the first rank for a seed", "Call spmd.manual_seed before it.")
     seed = transport().gather_objects(torch.initial_seed() % 2**64, mesh)[0]
     _set(Stream(seed, draws))
@@ -166,48 +170,64 @@ def next_key(op, mesh: DeviceMesh, generator: torch.Generator | None = None) -> 
     return key_of(*take(mesh))
 
 
-def draw(op, local: torch.Tensor, args: Sequence, kwargs: dict[str, Any], spec: Spec) -> torch.Tensor:
+def draw(
+    op, spec: Spec, local: torch.Tensor, *args: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
     """What an op of `FILLS` gives on this rank, of a tensor that lies so: in `local`, or new where it does not write.
 
-    args, kwargs: its arguments but for the tensor.
+    args: its arguments but for the tensor.
     """
-    kwargs = dict(kwargs)
-    key = next_key(op, spec.mesh, kwargs.pop("generator", None))
-    fill = FILLS[op]
+    key = next_key(op, spec.mesh, generator)
     if players() is None:
-        return fill_block(fill, _target(op, local), args, kwargs, spec, spec.mesh.get_coordinate(), key)
-    block = _block(fill, local, args, kwargs, spec, key)
+        out = local if _torch.writes_first(op) else torch.empty_like(local)
+        return fill_block(op, out, args, spec, spec.mesh.get_coordinate(), key)
+    block = _block(op, local, args, spec, key)
     return local.copy_(block) if _torch.writes_first(op) else block
 
 
-def _target(op, local: torch.Tensor) -> torch.Tensor:
-    return local if _torch.writes_first(op) else torch.empty_like(local)
-
-
 @per_rank
-def _block(fill, local, args, kwargs, spec: Spec, key: Key) -> torch.Tensor:
-    return fill_block(fill, torch.empty_like(local), args, kwargs, spec, spec.mesh.get_coordinate(), key)
+def _block(op, local: torch.Tensor, args: tuple, spec: Spec, key: Key) -> torch.Tensor:
+    return fill_block(op, torch.empty_like(local), args, spec, spec.mesh.get_coordinate(), key)
 
 
-def fill_block(
-    fill: Callable, out: torch.Tensor, args: Sequence, kwargs: dict[str, Any], spec: Spec, at: tuple[int, ...], key: Key
-) -> torch.Tensor:
-    """Fill `out` with the block of the rank at this coordinate; `fill` writes random numbers into a tensor."""
+def fill_block(op, out: torch.Tensor, args: tuple, spec: Spec, at: tuple[int, ...], key: Key) -> torch.Tensor:
+    """Fill `out` with the block of the rank at this coordinate, as an op of `FILLS` does."""
     if out.is_meta or not out.numel():
         return out
     source = _source(out.device)
-    buffer = None
-    for number, inside, kept, size in _tiling(spec, at, source.least, source.most):
-        generator = source.started(key, number)
-        part = out if inside is None else out[inside]
-        if kept is None and part.is_contiguous():
-            fill(part, *args, **kwargs, generator=generator)
-            continue
-        if buffer is None or buffer.shape != size:
-            buffer = torch.empty(size, dtype=out.dtype, device=out.device)
-        fill(buffer, *args, **kwargs, generator=generator)
-        part.copy_(buffer if kept is None else buffer[kept])
+    bands = _bands(spec, at, source.least, source.most)
+    made_of = recipe(op, out.dtype, *args) if source.has_words else None
+    if made_of is None:
+        _fill_by_kernel(lambda part, generator: FILLS[op](part, *args, generator=generator), out, bands, source, key)
+    else:
+        _fill_by_words(made_of, out, bands, source, key)
     return out
+
+
+def _fill_by_words(made_of: Recipe, out: torch.Tensor, bands: Iterable[Band], source: _Host, key: Key) -> None:
+    out = out if out.ndim else out.view(1)
+    for inside, dim, tiles in bands:
+        words = []
+        for number, kept, size in tiles:
+            tile = source.words(key, number, size or (1,), made_of.wide)
+            words.append(tile if kept is None else tile[kept])
+        numbers = made_of.make(words[0] if len(words) == 1 else np.concatenate(words, dim))
+        (out if inside is None else out[inside]).copy_(torch.from_numpy(numbers))
+
+
+def _fill_by_kernel(
+    fill: Callable, out: torch.Tensor, bands: Iterable[Band], source: _Host | _Device, key: Key
+) -> None:
+    for inside, dim, tiles in bands:
+        part = out if inside is None else out[inside]
+        if len(tiles) == 1 and tiles[0].kept is None and part.is_contiguous():
+            fill(part, generator=source.started(key, tiles[0].number))
+            continue
+        made = []
+        for number, kept, size in tiles:
+            tile = fill(out.new_empty(size), generator=source.started(key, number))
+            made.append(tile if kept is None else tile[kept])
+        torch.cat(made, dim, out=part)
 
 
 @per_rank
@@ -234,10 +254,10 @@ class Draw:
     def __name__(self) -> str:
         return f"draw{self.number}_{base_name(self.op)}"
 
-    def __call__(self, x: torch.Tensor, rng: tuple[int, int], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rng: tuple[int, int], *args: float) -> torch.Tensor:
         seed, first = rng
         key = key_of(seed, first + self.number)
-        return fill_block(FILLS[self.op], torch.empty_like(x), args, kwargs, self.spec, self.at, key)
+        return fill_block(self.op, torch.empty_like(x), args, self.spec, self.at, key)
 
 
 # ---- tiles ------------------------------------------------------------------------------------
@@ -267,89 +287,140 @@ def tile_of(shape: Sequence[int], least: int, most: int) -> tuple[int, ...]:
     return tuple(sides)
 
 
-class Meeting(NamedTuple):
-    """Where a tile and a block meet: the tile's number, the part of the block, that of the tile, the tile's size.
-
-    A part is None where it is all.
-    """
+class Tile(NamedTuple):
+    """A tile that a block meets: its number, the part of it that is the block's (None: all), and its size."""
 
     number: int
-    inside: tuple[slice, ...] | None
     kept: tuple[slice, ...] | None
     size: tuple[int, ...]
 
 
-KEPT = 64
-"""A rank with at most so many tiles remembers which they are; one with more is busy enough."""
+class Band(NamedTuple):
+    """Tiles that lie side by side along a dim, and the part of the block that they make together (None: all)."""
+
+    inside: tuple[slice, ...] | None
+    dim: int
+    tiles: tuple[Tile, ...]
 
 
-def _tiling(spec: Spec, at: tuple[int, ...], least: int, most: int) -> Iterable[Meeting]:
-    found = _few_tiles(spec, at, least, most)
-    return _tiles_here(spec, at, least, most) if found is None else found
+KEPT = 32
+"""A rank with at most so many bands of tiles remembers which they are; one with more is busy enough."""
 
 
-@functools.lru_cache(maxsize=4096)
-def _few_tiles(spec: Spec, at: tuple[int, ...], least: int, most: int) -> tuple[Meeting, ...] | None:
-    found = tuple(itertools.islice(_tiles_here(spec, at, least, most), KEPT + 1))
+def _bands(spec: Spec, at: tuple[int, ...], least: int, most: int) -> Iterable[Band]:
+    found = _few_bands(spec, at, least, most)
+    return _bands_here(spec, at, least, most) if found is None else found
+
+
+@functools.lru_cache(maxsize=1024)
+def _few_bands(spec: Spec, at: tuple[int, ...], least: int, most: int) -> tuple[Band, ...] | None:
+    found = tuple(itertools.islice(_bands_here(spec, at, least, most), KEPT + 1))
     return found if len(found) <= KEPT else None
 
 
-def _tiles_here(spec: Spec, at: tuple[int, ...], least: int, most: int) -> Iterator[Meeting]:
-    return tiles(spec.shape, tile_of(spec.shape, least, most), [spec.block(d, at) for d in range(spec.ndim)])
+def _bands_here(spec: Spec, at: tuple[int, ...], least: int, most: int) -> Iterator[Band]:
+    blocks = [spec.block(d, at) for d in range(spec.ndim)]
+    return bands(spec.shape, tile_of(spec.shape, least, most), blocks, 2 * most)
 
 
-def tiles(shape: Sequence[int], sides: Sequence[int], blocks: Sequence[tuple[int, int]]) -> Iterator[Meeting]:
-    """The tiles that a block of a tensor meets.
+def bands(
+    shape: Sequence[int], sides: Sequence[int], blocks: Sequence[tuple[int, int]], most: int
+) -> Iterator[Band]:
+    """The tiles that a block of a tensor meets, in bands of at most `most` elements along the last dim that is cut.
 
-    >>> for meeting in tiles((4, 4), (4, 2), [(0, 2), (0, 4)]):
-    ...     print(meeting.number, meeting.inside, meeting.size)
-    0 (slice(0, 2, None), slice(0, 2, None)) (4, 2)
-    1 (slice(0, 2, None), slice(2, 4, None)) (4, 2)
+    >>> for band in bands((4, 6), (4, 2), [(0, 2), (0, 6)], 20):
+    ...     print(band.inside, [tile.number for tile in band.tiles], band.tiles[0].size)
+    (slice(0, 2, None), slice(0, 4, None)) [0, 1] (4, 2)
+    (slice(0, 2, None), slice(4, 6, None)) [2] (4, 2)
     """
-    lengths = [length for _, length in blocks]
+    along = [_along(*dim) for dim in zip(shape, sides, blocks, strict=True)]
     counts = [-(-n // side) for n, side in zip(shape, sides, strict=True)]
-    for met in itertools.product(*map(_along, shape, sides, blocks)):
-        number = 0
-        for count, (i, *_) in zip(counts, met, strict=True):
-            number = number * count + i
-        _, inside, kept, size = zip(*met, strict=True) if met else ((), (), (), ())
-        yield Meeting(number, None if _is_all(inside, lengths) else inside, None if _is_all(kept, size) else kept, size)
+    cut = max((d for d, met in enumerate(along) if len(met) > 1), default=0)
+    several = max(1, most // prod(sides))
+    runs = [_runs(met, several if d == cut else 1) for d, met in enumerate(along)]
+    for chosen in itertools.product(*runs):
+        inside = tuple(slice(run[0].inside.start, run[-1].inside.stop) for run in chosen)
+        tiles = tuple(_tile(met, counts) for met in itertools.product(*chosen))
+        yield Band(None if _is_all(inside, [length for _, length in blocks]) else inside, cut, tiles)
+
+
+def _runs(met: Sequence[Side], several: int) -> list[Sequence[Side]]:
+    return [met[i : i + several] for i in range(0, len(met), several)]
+
+
+def _tile(met: Sequence[Side], counts: Sequence[int]) -> Tile:
+    number = 0
+    for count, side in zip(counts, met, strict=True):
+        number = number * count + side.number
+    kept, size = tuple(side.kept for side in met), tuple(side.size for side in met)
+    return Tile(number, None if _is_all(kept, size) else kept, size)
 
 
 def _is_all(part: Sequence[slice], size: Sequence[int]) -> bool:
     return all(p.start == 0 and p.stop == n for p, n in zip(part, size, strict=True))
 
 
-@functools.lru_cache(maxsize=4096)
-def _along(n: int, side: int, block: tuple[int, int]) -> tuple[tuple[int, slice, slice, int], ...]:
-    """Along one dim, the tiles that a block meets: number, part of the block, part of the tile, size of the tile."""
+class Side(NamedTuple):
+    """Along one dim, a tile that a block meets: its number, the part of the block, that of the tile, its size."""
+
+    number: int
+    inside: slice
+    kept: slice
+    size: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _along(n: int, side: int, block: tuple[int, int]) -> tuple[Side, ...]:
     start, length = block
     found = []
     for i in range(start // side, -(-(start + length) // side)):
         low, high = i * side, min((i + 1) * side, n)
         a, b = max(low, start), min(high, start + length)
-        found.append((i, slice(a - start, b - start), slice(a - low, b - low), high - low))
+        found.append(Side(i, slice(a - start, b - start), slice(a - low, b - low), high - low))
     return tuple(found)
 
 
 # ---- where the numbers come from --------------------------------------------------------------
 
 
-class _Twister:
-    """torch's CPU generator. Its own seeds have 32 bits, so that tiles would soon be alike; its state has 19937."""
+class _Host:
+    """CPUs: random words, and torch's generator for its kernels.
 
-    least, most = 1 << 12, 1 << 15  # it starts in the time of some 2000 elements
+    Words come from a small generator with a state of 256 bits, SFC64, which begins as a hash of key and tile. torch's
+    own is large and has seeds of 32 bits only, of which tiles would soon be alike; so its state is made of words.
+    """
+
+    has_words = True
+    least, most = 1 << 12, 1 << 15  # a tile begins in the time of some 3000 words
 
     def __init__(self, device: torch.device):
+        self._small = np.random.SFC64(0)
+        self._start = self._small.state
+        self._hash = self._start["state"]["state"][:3]
+        self._start["state"]["state"][3] = 1
         self._twister = _torch.Twister()
 
+    def words(self, key: Key, tile: int, size: tuple[int, ...], wide: bool) -> np.ndarray:
+        """Random words, of 64 bits if wide, else of 32."""
+        self._begin(key, tile)
+        n = prod(size)
+        if wide:
+            return self._small.random_raw(n).reshape(size)
+        return self._small.random_raw((n + 1) // 2).view(np.uint32)[:n].reshape(size)
+
     def started(self, key: Key, tile: int) -> torch.Generator:
-        return self._twister.started(hashlib.shake_128(key + struct.pack("<Q", tile)).digest(self._twister.nbytes))
+        self._begin(key, tile)
+        return self._twister.started(self._small.random_raw(self._twister.words // 2).view(np.uint32))
+
+    def _begin(self, key: Key, tile: int) -> None:
+        self._hash[:] = np.frombuffer(hashlib.blake2b(key + struct.pack("<Q", tile), digest_size=24).digest(), "<u8")
+        self._small.state = self._start
 
 
-class _Counter:
+class _Device:
     """The generator of other devices, as CUDA's Philox: seeds of 64 bits, and kernels that take long to start."""
 
+    has_words = False
     least = most = 1 << 20
 
     def __init__(self, device: torch.device):
@@ -363,9 +434,9 @@ class _Counter:
 _sources = threading.local()
 
 
-def _source(device: torch.device) -> _Twister | _Counter:
+def _source(device: torch.device) -> _Host | _Device:
     """This thread's generator for a device; what it is used for leaves nothing behind."""
     mine = _sources.__dict__
     if device not in mine:
-        mine[device] = _Twister(device) if device.type == "cpu" else _Counter(device)
+        mine[device] = _Host(device) if device.type == "cpu" else _Device(device)
     return mine[device]

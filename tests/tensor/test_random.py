@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import resource
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from spmd.mesh import DeviceMesh, as_rank, init_device_mesh
 from spmd.sim import run_ranks
 from spmd.tensor import random
 from spmd.tensor.rules.draws import FILLS, random_decompositions
+from spmd.tensor.words import recipe
 from tests.tensor.single import on_ranks
 
+aten = torch.ops.aten
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESHES = [(1,), (2,), (4,), (2, 2), (4, 1), (1, 4)]
 PLACINGS = [(R, R), (S0, R), (S1, R), (R, S1), (S0, S1), (S1, S0), (S0, S0)]
@@ -114,7 +117,7 @@ OPS = {
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(images(x), 0.4, True),
     "rrelu": lambda x: F.rrelu(x - 0.5, 0.1, 0.4, True),
     "rrelu in evaluation": lambda x: F.rrelu(x - 0.5, 0.1, 0.4, False),
-    "gumbel": lambda x: F.gumbel_softmax(x, dim=-1) if x.ndim else torch.rand_like(x),
+    "gumbel": lambda x: F.gumbel_softmax(x.double(), dim=-1) if x.ndim else torch.rand_like(x),
     "poisson": lambda x: torch.poisson(x.detach() * 7),
     "binomial": lambda x: torch.binomial((x.detach() * 9).round(), x.detach()),
     "standard_gamma": lambda x: torch._standard_gamma(x.detach() + 0.1),
@@ -267,6 +270,48 @@ def test_distributions_are_torchs(name):
     if name != "cauchy_":  # which has no mean
         error = math.sqrt(want.var() / len(want))
         assert abs(got.mean() - want.mean()) < 6 * error and abs(got.var() / want.var() - 1) < 0.05
+
+
+WORDS = {
+    "uniform_": (aten.uniform_.default, (-1.0, 2.0), lambda x: (x + 1) / 3),
+    "normal_": (aten.normal_.default, (3.0, 2.0), lambda x: torch.special.ndtr((x - 3) / 2)),
+    "exponential_": (aten.exponential_.default, (0.5,), lambda x: -torch.expm1(-x / 2)),
+}
+"""Ops whose numbers are made of words, and their distribution functions, which make them uniform again."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", WORDS)
+def test_numbers_made_of_words(name, dtype):
+    """Chi-squared in 1000 cells and in tails of a 10,000th; what all words make is in bounds, and finite."""
+    op, args, to_uniform = WORDS[name]
+    made_of = recipe(op, dtype, *args)
+    word = np.uint64 if made_of.wide else np.uint32
+    drawn = made_of.make(np.random.SFC64(1).random_raw(1_000_000).astype(word))
+    assert drawn.dtype == np.float64 or dtype == torch.float32
+    places = to_uniform(torch.from_numpy(drawn).to(dtype).double())
+    for cells in (torch.linspace(0, 1, 1001), torch.tensor([0, 1e-4, 0.5, 1 - 1e-4, 1])):
+        expected = cells.double().diff() * len(drawn)
+        found = torch.histogram(places, cells.double())[0]
+        free = len(expected) - 1
+        assert ((found - expected) ** 2 / expected).sum() < free + 4 * math.sqrt(2 * free) + 8
+    edges = np.array([0, 1, 2**7, 2**31 - 1, 2**31, 2**32 - 1], np.uint64)
+    ends = made_of.make((edges if not made_of.wide else np.append(edges, np.uint64(2**64 - 1))).astype(word))
+    places = to_uniform(torch.from_numpy(ends).double())
+    assert np.isfinite(ends).all() and places.min() >= 0 and places.max() <= 1
+    assert name == "uniform_" or (ends != (3 if name == "normal_" else 0)).all()
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-9, 1e-4, 2**-12, 0.3, 0.5, 1 - 1e-4, 1.0])
+def test_yes_or_no_of_words(p):
+    """Of all words so many are below the bound as p says, to a millionth of it and of what is left to 1."""
+    made_of = recipe(aten.bernoulli_.float, torch.bool, p)
+    word, words = (np.uint64, 2**64) if made_of.wide else (np.uint32, 2**32)
+    low, high = 0, words  # the bound lies between
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if made_of.make(np.array([middle], word))[0] else (low, middle)
+    assert abs(Fraction(low, words) - Fraction(p)) <= Fraction(1, 10**6) * min(Fraction(p), 1 - Fraction(p))
 
 
 def test_numbers_do_not_repeat():
@@ -513,26 +558,32 @@ def test_no_rank_makes_the_global_tensor():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
+def numbered(shape, sides, blocks):
+    """The number of each element's tile, from 1, put together as a block of random numbers is."""
+    block = torch.zeros([length for _, length in blocks], dtype=torch.int64)
+    for inside, dim, tiles in random.bands(shape, sides, blocks, 40000):
+        block[inside or ...] += torch.cat([torch.full(t.size, t.number + 1)[t.kept or ...] for t in tiles], dim)
+    return block
+
+
 @pytest.mark.parametrize("shape", [(5,), (70000,), (300, 400), (3, 5, 90, 90), (1, 1, 20000), (64, 64, 3, 3), (0, 4)])
 def test_tiles_cover_each_block_once(shape):
     sides = random.tile_of(shape, 4096, 16384)
     assert math.prod(sides) <= 16384
-    whole = torch.zeros(shape, dtype=torch.int64)
-    for meeting in random.tiles(shape, sides, [(0, n) for n in shape]):
-        whole[meeting.inside or ...] += meeting.number + 1
+    whole = numbered(shape, sides, [(0, n) for n in shape])
     blocks = [(n // 3, n - n // 3) for n in shape]
-    part = torch.zeros([length for _, length in blocks], dtype=torch.int64)
-    for meeting in random.tiles(shape, sides, blocks):
-        part[meeting.inside or ...] += meeting.number + 1
-    assert torch.equal(part, whole[tuple(slice(a, a + n) for a, n in blocks)])
+    assert torch.equal(numbered(shape, sides, blocks), whole[tuple(slice(a, a + n) for a, n in blocks)])
     sizes = whole.flatten().unique(return_counts=True)[1]
     assert not whole.numel() or (whole.min() == 1 and sizes.max() <= 16384)
 
 
 def test_the_numbers_of_this_version():
-    """A seed keeps its numbers: models are trained again from it. They change with torch's kernels only."""
-    x = spmd.rand(2, 3, device_mesh=alone(0)).to_local()
-    assert [round(v, 4) for v in x.flatten().tolist()] == [0.3519, 0.0831, 0.804, 0.2317, 0.6066, 0.5447]
+    """A seed keeps its numbers: models are trained again from it. Those of torch's kernels change with the kernels."""
+    mesh = alone(0)
+    drawn = [spmd.rand(3, device_mesh=mesh), spmd.randn(2, device_mesh=mesh), spmd.zeros(2, device_mesh=mesh).cauchy_()]
+    assert [round(v, 4) for x in drawn for v in x.to_local().tolist()] == [
+        0.7139, 0.7152, 0.6024, 0.4456, -1.0866, -3.2294, -3.336
+    ]
 
 
 # ---- factories --------------------------------------------------------------------------------

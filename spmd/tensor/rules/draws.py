@@ -23,7 +23,7 @@ from spmd import _torch
 aten = torch.ops.aten
 
 FILLS: dict[_torch.OpOverload, Callable] = {
-    op: in_place
+    op: _torch.direct(in_place)
     for in_place, functional in (
         (aten.uniform_.default, aten.uniform.default),
         (aten.normal_.default, aten.normal_functional.default),
@@ -39,7 +39,7 @@ FILLS: dict[_torch.OpOverload, Callable] = {
     for op in (in_place, functional)
     if op is not None
 }
-"""The ops that draw and read nothing, each with the one that does it in place."""
+"""The ops that draw and read nothing, each with torch's kernel that does it in place."""
 
 random_decompositions: dict[_torch.OpOverload, Callable] = {}
 """The others, by what they are made of."""
