@@ -39,7 +39,7 @@ from spmd.tensor.meta import out_metas
 from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
-from spmd.tensor.rules.draws import FILLS
+from spmd.tensor.rules.draws import FILLS, LIKES
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec, replicated
 from spmd.tensor.vocabulary import recipe_for
@@ -59,8 +59,8 @@ aten = torch.ops.aten
 SUMS_OF_PRODUCTS = {
     aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default, aten.linear.default,
 }  # fmt: skip
-BY_PARTS = SUMS_OF_PRODUCTS | {aten.linear_backward.default}
-"""Ops whose decomposition uses no global size: done on blocks it is the op on blocks."""
+BY_PARTS = SUMS_OF_PRODUCTS | {aten.linear_backward.default} | LIKES.keys()
+"""Ops whose decomposition uses no global size: done on blocks it is the op on blocks, or draws for the block."""
 
 READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 """Ops that return a Python value: every rank needs the whole tensor."""
@@ -125,7 +125,8 @@ def _by_parts(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     single = isinstance(out, torch.Tensor)
     specs = tuple([None if x is None else x._spec for x in ((out,) if single else out)])
     if op not in SUMS_OF_PRODUCTS or not specs[0].partial:
-        kind = hot.Hot(single, hot.on_blocks(op), specs, single, False, False, -1)
+        local = functools.partial(random.draw_like, LIKES[op], specs[0]) if op in LIKES else hot.on_blocks(op)
+        kind = hot.Hot(single, local, specs, single, False, False, -1)
         hot.remember(op, args, kwargs, kind, dtensor)
     return out
 

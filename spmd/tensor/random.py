@@ -50,6 +50,8 @@ from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec
 from spmd.tensor.words import Recipe, recipe
 
+aten = torch.ops.aten
+
 # ---- the state --------------------------------------------------------------------------------
 
 
@@ -183,6 +185,13 @@ def draw(
         return fill_block(op, out, args, spec, spec.mesh.get_coordinate(), key)
     block = _block(op, local, args, spec, key)
     return local.copy_(block) if _torch.writes_first(op) else block
+
+
+def draw_like(
+    op, spec: Spec, local: torch.Tensor, *, generator: torch.Generator | None = None, **options: Any
+) -> torch.Tensor:
+    """A new tensor like this block, but for the options of `empty_like`, filled by an op of `FILLS`."""
+    return draw(op, spec, aten.empty_like.default(local, **options), generator=generator)
 
 
 @per_rank

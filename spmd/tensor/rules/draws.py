@@ -41,6 +41,12 @@ FILLS: dict[_torch.OpOverload, Callable] = {
 }
 """The ops that draw and read nothing, each with torch's kernel that does it in place."""
 
+LIKES: dict[_torch.OpOverload, _torch.OpOverload] = {
+    aten.rand_like.default: aten.uniform_.default,
+    aten.randn_like.default: aten.normal_.default,
+}
+"""The ops that make a tensor like another one, each with the op of `FILLS` that fills it."""
+
 random_decompositions: dict[_torch.OpOverload, Callable] = {}
 """The others, by what they are made of."""
 
