@@ -14,10 +14,13 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx, nn
 
+from spmd import _torch
 from spmd.comm import Transport
-from spmd.expand.program import LocalShape, Program
+from spmd.expand.mapped import Gradients, Mapped, Written
+from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program
 from spmd.tensor.random import Draw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
@@ -64,6 +67,8 @@ class _Binder:
         self.tracer = fx.proxy.GraphAppendingTracer(self.graph)
         self.transport = _Written(transport, self.tracer)
         self.at: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _Item] = {}
+        self.written: dict[Mapped, tuple[Written, dict[fx.Node, fx.Node]]] = {}
+        self.constants = dict(program.constants)
 
     def bound(self, passes: Sequence[Callable[[fx.Graph], object]]) -> fx.GraphModule:
         for node in self.program.graph.nodes:
@@ -73,6 +78,10 @@ class _Binder:
                 self.at[node] = _Item(*node.args)
             elif isinstance(node.target, Recipe):
                 self.at[node] = self._recipe(node)
+            elif isinstance(node.target, Mapped):
+                self.at[node] = self._mapped(node)
+            elif isinstance(node.target, Gradients):
+                self.at[node] = self._gradients(node)
             elif node.target is operator.getitem and isinstance(self.at[node.args[0]], list):
                 self.at[node] = self.at[node.args[0]][node.args[1]]
             else:
@@ -80,7 +89,7 @@ class _Binder:
         for rewrite in passes:
             rewrite(self.graph)
         root = nn.Module()
-        for name, constant in self.program.constants.items():
+        for name, constant in self.constants.items():
             root.register_buffer(name, constant, persistent=False)
         return fx.GraphModule(root, self.graph, class_name=self.program.name)
 
@@ -93,6 +102,42 @@ class _Binder:
         found = node.target(self.coordinate, blocks)
         made = [_noted(p.node, spec) for p, spec in zip(found, node.target.outs, strict=True)]
         return made if len(made) > 1 else made[0]
+
+    # ---- functions of blocks --------------------------------------------------------------------
+    def _mapped(self, node: fx.Node) -> list[fx.Node]:
+        mapped = node.target
+        wanted = any(isinstance(n.target, Gradients) and n.target.of is mapped for n in self.program.graph.nodes)
+        written, env = self.written[mapped] = Written(mapped, self.coordinate, wanted), {}
+        env.update(zip(written.inputs, map(self._ready, _operands(node)), strict=False))
+        return self._write(written, written.first, written.results, mapped.outs, env)
+
+    def _gradients(self, node: fx.Node) -> list[fx.Node]:
+        mapped = node.target.of
+        written, env = self.written[mapped]
+        given = written.inputs[len(mapped.blocks.ins) :]
+        env.update(zip(given, map(self._ready, _operands(node)[len(mapped.outs) :]), strict=True))
+        return self._write(written, written.rest, written.gradients, mapped.grads, env)
+
+    def _write(self, written: Written, nodes, results, specs: Sequence[Spec], env: dict[fx.Node, fx.Node]) -> list:
+        """Copy these nodes; each result is a node of its own, with its spec."""
+        for n in nodes:
+            env[n] = self._inner(n, written, env)
+        return [
+            _noted(self.graph.call_function(torch.ops.aten.alias.default, (env[n],)), spec)
+            for n, spec in zip(results, specs, strict=True)
+        ]
+
+    def _inner(self, node: fx.Node, written: Written, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A node of a function of blocks: its collectives are those of the transport."""
+        if node.op == "get_attr":
+            name = f"constant{len(self.constants)}_of_blocks"
+            self.constants[name] = getattr(written.module, node.target)
+            return self.graph.get_attr(name)
+        target = SAFE_LOCALLY.get(node.target, node.target)
+        if getattr(target, "namespace", "") == "_c10d_functional":
+            target = self.transport.collective(target)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        return self.graph.create_node(node.op, target, args, kwargs, name=node.name)
 
     def _copy(self, node: fx.Node) -> None:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
@@ -126,6 +171,10 @@ class _Written:
     def __init__(self, transport: Transport, tracer: fx.proxy.GraphAppendingTracer):
         self._transport, self._tracer = transport, tracer
         self.group = transport.group
+
+    def collective(self, op: _torch.OpOverload) -> Callable:
+        """What carries this functional collective of torch's."""
+        return getattr(self._transport, _torch.qualified_name(op).split("::")[1])
 
     def __getattr__(self, name: str) -> Callable[..., fx.Proxy]:
         collective = getattr(self._transport, name)

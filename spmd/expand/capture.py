@@ -3,7 +3,7 @@
 The function runs once under make_fx, on fake tensors of the *global* sizes: forward, backward and optimiser step as
 the user wrote them. Parameters, buffers, gradients and optimiser state are inputs and outputs of the graph;
 in-place writes are made functional; floats - the learning rate - are symbols; the step count is read from its
-tensor. Nothing of this knows of a mesh.
+tensor. Nothing of this knows of a mesh, but for functions of blocks (`mapped`).
 
     graph(model.w, optimizer.step[model.w], ..., tokens, lr) -> loss, new model.w, ...
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
@@ -26,10 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.mapped import captured_calls, one_at_a_time
 from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
+from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
-from spmd.tensor.local_map import traced_whole
 from spmd.tensor.random import Draw
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS
@@ -37,10 +37,6 @@ from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.spec import contiguous
 
 aten = torch.ops.aten
-_one_at_a_time = threading.Lock()
-"""make_fx patches torch while it traces; simulated ranks are threads."""
-
-
 @dataclass(frozen=True)
 class Argument:
     """An input of the graph that the caller passes: a tensor, or a number that may change between calls."""
@@ -85,8 +81,14 @@ class Captured:
         return fixed and self.symbols.still_hold(numbers)
 
 
-def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]], Any], state: State) -> Captured:
-    """Trace `call(args)`, which calls fn with the named arguments.
+def capture(
+    fn: Callable,
+    args: dict[str, Any],
+    call: Callable[[dict[str, Any]], Any],
+    state: State,
+    mesh: DeviceMesh | None = None,
+) -> Captured:
+    """Trace `call(args)`, which calls fn with the named arguments. mesh: on which functions of blocks run in it.
 
     Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one, where it decides on a
     value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
@@ -96,17 +98,19 @@ def capture(fn: Callable, args: dict[str, Any], call: Callable[[dict[str, Any]],
     _check_hooks(state)
     floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
     try:
-        captured = _captured(fn, args, call, state, {})
+        captured = _captured(fn, args, call, state, {}, mesh)
     except Exception:
         if not floats:
             raise
     else:
         if not floats or _only_arithmetic(captured.graph):
             return captured
-    return _captured(fn, args, call, state, floats)
+    return _captured(fn, args, call, state, floats, mesh)
 
 
-def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float]) -> Captured:
+def _captured(
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None
+) -> Captured:
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     mode = symbols.fake_mode()
@@ -118,8 +122,9 @@ def _captured(fn: Callable, args: dict[str, Any], call: Callable, state: State, 
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     trace = _Trace(call, args, state, slots, tuple(inputs))
     try:
-        with _one_at_a_time, traced_whole():
+        with one_at_a_time, captured_calls(mesh) as settle:
             gm = make_fx(trace, decomposition_table=decompositions, tracing_mode="fake")(list(inputs.values()))
+            settle(gm.graph)
     except AssertionError as error:
         if "token for effect" in str(error):
             raise NotImplementedError(

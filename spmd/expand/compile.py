@@ -178,7 +178,7 @@ class CompiledStep:
 
     def _expanded(self, call: _Call) -> tuple[Captured, Program]:
         try:
-            captured = capture(self.fn, call.named, self._run_plain, call.state)
+            captured = capture(self.fn, call.named, self._run_plain, call.state, self.mesh)
         except AttributeError as error:
             raise _as_global(error) from error
         program = _expanded(self.fn, self.mesh, captured, call)

@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.program import LocalShape, Program
+from spmd.expand.mapped import Gradients, Mapped
+from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program
 from spmd.expand.spelled import Stand, spelled_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -37,12 +38,6 @@ from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.spec import Spec, replicated
 from spmd.tensor.vocabulary import recipe_for
-
-SAFE_LOCALLY = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
-"""Ops that look at strides, by those that do not: a move leaves a block contiguous, whatever the trace saw."""
 
 OutputSpec = Callable[[int, Spec], Spec]
 """Given the index of an output and the spec it comes with, the spec it shall have."""
@@ -113,6 +108,10 @@ class _Expander:
     def call(self, node: fx.Node) -> None:
         if isinstance(node.target, Draw):
             self._draw(node)
+        elif isinstance(node.target, Mapped):
+            self._blocks(node, node.target.blocks.ins, node.target.outs)
+        elif isinstance(node.target, Gradients):
+            self._blocks(node, (*node.target.of.outs, *node.target.of.cotangents), node.target.of.grads)
         elif not isinstance(node.target, _torch.OpOverload):
             self._plain(node)
         elif not any(self._spec(n) is not None for n in node.all_input_nodes):
@@ -155,6 +154,12 @@ class _Expander:
         target = replace(draw, spec=lowering.outs[0])
         new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
         self._done(node, new, lowering.outs[0])
+
+    def _blocks(self, node: fx.Node, ins: Sequence[Spec], outs: tuple[Spec, ...]) -> None:
+        """A function of blocks, or its gradient: operands lie as is said, and so do results."""
+        targets = iter(ins)
+        args = fx.map_arg(node.args, lambda n: self.move(self._now(n), plan(self._spec(n), next(targets))))
+        self._done(node, self.graph.create_node("call_function", node.target, args, {}, name=node.name), outs)
 
     # ---- spelled in other ops -------------------------------------------------------------------
     def _spell(self, node: fx.Node) -> bool:

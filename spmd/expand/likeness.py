@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd.tensor.local_map import LocalMap
+
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
-OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+OPAQUE = (torch.Tensor, nn.Module, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, LocalMap)
 DEPTH = 8
 """How far into objects within objects to look; what is deeper is taken as it is."""
 

@@ -27,6 +27,12 @@ from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
+SAFE_LOCALLY = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""Ops that look at strides, by those that do not: a move leaves a block contiguous, whatever the trace saw."""
+
 
 @dataclass(frozen=True)
 class LocalShape:

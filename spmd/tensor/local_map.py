@@ -25,8 +25,10 @@ torch reads it: a replicated result's cotangent is given whole, and the gradient
 functions whose collectives have gradients of their own, such as Megatron's, or none, such as `dist.all_reduce`; without
 it the latter are an error where gradients are wanted.
 
-Left out: gradients of arguments that are Partial("max"), "min" or "product"; compiled steps, which are traced on whole
-tensors and know no blocks.
+In a compiled step, which is traced on whole tensors, whoever traces takes calls over (`traced_whole`); `in_placements`
+have to be given there, and arguments are moved to where they say.
+
+Left out: gradients of arguments that are Partial("max"), "min" or "product".
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def local_map(
     out_placements: how the results lie: placements, or for several results (flattened) a tuple of them, with None for
     a result that is no tensor. Blocks must be those of torch.chunk; of what is not sharded the ranks give equal shapes.
     in_placements: how each positional argument (flattened) has to lie, None for one that is no DTensor; a DeviceMesh
-    is not counted. By default as it does. Plain tensors are handed on.
+    is not counted. By default as it does, but in a compiled step. Plain tensors are handed on.
     in_grad_placements: how the gradients lie that the function gives back; see the module.
     device_mesh: of the results; by default that of the arguments.
     redistribute_inputs: move the arguments that lie otherwise. It is an error else.
@@ -94,7 +96,7 @@ def local_map(
         raise TypeError(f"local_map: {func!r} is not callable; give the function of this rank's blocks")
     outs = _one_each(out_placements)
     return functools.wraps(func, updated=())(
-        _LocalMap(func, outs, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
+        LocalMap(func, outs, in_placements, in_grad_placements, device_mesh, redistribute_inputs)
     )
 
 
@@ -104,7 +106,7 @@ def _one_each(placements: Any) -> tuple:
     return placements if several else (placements,)
 
 
-class _LocalMap:
+class LocalMap:
     """A function of blocks, as a function of DTensors.
 
     `kinds` remembers the specs of results, by the kind of call; `watched` the kinds that were watched differentiating.
@@ -114,6 +116,11 @@ class _LocalMap:
         self.func, self.outs, self.ins, self.grads, self.mesh, self.moves = func, outs, ins, grads, mesh, moves
         self.kinds, self.watched = Cache(maxsize=1024), Cache(maxsize=1024)
 
+    @property
+    def name(self) -> str:
+        """What the function is called."""
+        return getattr(self.func, "__name__", type(self.func).__name__)
+
     def __repr__(self):
         return f"local_map({getattr(self.func, '__name__', self.func)}, out_placements={self.outs})"
 
@@ -121,8 +128,8 @@ class _LocalMap:
         flat, tree = pytree.tree_flatten((args, kwargs) if kwargs else args)
         given = [x for x in flat if isinstance(x, DTensor)]
         if not given:
-            _check_not_whole(self, flat)
-            return self.func(*args, **kwargs)
+            whole = _whole.get() if any(isinstance(x, torch.Tensor) for x in flat) else None
+            return self.func(*args, **kwargs) if whole is None else whole(self, args, kwargs)
         mesh = given[0]._spec.mesh if self.mesh is None else self.mesh
         self._check(len(flat) if not kwargs else len(pytree.tree_leaves(args)), kwargs, given, mesh)
         placed = [self._placed(i, x) for i, x in enumerate(flat)]
@@ -184,11 +191,15 @@ class _LocalMap:
         """This rank's block; its gradient is a term of the whole, or what in_grad_placements say."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x.to_local()
+        return x.to_local(grad_placements=self.gradient_placements(i, x._spec))
+
+    def gradient_placements(self, i: int, spec: Spec) -> Placements:
+        """How the gradient lies that comes back to argument i, which lies so."""
         if self.grads is None:
-            return x.to_local(grad_placements=[self._terms(i, p) for p in x.placements])
+            return [self._terms(i, p) for p in spec.placements]
         if self.grads[i] is None:
-            raise ValueError(f"{self}: argument {i} is {x._spec} and wants a gradient; in_grad_placements has None")
-        return x.to_local(grad_placements=self.grads[i])
+            raise ValueError(f"{self}: argument {i} is {spec} and wants a gradient; in_grad_placements has None")
+        return self.grads[i]
 
     def _terms(self, i: int, p: Placement) -> Placement:
         """How the gradients lie of what lies so, each rank's being that of the sum over all ranks."""
@@ -202,7 +213,8 @@ class _LocalMap:
         return REPLICATE if p.reduce_op == "sum" else Partial()
 
     # ---- results ------------------------------------------------------------------------------
-    def _results(self, out: list, mesh: DeviceMesh, kind: tuple) -> list:
+    def check_results(self, out: list) -> None:
+        """The results, flat, are as many as their placements, and tensors where these are placements."""
         if len(out) != len(self.outs):
             raise ValueError(f"{self}: gives {len(out)} results, counted flat, for {len(self.outs)} out_placements")
         for j, (x, placements) in enumerate(zip(out, self.outs, strict=True)):
@@ -211,6 +223,9 @@ class _LocalMap:
             if isinstance(x, torch.Tensor) == (placements is None):
                 what = "a tensor, which needs placements" if placements is None else f"{x!r}, which takes None"
                 raise ValueError(f"{self}: result {j} is {what} in out_placements")
+
+    def _results(self, out: list, mesh: DeviceMesh, kind: tuple) -> list:
+        self.check_results(out)
         out = [wait(x) if isinstance(x, torch.Tensor) else x for x in out]
         tensors = [x for x in out if isinstance(x, torch.Tensor)]
         placed = [p for p in self.outs if p is not None]
@@ -247,25 +262,18 @@ class _Share(torch.autograd.Function):
         return g / ctx.n, None
 
 
-_whole: ContextVar[bool] = ContextVar("spmd_traced_whole", default=False)
+Whole = Callable[[LocalMap, tuple, dict[str, Any]], Any]
+_whole: ContextVar[Whole | None] = ContextVar("spmd_traced_whole", default=None)
 
 
 @contextmanager
-def traced_whole() -> Iterator[None]:
-    """Inside, a function runs once on whole tensors, to be written down for all ranks."""
-    token = _whole.set(True)
+def traced_whole(call: Whole | None) -> Iterator[None]:
+    """Inside, calls with whole tensors are handed to `call`, to be written down for all ranks."""
+    token = _whole.set(call)
     try:
         yield
     finally:
         _whole.reset(token)
-
-
-def _check_not_whole(who: _LocalMap, arguments: list) -> None:
-    if _whole.get() and any(isinstance(x, torch.Tensor) for x in arguments):
-        raise NotImplementedError(
-            f"{who}: a compiled step is traced on whole tensors, so there are no blocks to give it. Call it outside of "
-            "the step, or write the function as a torch.library.custom_op with a rule (spmd.register_rule)"
-        )
 
 
 def _kind(x: Any) -> Any:
@@ -287,12 +295,17 @@ def _kind(x: Any) -> Any:
 
 def _agreed(who: str, blocks: list[torch.Tensor], placed: list[Placements], mesh: DeviceMesh) -> tuple[Spec, ...]:
     """The specs of the tensors of which the ranks hold these blocks. All ranks ask, and all raise where they differ."""
-    every = transport().gather_objects(_looks(blocks), mesh)
+    return specs_of_blocks(who, transport().gather_objects(looks_of(blocks), mesh), placed, mesh)
+
+
+def specs_of_blocks(who: str, every: list[list], placed: list[Placements], mesh: DeviceMesh) -> tuple[Spec, ...]:
+    """The specs of the tensors of which the ranks hold blocks that look so (`looks_of`), in the order of the mesh."""
     return tuple(_joined(who, j, p, mesh, [looks[j] for looks in every]) for j, p in enumerate(placed))
 
 
 @per_rank
-def _looks(blocks: list[torch.Tensor]) -> list[tuple]:
+def looks_of(blocks: list[torch.Tensor]) -> list[tuple]:
+    """Of each its shape, its dtype, and whether it wants a gradient."""
     return [(tuple(x.shape), x.dtype, x.requires_grad) for x in blocks]
 
 

@@ -12,6 +12,7 @@ Ranks that train here share their programs, for time; that each would make the s
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,9 +26,11 @@ from torch import nn
 
 import spmd
 from examples.gpt import GPT, GPTConfig
-from spmd import CompiledStep, DTensor, Shard
+from spmd import CompiledStep, DTensor, LocalTensorMode, Shard
 from spmd.expand.state import State
 from spmd.sim import run_ranks
+from tests.tensor.single import every_rank, outcome, placed
+from tests.tensor.single import same as alike
 
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 
@@ -210,3 +213,33 @@ def same(theirs: Any, ours: Any, where: str, rtol: float = 1e-4, atol: float = 1
             same(a, b, f"{where}.{i}", rtol, atol)
     else:
         torch.testing.assert_close(theirs, ours, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+
+
+# ---- a function -------------------------------------------------------------------------------
+
+
+def step_of(fn):
+    """fn of up to three tensors with the gradients of a weighted sum of its results, as one step."""
+
+    def step(x, y=None, z=None):
+        given = [t.detach().requires_grad_(t.is_floating_point()) for t in (x, y, z) if t is not None]
+        return outcome(fn, given)
+
+    return step
+
+
+def agree(fn, tensors, *placings, mesh_shape=(2, 2), single=None) -> None:
+    """What the compiled function and its gradients are on one device they are on every rank, however the inputs lie.
+
+    single: what one device computes, where it is written otherwise.
+    """
+    step, tensors = step_of(fn), [t.detach() for t in tensors]
+    want = step_of(single or fn)(*tensors)
+    for placing in placings:
+        with LocalTensorMode(math.prod(mesh_shape)):
+            mesh = spmd.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+            given = [placed(t, p, mesh) for t, p in zip(tensors, placing, strict=True)]
+            got = [every_rank(x) for x in spmd.compile(step, mesh)(*given)]
+        assert len(got) == len(want), placing
+        for i, (ranks, b) in enumerate(zip(got, want, strict=True)):
+            assert all(alike(a, b) for a in ranks), f"{placing}: result {i} is\n{ranks[0]}, not\n{b}"

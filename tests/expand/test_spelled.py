@@ -14,40 +14,15 @@ import spmd
 from examples.gpt import GPT, GPTConfig
 from spmd import LocalTensorMode, Shard
 from spmd.expand.program import Program
-from tests.expand.side_by_side import GPT_PLAN, INPUTS, tokens, train_step
-from tests.tensor.single import S0, S1, S2, SUM, R, every_rank, outcome, placed, same
+from tests.expand.side_by_side import GPT_PLAN, INPUTS, agree, step_of, tokens, train_step
+from tests.tensor.single import S0, S1, S2, SUM, R
 from tests.tensor.test_norms import OPS, smooth
-
-MEETINGS = {(2, 2): ("dp", "tp"), (4,): ("tp",), (3,): ("tp",), (1, 4): ("dp", "tp")}
 
 
 def mesh_of(shape) -> spmd.DeviceMesh:
     """A mesh without process groups, which plans do not need."""
-    return spmd.DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape).tolist(), mesh_dim_names=MEETINGS[shape])
-
-
-def step_of(fn):
-    """fn of two or three tensors with the gradients of a weighted sum of its results, as one step."""
-
-    def step(x, y, z=None):
-        given = [t.detach().requires_grad_(t.is_floating_point()) for t in (x, y, z) if t is not None]
-        return outcome(fn, given)
-
-    return step
-
-
-def agree(fn, tensors, *placings, mesh_shape=(2, 2)) -> None:
-    """What the compiled function and its gradients are on one device they are on every rank, however the inputs lie."""
-    step, tensors = step_of(fn), [t.detach() for t in tensors]
-    want = step(*tensors)
-    for placing in placings:
-        with LocalTensorMode(math.prod(mesh_shape)):
-            mesh = mesh_of(mesh_shape)
-            given = [placed(t, p, mesh) for t, p in zip(tensors, placing, strict=True)]
-            got = [every_rank(x) for x in spmd.compile(step, mesh)(*given)]
-        assert len(got) == len(want), placing
-        for i, (ranks, b) in enumerate(zip(got, want, strict=True)):
-            assert all(same(a, b) for a in ranks), f"{placing}: result {i} is\n{ranks[0]}, not\n{b}"
+    ranks = torch.arange(math.prod(shape)).view(shape).tolist()
+    return spmd.DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
 def program_of(fn, mesh_shape, *inputs) -> Program:
