@@ -22,10 +22,10 @@ from spmd.comm import Transport
 from spmd.expand.mapped import Gradients, Mapped, Written
 from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program
 from spmd.tensor.random import Draw
+from spmd.tensor.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
-from spmd.tensor.vocabulary import Recipe
 
 
 def bind(

@@ -33,11 +33,11 @@ from spmd.tensor.dispatch import READS_VALUE
 from spmd.tensor.lower import Lowering, lower
 from spmd.tensor.meta import out_metas
 from spmd.tensor.random import Draw
+from spmd.tensor.recipes import recipe_for
 from spmd.tensor.redistribute.moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.spec import Spec, replicated
-from spmd.tensor.vocabulary import recipe_for
 
 OutputSpec = Callable[[int, Spec], Spec]
 """Given the index of an output and the spec it comes with, the spec it shall have."""

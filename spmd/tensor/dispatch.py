@@ -36,13 +36,13 @@ from spmd.tensor.hot import memory_of
 from spmd.tensor.in_place import RESIZES, STRIDED, IntoOut, Turned, resized, strided, whole_plans
 from spmd.tensor.lower import READS_STORAGE, Lowering, lower
 from spmd.tensor.meta import out_metas
+from spmd.tensor.recipes import recipe_for
 from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS, LIKES
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec, replicated
-from spmd.tensor.vocabulary import recipe_for
 
 lowerings = Cache(maxsize=16384)
 """How eager calls are run, by op, specs and static arguments."""

@@ -44,7 +44,7 @@ class Lowering:
     where the op returns no tensor. sizes: the name of the argument to replace by the local size of the first result.
     gathered: no row but the replicated one was known, so the op runs on whole tensors on every rank. empties: the op
     refuses an empty block, and some rank has one: there its results are empty, and the op is not called. local: what a
-    rank runs on its blocks, where that is not the op (`spmd.tensor.vocabulary`).
+    rank runs on its blocks, where that is not the op (`spmd.tensor.recipe`).
     """
 
     plans: tuple[Plan, ...]
@@ -86,7 +86,7 @@ def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowe
     ins = tuple(_operand(call, rule, choice, i) for i in range(len(call.tensors)))
     outs = tuple(_result(call, rule, choice, ins, j) for j in range(len(call.outs)))
     plans = tuple(plan(spec, target) for spec, target in zip(call.tensors, ins, strict=True))
-    sharded = any(not s.is_replicated for s in call.tensors)
+    sharded = any(not s.is_replicated and s.ndim for s in call.tensors)
     empties = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
     return Lowering(plans, outs, rule.sizes, gathered=sharded and len(rows(rule)) == 1, empties=empties)
 

@@ -4,9 +4,7 @@
     gather(f32[t@dp, V@tp], 1, i64[t@dp, 1])    ->  f32[t@dp, 1] +sum@tp
     nll_loss(f32[t@dp, V@tp], i64[t@dp])        ->  f32[] +sum@dp +sum@tp      and its gradient, f32[t@dp, V@tp]
 
-What an index points at is on one rank of tp; that rank gives it and the others give zeros, so their sum is it. What a
-rank has to know besides its block is where it begins: of that the local functions are told by the rank's coordinate.
-They read no sizes off the blocks, so that they can be run on blocks and over fx proxies alike.
+What an index points at is on one rank of tp; that rank gives it and the others give zeros, so their sum is it.
 
 Left out: gradients of tables, which are a Partial of the whole table.
 """
@@ -14,70 +12,16 @@ Left out: gradients of tables, which are a Partial of the whole table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from spmd.mesh import per_rank
 from spmd.tensor.call import Call
-from spmd.tensor.redistribute.plan import Plan, plan
+from spmd.tensor.recipe import At, Recipe, summed
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
-
-At = tuple[int, ...]
-"""The coordinate of a rank."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How operands have to lie, how results then do, and what a rank makes of its blocks.
-
-    local: a function of the recipe, of the rank's coordinate and of the blocks, in the order of the operands. table:
-    how that lies in which is looked up. statics: the arguments that are no tensors and that count.
-    """
-
-    ins: tuple[Spec, ...]
-    outs: tuple[Spec, ...]
-    local: Callable
-    table: Spec
-    statics: tuple
-
-    @property
-    def __name__(self) -> str:
-        return self.local.__name__
-
-    def plans_from(self, specs: Sequence[Spec]) -> tuple[Plan, ...]:
-        """How operands that lie so get to where they have to."""
-        return tuple(plan(spec, target) for spec, target in zip(specs, self.ins, strict=True))
-
-    def __call__(self, at: At, blocks: Sequence) -> tuple:
-        """What the rank at the coordinate makes of its blocks: one for each result."""
-        return self.local(self, at, *blocks)
-
-    # ---- eagerly ------------------------------------------------------------------------------
-    def plans(self, call: Any) -> tuple[Plan, ...]:
-        return self.plans_from([x._spec for x in call.operands])
-
-    def run(self, call: Any) -> Any:
-        blocks = [way.run(x._local_tensor) for way, x in zip(self.plans(call), call.operands, strict=True)]
-        found = _here(self, blocks)
-        wrapped = tuple(call.dtensor(x, spec) for x, spec in zip(found, self.outs, strict=True))
-        return wrapped if len(wrapped) > 1 else wrapped[0]
-
-
-@per_rank
-def _here(recipe: Recipe, blocks: list[torch.Tensor]) -> tuple:
-    return recipe(recipe.table.mesh.get_coordinate(), blocks)
-
-
-def recipe_for(call: Call) -> Recipe | None:
-    """The recipe of a call that looks up along a dim which is sharded; None where there is no such."""
-    found = RECIPES.get(call.op)
-    return None if found is None else found(call)
-
 
 # ---- where things lie -------------------------------------------------------------------------
 
@@ -86,10 +30,6 @@ def _without(spec: Spec, axes: Sequence[int], dims: Sequence[tuple[int, ...]] | 
     """The tensor moved off these axes, its dims sharded as they are or as is said."""
     dims = spec.dims if dims is None else dims
     return spec.moved_to(tuple(tuple(a for a in of if a not in axes) for of in dims), spec.units)
-
-
-def _summed(axes: Sequence[int]) -> list[tuple[int, str]]:
-    return [(a, "sum") for a in axes]
 
 
 def _whole(spec: Spec) -> Spec:
@@ -120,7 +60,7 @@ def embedding(call: Call) -> Recipe | None:
     moved = _without(tokens, [a for axes in table.dims for a in axes])
     out = Spec.of(
         table.mesh, (*tokens.shape, table.shape[1]), table.dtype, dims=(*moved.dims, table.dims[1]),
-        units=(*moved.units, table.units[1]), partial=_summed(table.dims[0]),
+        units=(*moved.units, table.units[1]), partial=summed(table.dims[0]),
     )  # fmt: skip
     return Recipe((table, moved), (out,), own_rows, table, ())
 
@@ -150,7 +90,7 @@ def gather(call: Call) -> Recipe | None:
     dims = tuple(free if d == along else x.dims[d] for d in range(x.ndim))
     units = tuple((index if d == along else x).units[d] for d in range(x.ndim))
     moved = index.moved_to(dims, units)
-    out = Spec.of(x.mesh, index.shape, x.dtype, dims=dims, units=units, partial=_summed(x.dims[along]))
+    out = Spec.of(x.mesh, index.shape, x.dtype, dims=dims, units=units, partial=summed(x.dims[along]))
     return Recipe((x, moved), (out,), own_entries, x, (along,))
 
 
@@ -175,9 +115,9 @@ def nll(call: Call) -> Recipe | None:
     given = () if weight is None else (weight.moved_to((classes,), x.units[1:]),)
     one = Spec.of(x.mesh, (), x.dtype)
     if call["reduction"] == SUM:
-        outs = (one.with_layout((), (), _summed(rows + classes)),) * 2
+        outs = (one.with_layout((), (), summed(rows + classes)),) * 2
     else:
-        each = Spec.of(x.mesh, target.shape, x.dtype, dims=(rows,), units=x.units[:1], partial=_summed(classes))
+        each = Spec.of(x.mesh, target.shape, x.dtype, dims=(rows,), units=x.units[:1], partial=summed(classes))
         outs = (each, one)
     return Recipe((x, target, *given), outs, own_losses, x, (call["reduction"], call["ignore_index"]))
 

@@ -17,6 +17,7 @@ from spmd.expand.program import Program
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, agree, step_of, tokens, train_step
 from tests.tensor.single import S0, S1, S2, SUM, R
 from tests.tensor.test_norms import OPS, smooth
+from tests.tensor.test_scans import SCANS
 
 
 def mesh_of(shape) -> spmd.DeviceMesh:
@@ -52,6 +53,16 @@ def test_norms_with_empty_blocks_are_those_of_one_device(name):
     fn, shape, channels = OPS[name]
     tensors = [smooth(3, *shape[1:]), smooth(*channels), smooth(*channels)]
     agree(fn, tensors, [[S0], [R], [R]], [[S1], [R], [S0]], mesh_shape=(4,))
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scans_are_those_of_one_device(name):
+    """And triangles and traces, which know where a rank's block begins."""
+    def fn(x, y):
+        found = SCANS[name](x * y)
+        return (*(found if isinstance(found, tuple) else (found,)), x.tril(1), y.trace())
+
+    agree(fn, [smooth(4, 32), smooth(4, 32)], [[S0, S1], [R, S1]], [[S1, S1], [S0, R]])
 
 
 WIDE = (8, 16, 6, 5)

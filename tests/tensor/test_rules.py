@@ -16,6 +16,7 @@ from spmd.tensor.rules.families import groups
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.norms import norm_decompositions
 from spmd.tensor.rules.rule import Factor, Law, Rule, laws, rows
+from spmd.tensor.rules.scans import scan_decompositions
 from tests.tensor.oracle import Capture, Case, Sample, call_of, close
 from tests.tensor.samples import aten, b, d, f, i, pos, s, table
 
@@ -343,11 +344,11 @@ def test_a_decomposition_is_its_op(sample, quiet):
 
 
 def test_each_decomposition_has_a_sample():
-    """Those of list ops are tested in test_lists, those that draw in test_random, norms in test_norms.
+    """Those of list ops are in test_lists, those that draw in test_random, others in test_norms and test_scans.
 
     The gradients of a product, in test_products: for them torch has no kernel on CPU.
     """
-    elsewhere = set(list_decompositions()) | set(random_decompositions) | set(norm_decompositions)
+    elsewhere = {*list_decompositions(), *random_decompositions, *norm_decompositions, *scan_decompositions}
     elsewhere.add(aten.linear_backward.default)
     assert set(decompositions) - elsewhere == {sample.op for sample in DECOMPOSED}
 

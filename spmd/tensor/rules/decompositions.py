@@ -24,6 +24,7 @@ from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
 from spmd.tensor.rules.norms import norm_decompositions
+from spmd.tensor.rules.scans import scan_decompositions
 from spmd.tensor.rules.totals import vector_norm
 from spmd.tensor.spec import strides_like
 
@@ -255,4 +256,4 @@ def squeeze_dims(self, dim, decomposed=False):
     return NotImplemented if len(ones) == len(dim) and not decomposed else aten.squeeze.dims(self, ones)
 
 
-decompositions |= list_decompositions() | norm_decompositions | random_decompositions
+decompositions |= list_decompositions() | norm_decompositions | scan_decompositions | random_decompositions

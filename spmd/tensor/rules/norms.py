@@ -40,41 +40,41 @@ def is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:
     return spec is not None and any(spec.dims[d] for d in dims)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: torch.Tensor) -> torch.Tensor:
     """In single precision at least, and contiguous, as the kernels compute: so are their results."""
     x = x if x.is_contiguous() else aten.clone.default(x, memory_format=torch.contiguous_format)
     return aten._to_copy.default(x, dtype=torch.float32) if x.dtype.itemsize < 4 else x
 
 
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
 
 
-def _sum(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+def sum_over(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     return aten.sum.dim_IntList(x, list(dims), True)
 
 
-def _centred(x: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def about_mean(x: torch.Tensor, dims: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The mean over these dims, x without it, and the mean of its squares, which no cancellation spoils."""
     n = prod(x.shape[d] for d in dims)
-    mean = aten.div.Scalar(_sum(x, dims), n)
+    mean = aten.div.Scalar(sum_over(x, dims), n)
     centred = aten.sub.Tensor(x, mean)
-    return mean, centred, aten.div.Scalar(_sum(aten.mul.Tensor(centred, centred), dims), n)
+    return mean, centred, aten.div.Scalar(sum_over(aten.mul.Tensor(centred, centred), dims), n)
 
 
 def _affine(x: torch.Tensor, weight, bias, shape: Sequence[int]) -> torch.Tensor:
     """`x * weight + bias`, each seen in this shape, where they are given."""
     if weight is not None:
-        x = aten.mul.Tensor(x, aten.view.default(_wide(weight), shape))
-    return x if bias is None else aten.add.Tensor(x, aten.view.default(_wide(bias), shape))
+        x = aten.mul.Tensor(x, aten.view.default(wide(weight), shape))
+    return x if bias is None else aten.add.Tensor(x, aten.view.default(wide(bias), shape))
 
 
 def _normal_gradient(grad, hat, rstd, dims: Sequence[int]) -> torch.Tensor:
     """The gradient of `(x - mean) * rstd`: what it loses to the mean and to the length, and the rest scaled."""
     n = prod(hat.shape[d] for d in dims)
     lost = aten.add.Tensor(
-        aten.div.Scalar(_sum(grad, dims), n),
-        aten.mul.Tensor(hat, aten.div.Scalar(_sum(aten.mul.Tensor(grad, hat), dims), n)),
+        aten.div.Scalar(sum_over(grad, dims), n),
+        aten.mul.Tensor(hat, aten.div.Scalar(sum_over(aten.mul.Tensor(grad, hat), dims), n)),
     )
     return aten.mul.Tensor(aten.sub.Tensor(grad, lost), rstd)
 
@@ -93,11 +93,11 @@ def _per_channel(x: torch.Tensor) -> list[int]:
 def batch_normed(x, weight, bias, eps: float):
     """The result, the mean and the inverse deviation of each channel, and its variance."""
     dims, channels = _all_but_channels(x), [x.shape[1]]
-    mean, centred, var = _centred(_wide(x), dims)
+    mean, centred, var = about_mean(wide(x), dims)
     rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
     out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, _per_channel(x))
     mean, rstd, var = (aten.view.default(t, channels) for t in (mean, rstd, var))
-    return _as(out, x.dtype), mean, rstd, var
+    return cast(out, x.dtype), mean, rstd, var
 
 
 def _running(x, mean, var, running_mean, running_var, momentum: float):
@@ -106,7 +106,7 @@ def _running(x, mean, var, running_mean, running_var, momentum: float):
     fresh = (mean, aten.mul.Scalar(var, n / max(n - 1, 1)))
     old = (running_mean, running_var)
     return [
-        _as(aten.add.Tensor(aten.mul.Scalar(_wide(o), 1 - momentum), aten.mul.Scalar(f, momentum)), o.dtype)
+        cast(aten.add.Tensor(aten.mul.Scalar(wide(o), 1 - momentum), aten.mul.Scalar(f, momentum)), o.dtype)
         for o, f in zip(old, fresh, strict=True)
     ]
 
@@ -150,15 +150,19 @@ def native_batch_norm_backward(
     if not _is_spelled_out(input, train):
         return NotImplemented
     dims, shape, channels = _all_but_channels(input), _per_channel(input), [input.shape[1]]
-    x, grad = _wide(input), _wide(grad_out)
+    x, grad = wide(input), wide(grad_out)
     mean, rstd = (aten.view.default(t, shape) for t in (save_mean, save_invstd))
     hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
-    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(_wide(weight), shape))
+    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(wide(weight), shape))
     of_weight = input.dtype if weight is None else weight.dtype
+
+    def summed(t):
+        return cast(aten.view.default(sum_over(t, dims), channels), of_weight)
+
     return (
-        _as(_normal_gradient(scaled, hat, rstd, dims), input.dtype) if output_mask[0] else None,
-        _as(aten.view.default(_sum(aten.mul.Tensor(grad, hat), dims), channels), of_weight) if output_mask[1] else None,
-        _as(aten.view.default(_sum(grad, dims), channels), of_weight) if output_mask[2] else None,
+        cast(_normal_gradient(scaled, hat, rstd, dims), input.dtype) if output_mask[0] else None,
+        summed(aten.mul.Tensor(grad, hat)) if output_mask[1] else None,
+        summed(grad) if output_mask[2] else None,
     )
 
 
@@ -175,12 +179,12 @@ def native_group_norm(input, weight, bias, N, C, HxW, group, eps):
     if not is_cut(input, range(input.ndim)) or not input.numel():
         return NotImplemented
     shape = _grouped(input, group)
-    x = aten.reshape.default(_wide(input), shape)
-    mean, centred, var = _centred(x, range(2, x.ndim))
+    x = aten.reshape.default(wide(input), shape)
+    mean, centred, var = about_mean(x, range(2, x.ndim))
     rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
     out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, [1, *shape[1:3], *[1] * (x.ndim - 3)])
-    mean, rstd = (_as(aten.view.default(t, shape[:2]), input.dtype) for t in (mean, rstd))
-    return _as(aten.reshape.default(out, list(input.shape)), input.dtype), mean, rstd
+    mean, rstd = (cast(aten.view.default(t, shape[:2]), input.dtype) for t in (mean, rstd))
+    return cast(aten.reshape.default(out, list(input.shape)), input.dtype), mean, rstd
 
 
 @instead_of(aten.native_group_norm_backward.default)
@@ -189,19 +193,19 @@ def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, g
         return NotImplemented
     shape = _grouped(input, group)
     each, channels = [*shape[:2], *[1] * (len(shape) - 2)], [1, *shape[1:3], *[1] * (len(shape) - 3)]
-    x, grad = (aten.reshape.default(_wide(t), shape) for t in (input, grad_out))
-    mean, rstd = (aten.view.default(_wide(t), each) for t in (mean, rstd))
+    x, grad = (aten.reshape.default(wide(t), shape) for t in (input, grad_out))
+    mean, rstd = (aten.view.default(wide(t), each) for t in (mean, rstd))
     hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
-    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(_wide(weight), channels))
+    scaled = grad if weight is None else aten.mul.Tensor(grad, aten.view.default(wide(weight), channels))
     others = [0, *range(3, len(shape))]
     of_weight = input.dtype if weight is None else weight.dtype
 
     def summed(t):
-        return _as(aten.view.default(_sum(t, others), [input.shape[1]]), of_weight)
+        return cast(aten.view.default(sum_over(t, others), [input.shape[1]]), of_weight)
 
     of_input = _normal_gradient(scaled, hat, rstd, range(2, len(shape))) if output_mask[0] else None
     return (
-        None if of_input is None else _as(aten.reshape.default(of_input, list(input.shape)), input.dtype),
+        None if of_input is None else cast(aten.reshape.default(of_input, list(input.shape)), input.dtype),
         summed(aten.mul.Tensor(grad, hat)) if output_mask[1] else None,
         summed(grad) if output_mask[2] else None,
     )
@@ -215,10 +219,10 @@ def native_layer_norm(input, normalized_shape, weight, bias, eps):
     dims = range(input.ndim - len(normalized_shape), input.ndim)
     if not is_cut(input, dims) or not input.numel():
         return NotImplemented
-    mean, centred, var = _centred(_wide(input), dims)
+    mean, centred, var = about_mean(wide(input), dims)
     rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
     out = _affine(aten.mul.Tensor(centred, rstd), weight, bias, list(normalized_shape))
-    return _as(out, input.dtype), mean, rstd
+    return cast(out, input.dtype), mean, rstd
 
 
 @instead_of(aten.native_layer_norm_backward.default)
@@ -226,17 +230,17 @@ def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, we
     lead = input.ndim - len(normalized_shape)
     if not is_cut(input, range(lead, input.ndim)) or not input.numel():
         return NotImplemented
-    x, grad = _wide(input), _wide(grad_out)
+    x, grad = wide(input), wide(grad_out)
     hat = aten.mul.Tensor(aten.sub.Tensor(x, mean), rstd)
-    scaled = grad if weight is None else aten.mul.Tensor(grad, _wide(weight))
+    scaled = grad if weight is None else aten.mul.Tensor(grad, wide(weight))
     of_weight = input.dtype if weight is None else weight.dtype
 
     def summed(t):
-        return _as(aten.sum.dim_IntList(t, list(range(lead))) if lead else t, of_weight)
+        return cast(aten.sum.dim_IntList(t, list(range(lead))) if lead else t, of_weight)
 
     of_input = _normal_gradient(scaled, hat, rstd, range(lead, input.ndim)) if output_mask[0] else None
     return (
-        None if of_input is None else _as(of_input, input.dtype),
+        None if of_input is None else cast(of_input, input.dtype),
         summed(aten.mul.Tensor(grad, hat)) if output_mask[1] else None,
         summed(grad) if output_mask[2] else None,
     )
@@ -248,7 +252,7 @@ def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, we
 def _shifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x less its largest along the dim, and the sum of the exponentials of that."""
     x = aten.sub.Tensor(x, aten.amax.default(x, [dim], True))
-    return x, _sum(aten.exp.default(x), [dim])
+    return x, sum_over(aten.exp.default(x), [dim])
 
 
 def _is_whole(x: torch.Tensor, dim: int) -> bool:
@@ -259,33 +263,33 @@ def _is_whole(x: torch.Tensor, dim: int) -> bool:
 def softmax(self, dim, half_to_float):
     if _is_whole(self, dim):
         return NotImplemented
-    x, total = _shifted(_wide(self), dim)
-    return _as(aten.div.Tensor(aten.exp.default(x), total), torch.float32 if half_to_float else self.dtype)
+    x, total = _shifted(wide(self), dim)
+    return cast(aten.div.Tensor(aten.exp.default(x), total), torch.float32 if half_to_float else self.dtype)
 
 
 @instead_of(aten._log_softmax.default)
 def log_softmax(self, dim, half_to_float):
     if _is_whole(self, dim):
         return NotImplemented
-    x, total = _shifted(_wide(self), dim)
-    return _as(aten.sub.Tensor(x, aten.log.default(total)), torch.float32 if half_to_float else self.dtype)
+    x, total = _shifted(wide(self), dim)
+    return cast(aten.sub.Tensor(x, aten.log.default(total)), torch.float32 if half_to_float else self.dtype)
 
 
 @instead_of(aten._softmax_backward_data.default)
 def softmax_backward(grad_output, output, dim, input_dtype):
     if _is_whole(output, dim):
         return NotImplemented
-    grad, out = _wide(grad_output), _wide(output)
-    share = _sum(aten.mul.Tensor(grad, out), [dim])
-    return _as(aten.mul.Tensor(out, aten.sub.Tensor(grad, share)), input_dtype)
+    grad, out = wide(grad_output), wide(output)
+    share = sum_over(aten.mul.Tensor(grad, out), [dim])
+    return cast(aten.mul.Tensor(out, aten.sub.Tensor(grad, share)), input_dtype)
 
 
 @instead_of(aten._log_softmax_backward_data.default)
 def log_softmax_backward(grad_output, output, dim, input_dtype):
     if _is_whole(output, dim):
         return NotImplemented
-    grad, out = _wide(grad_output), _wide(output)
-    return _as(aten.sub.Tensor(grad, aten.mul.Tensor(aten.exp.default(out), _sum(grad, [dim]))), input_dtype)
+    grad, out = wide(grad_output), wide(output)
+    return cast(aten.sub.Tensor(grad, aten.mul.Tensor(aten.exp.default(out), sum_over(grad, [dim]))), input_dtype)
 
 
 @instead_of(aten.logsumexp.default)
@@ -293,9 +297,9 @@ def logsumexp(self, dim, keepdim=False):
     dims = [d % self.ndim for d in dim] if self.ndim else []
     if not dims or not self.is_floating_point() or not self.numel() or not is_cut(self, dims):
         return NotImplemented
-    x = _wide(self)
+    x = wide(self)
     largest = aten.amax.default(x, dims, True)
     largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)  # less itself it is NaN
-    total = aten.log.default(_sum(aten.exp.default(aten.sub.Tensor(x, largest)), dims))
-    out = _as(aten.add.Tensor(total, largest), self.dtype)
+    total = aten.log.default(sum_over(aten.exp.default(aten.sub.Tensor(x, largest)), dims))
+    out = cast(aten.add.Tensor(total, largest), self.dtype)
     return out if keepdim else aten.squeeze.dims(out, dims)

@@ -16,6 +16,7 @@ from math import inf
 import torch
 
 from spmd.tensor.call import dims_of
+from spmd.tensor.rules.norms import cast
 
 aten = torch.ops.aten
 
@@ -32,7 +33,7 @@ def vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
     x = self if dtype in (None, self.dtype) else aten._to_copy.default(self, dtype=dtype)
     if not x.dtype.is_floating_point:  # integers are torch's error to raise; of complex numbers the parts are squared
         return NotImplemented
-    return _as(_root(_powers(_wide(x), ord, list(dims_of(dim, x.ndim)), keepdim), ord), x.dtype)
+    return cast(_root(_powers(_wide(x), ord, list(dims_of(dim, x.ndim)), keepdim), ord), x.dtype)
 
 
 def _powers(x, p, dims, keepdim=False):
@@ -54,11 +55,7 @@ def _root(powers, p):
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return _as(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
+    return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # ---- many tensors -----------------------------------------------------------------------------
@@ -69,11 +66,11 @@ def foreach_norm(self, ord=2, dtype=None):
     wanted = [dtype or x.dtype for x in self]
     if not all(to.is_floating_point for to in wanted):
         return [aten.linalg_vector_norm.default(x, ord, dtype=dtype) for x in self]
-    powers = [_powers(_wide(_as(x, to)), ord, list(range(x.ndim))) for x, to in zip(self, wanted, strict=True)]
+    powers = [_powers(_wide(cast(x, to)), ord, list(range(x.ndim))) for x, to in zip(self, wanted, strict=True)]
     norms: dict[int, torch.Tensor] = {}
     for places in owing_alike(powers):
         norms |= zip(places, _roots([powers[i] for i in places], ord), strict=True)
-    return [_as(norms[i], to) for i, to in enumerate(wanted)]
+    return [cast(norms[i], to) for i, to in enumerate(wanted)]
 
 
 def _roots(powers: Sequence[torch.Tensor], p) -> Sequence[torch.Tensor]:
