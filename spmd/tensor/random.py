@@ -163,8 +163,7 @@ def next_key(op, mesh: DeviceMesh, generator: torch.Generator | None = None) -> 
     if generator is not None:
         drawn = torch.empty(2, dtype=torch.int64, device=generator.device).random_(generator=generator)
         return struct.pack("<cqq", b"g", *drawn.tolist())
-    now = _now()
-    if _torch.in_backward() and not (now and now.again):
+    if _torch.in_backward() and not ((now := _now()) and now.again):
         raise RuntimeError(
             f"{op}: draws in a backward pass. Activation checkpointing would compute with other numbers than the "
             "forward did: pass checkpoint(..., use_reentrant=False, context_fn=spmd.recompute)."
