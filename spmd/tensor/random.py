@@ -14,8 +14,8 @@ of the tile). A rank makes the tiles that its block meets and keeps what is its 
     tile 2 | tile 3
 
 Tiles are nearly square in the last two dims that matter, that rows as well as columns cut few of them. On CPUs, tiles
-are of random words, of which the commonest numbers are made one by one (`spmd.tensor.words`); all else is made by
-torch's kernels, tile by tile.
+are of random words, of which most numbers are made one by one (`spmd.tensor.words`); all else is made by torch's
+kernels, tile by tile.
 
 The state is two numbers, the seed and how many draws there were. It is the same on all ranks, because they make the
 same calls. It has nothing to do with torch's own generators, from which plain tensors are drawn as ever; an op that is

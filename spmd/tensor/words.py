@@ -1,12 +1,15 @@
-"""The commonest random numbers, each made of one random word: uniform, normal, exponential, and yes or no.
+"""Random numbers made of random words, each of one: uniform, normal, exponential, yes or no, and others.
 
-    words     3f1c9a02 ...        of 32 bits, or of 64
-    uniform   the first 24 of them, as a fraction        (53 of 64)
-    normal    where so much of the bell curve lies to the left
+    words         3f1c9a02 ...     of 32 bits, or of 64
+    uniform       the first 24 of them, as a fraction (53 of 64)
+    normal        where so much of the bell curve lies to the left
+    exponential   minus the logarithm of the fraction
 
 A number hangs on its own word alone, so that a block of them is made of a block of words; it is the words that have a
 place in the global tensor (`spmd.tensor.random`). Made in a few passes of whole arrays, on CPUs: in less time than
 torch's kernels take, which go from number to number.
+
+Left out: half precision, complex numbers, and whole numbers out of more than 2**32; torch's kernels draw those.
 """
 
 from __future__ import annotations
@@ -27,11 +30,14 @@ aten = torch.ops.aten
 FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
+Make = Callable[[np.ndarray], np.ndarray]
+
+
 class Recipe(NamedTuple):
     """How numbers are made of words: of 64 bits, if they are wide, or of 32."""
 
     wide: bool
-    make: Callable[[np.ndarray], np.ndarray]
+    make: Make
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,24 +52,20 @@ def recipe(op: _torch.OpOverload, dtype: torch.dtype, *args: float) -> Recipe | 
     return make and make(dtype, *args)
 
 
-def _uniform(dtype: torch.dtype, low: float = 0.0, high: float = 1.0) -> Recipe | None:
-    if dtype not in FLOATS:
-        return None
-
+def _uniform(low: float = 0.0, high: float = 1.0) -> Make:
     def make(words: np.ndarray) -> np.ndarray:
         x = _from_zero(words)
-        if low != 0.0 or high != 1.0:
+        if high - low != 1.0:
             x *= high - low
+        if low != 0.0:
             x += low
+            np.minimum(x, np.nextafter(x.dtype.type(high), x.dtype.type(low)), out=x)  # the sum may be rounded up
         return x
 
-    return Recipe(dtype == torch.float64, make)
+    return make
 
 
-def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Recipe | None:
-    if dtype not in FLOATS:
-        return None
-
+def _normal(mean: float = 0.0, std: float = 1.0) -> Make:
     def make(words: np.ndarray) -> np.ndarray:
         x = _around_zero(words)
         torch.from_numpy(x).erfinv_()
@@ -72,21 +74,86 @@ def _normal(dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Recipe |
             x += mean
         return x
 
-    return Recipe(dtype == torch.float64, make)
+    return make
 
 
-def _exponential(dtype: torch.dtype, rate: float = 1.0) -> Recipe | None:
-    """In float64 on the way, for small ones are told apart by how near to 1 the fraction is."""
-    if dtype not in FLOATS:
-        return None
+def _log_normal(mean: float = 1.0, std: float = 2.0) -> Make:
+    normal = _normal(mean, std)
 
+    def make(words: np.ndarray) -> np.ndarray:
+        x = normal(words)
+        return np.exp(x, out=x)
+
+    return make
+
+
+def _exponential(rate: float = 1.0) -> Make:
     def make(words: np.ndarray) -> np.ndarray:
         x = _between(words)
         np.log(x, out=x)
         x *= -1 / rate
         return x
 
-    return Recipe(dtype == torch.float64, make)
+    return make
+
+
+def _geometric(p: float) -> Make:
+    def make(words: np.ndarray) -> np.ndarray:
+        x = _between(words)
+        np.log(x, out=x)
+        x *= 1 / math.log1p(-p)
+        return np.ceil(x, out=x)
+
+    return make
+
+
+def _cauchy(median: float = 0.0, sigma: float = 1.0) -> Make:
+    def make(words: np.ndarray) -> np.ndarray:
+        x = _between(words)
+        x -= 0.5
+        x *= math.pi
+        np.tan(x, out=x)
+        x *= sigma
+        x += median
+        return x
+
+    return make
+
+
+def _floats(of: Callable[..., Make]) -> Callable[..., Recipe | None]:
+    """A recipe for the floats that numpy has."""
+
+    def made(dtype: torch.dtype, *args: float) -> Recipe | None:
+        return Recipe(dtype == torch.float64, of(*args)) if dtype in FLOATS else None
+
+    return made
+
+
+def _below(dtype: torch.dtype, end: int) -> Recipe | None:
+    return _from_to(dtype, 0, end)
+
+
+def _from_to(dtype: torch.dtype, low: int, end: int | None) -> Recipe | None:
+    """The high half of the product of the word and the range: no number is likelier than others by 2**-32 of it."""
+    if dtype.is_complex or end is None or end - low > 2**32:
+        return None
+    if dtype.is_floating_point and max(-low, end) > 1 / torch.finfo(dtype).eps:  # not all are floats
+        return None
+    n, half = np.uint64(end - low), np.uint64(2**32 - 1)
+
+    def make(words: np.ndarray) -> np.ndarray:
+        x = words & half
+        x *= n
+        x >>= 32
+        high = words >> 32
+        high *= n
+        x += high
+        x >>= 32
+        x = x.view(np.int64)
+        x += low
+        return x
+
+    return Recipe(True, make)
 
 
 def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Recipe | None:
@@ -101,11 +168,20 @@ def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Recipe | None:
 
 
 _RECIPES = {
-    aten.uniform_.default: _uniform, aten.uniform.default: _uniform,
-    aten.normal_.default: _normal, aten.normal_functional.default: _normal,
-    aten.exponential_.default: _exponential, aten.exponential.default: _exponential,
-    aten.bernoulli_.float: _bernoulli, aten.bernoulli.p: _bernoulli,
-}  # fmt: skip
+    op: made
+    for ops, made in (
+        ((aten.uniform_.default, aten.uniform.default), _floats(_uniform)),
+        ((aten.normal_.default, aten.normal_functional.default), _floats(_normal)),
+        ((aten.log_normal_.default, aten.log_normal.default), _floats(_log_normal)),
+        ((aten.exponential_.default, aten.exponential.default), _floats(_exponential)),
+        ((aten.geometric_.default, aten.geometric.default), _floats(_geometric)),
+        ((aten.cauchy_.default, aten.cauchy.default), _floats(_cauchy)),
+        ((aten.bernoulli_.float, aten.bernoulli.p), _bernoulli),
+        ((aten.random_.to, aten.random.to), _below),
+        ((getattr(aten.random_, "from"),), _from_to),
+    )
+    for op in ops
+}
 
 
 def _from_zero(words: np.ndarray) -> np.ndarray:
@@ -127,7 +203,7 @@ def _around_zero(words: np.ndarray) -> np.ndarray:
 
 
 def _between(words: np.ndarray) -> np.ndarray:
-    """Odd multiples of 2**-33 (2**-53) between 0 and 1, in float64."""
+    """Odd multiples of 2**-33 (2**-53) between 0 and 1, in float64: what is near to 1 makes the small exponentials."""
     if words.dtype == np.uint64:
         return (words >> 11 | 1).view(np.int64) * 2.0**-53
     x = words.astype(np.float64)
