@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from workers import Pool
 from spmd import DTensor, distribute_tensor, plan_redistribute
 from spmd.comm import AsyncTensor, use_transport
 from spmd.mesh import PRESETS, DeviceMesh, MeshTopoInfo, init_device_mesh
+from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, Link, Machine, Measured, Way
 from spmd.sim import ThreadWorld
 from spmd.tensor.redistribute.moves import AllGather
 from spmd.tensor.redistribute.plan import forget, plan
@@ -178,6 +180,37 @@ def test_plans_are_as_cheap_as_brute_force(shape, where):
     for tensor in [(4096, 4096), (16, 8), (37, 5), (3, 1)]:
         pairs = every_pair(mesh, tensor)
         for src, dst in pairs[:: max(1, len(pairs) // (8 if mesh.ndim == 3 else 40))]:
+            spent = sum(int(step.cost * 1e6) for step in plan(src, dst).steps)
+            assert abs(spent - least_ps(src, dst)) <= len(plan(src, dst).steps), plan(src, dst)
+
+
+def any_machine(draw: random.Random) -> Machine:
+    """Prices that only grow with the bytes: a large group may be cheaper than a small one, and a curve may bend."""
+    def lines(most):
+        return tuple((draw.choice([0, 1, 10, 100]) * draw.random(), 10 ** draw.uniform(-7, 1)) for _ in range(most))
+
+    groups = [(1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (4, 1), (4, 3), (6, 1), (6, 2), (12, 1), (1, 3), (1, 6)]
+    measured = [
+        Measured(kind, *group, lines(draw.randint(1, 3))) for kind in COLLECTIVES for group in groups
+        if draw.random() < 0.7
+    ]  # fmt: skip
+    ways = [Way(draw.choice(ALGORITHMS), draw.random(), [Link(us, 1e-3 / slope) for us, slope in lines(2)])
+            for _ in range(4)]  # fmt: skip
+    return Machine("any", (*ways, Way("ring", 5, [Link(1, 10), Link(3, 1)])), measured=tuple(measured))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_are_the_cheapest_at_any_prices(seed):
+    """Over three axes, of tensors of three dims."""
+    draw = random.Random(seed)
+    for shape in ((2, 3), (2, 3, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        for _ in range(4):
+            hosts = draw.choice([1, 2, 3])
+            where = MeshTopoInfo.from_mesh(mesh, ranks_per_host=mesh.size() // hosts, machine=any_machine(draw))
+            there = mesh.with_topology(where)
+            tensor = draw.choice([(768, 192, 96), (12, 24, 12), (37, 5, 2), (3, 1, 4)])
+            src, dst = (draw.choice(specs(there, tensor, partial, torch.float32)) for partial in (True, False))
             spent = sum(int(step.cost * 1e6) for step in plan(src, dst).steps)
             assert abs(spent - least_ps(src, dst)) <= len(plan(src, dst).steps), plan(src, dst)
 

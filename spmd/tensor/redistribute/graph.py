@@ -8,10 +8,10 @@ How axes can lie (`Layouts`) depends on how many there are. What a rank lacks de
 divide every dim it is a share of the tensor, the same for all sizes (`Even`); elsewhere every rank is looked at
 (`Uneven`). So nearly all plans over a mesh share a few graphs, which are kept.
 
-    >>> layouts = Layouts.of(2, (1,))            # two axes, one dim
+    >>> layouts = Layouts.of(2, (1,))      # two axes, one dim
     >>> layouts.dims[0].axes
     ((), (0,), (1,), (0, 1), (1, 0))
-    >>> Even(layouts, (2, 4)).lacks(1, [3, 4])   # having 4 of 8 cells, each rank has its cell of (0, 1), not of (1, 0)
+    >>> Even(layouts, (2, 4)).lacks(np.array([1]), np.array([3, 4]))     # (0, 1) is inside (0,)
     array([0, 1])
 
 Left out: where there are too many states, all but the most direct ones (`view_of`).
@@ -28,13 +28,13 @@ from math import isqrt, prod
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from spmd.tensor.redistribute.states import Cut, Cutting, Space, State, blocks_with_any
 
 Orders = tuple[tuple[int, ...], ...]
 MOST_IN_ANY_ORDER = 5  # axes; of more, only the orders of the start and the goal are looked at
-MOST_PAIRS = 4_000_000  # of states, and where blocks are uneven of ranks with them
+MOST_PAIRS = 4_000_000  # of states, times the work that a pair takes: of more, the most direct states are chosen
+MOST_CHOSEN = 400_000  # pairs of these; such a graph is not kept
 
 
 # ---- how axes can lie -------------------------------------------------------------------------
@@ -50,7 +50,7 @@ class DimLayouts:
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self.axes = tuple([axes for axes, _ in self.layouts])
         self.mask = np.array([sum([1 << a for a in axes]) for axes in self.axes])
-        self.left = self._left(len(self.axes[-1]))
+        self.left = self._left(max(1, len(self.axes[-1])))
 
     def _left(self, longest: int) -> np.ndarray:
         """For each two layouts, the axes of the first that are not outer axes of both."""
@@ -58,7 +58,8 @@ class DimLayouts:
         unit = np.array([unit for _, unit in self.layouts])
         alike = (padded[:, None] == padded) & (padded >= 0) & (unit[:, None] == unit)[:, :, None]
         bits = np.where(padded >= 0, 1 << np.maximum(padded, 0), 0)
-        return self.mask[:, None] - (np.logical_and.accumulate(alike, axis=2) * bits[:, None]).sum(2)
+        common = np.logical_and.accumulate(alike, axis=2)
+        return (self.mask[:, None] - (common * bits[:, None]).sum(2)).astype(np.int32)
 
 
 class Layouts:
@@ -71,6 +72,7 @@ class Layouts:
             old, new = np.nonzero((self.used[:, None] & dim.mask) == 0)
             self.at = np.column_stack([self.at[old], new])
             self.used = self.used[old] | dim.mask[new]
+        self.number = {layout: i for i, layout in enumerate(map(tuple, self.at.tolist()))}
 
     @staticmethod
     def of(axes: int, units: tuple[int, ...]) -> Layouts:
@@ -79,7 +81,7 @@ class Layouts:
 
     def left(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """The axes that cut s and, outside of them, not t."""
-        found = np.zeros(np.broadcast_shapes(s.shape, t.shape), int)
+        found = np.zeros(np.broadcast_shapes(s.shape, t.shape), np.int32)
         for dim, at in zip(self.dims, self.at.T):
             found |= dim.left[at[s], at[t]]
         return found
@@ -101,30 +103,29 @@ def _layouts(orders: tuple[Orders, ...], units: tuple[int, ...]) -> Layouts:
 class Even:
     """Where axes of these sizes divide every dim. Counted in cells, of which a dim has as many as there are ranks."""
 
-    ranks = 1  # which stands for all
+    work = 4  # that a pair of states takes, as compared with the ranks that are looked at elsewhere
 
     def __init__(self, layouts: Layouts, ns: tuple[int, ...]) -> None:
         self.layouts = layouts
-        self.lengths = [
-            np.array([prod(ns) // prod([ns[a] for a in axes]) for axes in dim.axes]) for dim in layouts.dims
-        ]
+        n = prod(ns)
+        self.lengths = [np.array([n // prod([ns[a] for a in axes]) for axes in dim.axes]) for dim in layouts.dims]
+        self.common = [self._common(dim.left, lengths) for dim, lengths in zip(layouts.dims, self.lengths)]
+
+    @staticmethod
+    def _common(left: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """For each two layouts of a dim, what the rank that has least of the second has of it in the first.
+
+        Where different axes come next, the first ranks along the one are the last along the other: they have nothing.
+        """
+        return np.where((left != 0) & (left.T != 0), 0, np.minimum(lengths[:, None], lengths))
 
     def largest(self, s: np.ndarray) -> np.ndarray:
         """What the rank with most has, in these states."""
         return _product([n[at[s]] for n, at in zip(self.lengths, self.layouts.at.T)])
 
-    def lacks(self, s: ArrayLike, t: ArrayLike) -> np.ndarray:
-        """What the rank that lacks most must get to come from the blocks of s to those of t.
-
-        Where different axes come next in a dim, the first ranks along the one are the last along the other: these have
-        nothing of what they want.
-        """
-        common, apart = np.ones(1, int), np.zeros(1, bool)
-        for dim, n, at in zip(self.layouts.dims, self.lengths, self.layouts.at.T):
-            v, w = at[s], at[t]
-            common = common * np.minimum(n[v], n[w])
-            apart = apart | (dim.left[v, w] != 0) & (dim.left[w, v] != 0)
-        return self.largest(t) - np.where(apart, 0, common)
+    def lacks(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """What the rank that lacks most must get to come from the blocks of s to those of t."""
+        return self.largest(t) - _product([n[at[s], at[t]] for n, at in zip(self.common, self.layouts.at.T)])
 
     def same(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """Whether the blocks are the same, if on other ranks."""
@@ -138,28 +139,35 @@ class Uneven:
         ns = cutting.mesh_shape
         places = np.indices([ns[a] for a in cutting.ranks]).reshape(len(cutting.ranks), -1)
         cuts = [[cutting.cut(d, *each) for each in dim.layouts] for d, dim in enumerate(layouts.dims)]
-        sides = [_sides(size, each, ns, dict(zip(cutting.ranks, places))) for size, each in zip(cutting.sizes, cuts)]
-        self.layouts, self.ranks = layouts, places.shape[1]
-        self.starts, self.stops = [[side[i] for side in sides] for i in (0, 1)]
+        self.layouts, self.work = layouts, places.shape[1]
+        where = dict(zip(cutting.ranks, places))
+        self.sides = [_sides(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
         self.blocks = [_numbered(size, each, ns) for size, each in zip(cutting.sizes, cuts)]
 
     def largest(self, s: np.ndarray) -> np.ndarray:
         """What the first rank has, which is what the rank with most has, in these states."""
-        dims = zip(self.starts, self.stops, self.layouts.at.T)
-        return _product([(stops[:, 0] - starts[:, 0])[at[s]] for starts, stops, at in dims])
+        dims = zip(self.sides, self.layouts.at.T)
+        return _product([(stops[:, 0] - starts[:, 0])[at[s]] for (starts, stops), at in dims])
 
-    def lacks(self, s: ArrayLike, t: ArrayLike) -> np.ndarray:
+    def lacks(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """What the rank that lacks most must get to come from the blocks of s to those of t."""
         want = common = np.ones(1, int)
-        for starts, stops, at in zip(self.starts, self.stops, self.layouts.at.T):
-            (a, b), (c, d) = [(starts[at[x]], stops[at[x]]) for x in (s, t)]
-            common = common * np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
-            want = want * (d - c)
+        for sides, at in zip(self.sides, self.layouts.at.T):
+            (v, each_s), (w, each_t) = _used(at[s]), _used(at[t])
+            (a, b), (c, d) = [side[v, None] for side in sides], [side[w] for side in sides]
+            both = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
+            common, want = common * both[each_s, each_t], want * (d - c)[each_t]
         return (want - common).max(-1)
 
     def same(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """Whether the blocks are the same, if on other ranks."""
         return _all([n[at[s]] == n[at[t]] for n, at in zip(self.blocks, self.layouts.at.T)])
+
+
+def _used(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The layouts that occur, and for each place which of them is there."""
+    found, which = np.unique(layouts, return_inverse=True)
+    return found, which.reshape(layouts.shape)
 
 
 def _sides(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> tuple:
@@ -227,19 +235,24 @@ class Graph:
         if found is None:
             some = np.nonzero((self.used[self.outer] & pending == 0) & (self.added & pending != 0))[0]
             reduced = self.added[some] & pending
-            few = _few(self.largest[self.inner[some]], REDUCE_SCATTER, reduced)
-            found = self._scatters[pending] = Scatters(self.outer[some], self.inner[some], reduced, *few)
+            outer, few = self.outer[some], _few(self.largest[self.inner[some]], REDUCE_SCATTER, reduced)
+            first = np.nonzero(np.diff(outer, prepend=-1))[0]
+            found = self._scatters[pending] = Scatters(outer, self.inner[some], reduced, *few, first)
         return found
 
 
 class Scatters(NamedTuple):
-    """From which states to which, which axes are reduced on the way, and the few moves of which these are."""
+    """From which states to which, and which axes are reduced on the way; the few moves of which these are.
+
+    `first` is where the next state that they lead from begins.
+    """
 
     outer: np.ndarray
     inner: np.ndarray
     reduced: np.ndarray
     moves: list[Row]
     which: np.ndarray
+    first: np.ndarray
 
 
 def _few(size: np.ndarray, kind: np.ndarray | int, axes: np.ndarray) -> tuple[list[Row], np.ndarray]:
@@ -272,8 +285,8 @@ def view_of(space: Space) -> View:
     else:
         sizes, cell = _uneven(layouts, cutting), space.item
     ends = [_number(layouts, space, state) for state in (space.start, space.goal)]
-    most = isqrt(MOST_PAIRS // sizes.ranks)
-    graph = _whole(sizes) if len(layouts.used) <= most else Graph(sizes, _direct(sizes, *ends, most))
+    most, chosen = [isqrt(pairs // sizes.work) for pairs in (MOST_PAIRS, MOST_CHOSEN)]
+    graph = _whole(sizes) if len(layouts.used) <= most else Graph(sizes, _direct(sizes, *ends, chosen))
     return View(graph, cell, *[int(np.searchsorted(graph.chosen, end)) for end in ends])
 
 
@@ -312,14 +325,13 @@ def _any_order(m: int) -> Orders:
 
 
 def _number(layouts: Layouts, space: Space, state: State) -> int:
-    layout = [dim.number[space.cutting.layout(d, state)] for d, dim in enumerate(layouts.dims)]
-    return int(np.nonzero((layouts.at == layout).all(1))[0][0])
+    return layouts.number[tuple([dim.number[space.cutting.layout(d, state)] for d, dim in enumerate(layouts.dims)])]
 
 
 def _direct(sizes: Even | Uneven, start: int, goal: int, most: int) -> np.ndarray:
     """So many states, the start and the goal among them, by which the rank that lacks most has least to get."""
     every = np.arange(len(sizes.layouts.used))
-    sent = sizes.lacks(np.array([[start]]), every[None])[0] + sizes.lacks(every[:, None], np.array([[goal]]))[:, 0]
+    sent = sizes.lacks(np.array([start]), every) + sizes.lacks(every, np.array([goal]))
     sent[[start, goal]] = -1
     return np.sort(np.argsort(sent, kind="stable")[:most])
 
@@ -334,6 +346,6 @@ def _uneven(layouts: Layouts, cutting: Cutting) -> Uneven:
     return Uneven(layouts, cutting)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=16)
 def _whole(sizes: Even | Uneven) -> Graph:
     return Graph(sizes, np.arange(len(sizes.layouts.used)))

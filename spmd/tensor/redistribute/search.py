@@ -91,9 +91,8 @@ class _Search:
             if self.max_bytes < inf:
                 self._forbid_scatters(times, scatters, pending)
             self.scattering[pending] = times = times + self.left[pending ^ scatters.reduced, scatters.inner]
-            first = np.nonzero(np.diff(scatters.outer, prepend=-1))[0]
-            outer = scatters.outer[first]
-            found[outer] = np.minimum(found[outer], np.minimum.reduceat(times, first))
+            outer = scatters.outer[scatters.first]
+            found[outer] = np.minimum(found[outer], np.minimum.reduceat(times, scatters.first))
         return found
 
     def _all_reduces(self, axes: int) -> np.ndarray:
