@@ -35,6 +35,7 @@ OPS: dict[str, Callable[[torch.Tensor], object]] = {
     "normal_": lambda x: x.normal_(),
     "bernoulli_": lambda x: x.bernoulli_(0.3),
     "exponential_": lambda x: x.exponential_(),
+    "random_": lambda x: x.random_(100),
     "dropout": lambda x: F.dropout(x, 0.1),
     "randn_like": torch.randn_like,
 }

@@ -134,26 +134,29 @@ def _below(dtype: torch.dtype, end: int) -> Recipe | None:
 
 
 def _from_to(dtype: torch.dtype, low: int, end: int | None) -> Recipe | None:
-    """The high half of the product of the word and the range: no number is likelier than others by 2**-32 of it."""
+    """The high half of the product of word and range. Wide where some numbers were likelier by 2**-16 of it or more."""
     if dtype.is_complex or end is None or end - low > 2**32:
         return None
     if dtype.is_floating_point and max(-low, end) > 1 / torch.finfo(dtype).eps:  # not all are floats
         return None
-    n, half = np.uint64(end - low), np.uint64(2**32 - 1)
+    n, wide = np.uint64(end - low), end - low > 2**16
 
     def make(words: np.ndarray) -> np.ndarray:
-        x = words & half
-        x *= n
-        x >>= 32
-        high = words >> 32
-        high *= n
-        x += high
-        x >>= 32
+        x = _high_half(words, n) if wide else words.astype(np.uint64) * n >> 32
         x = x.view(np.int64)
         x += low
         return x
 
-    return Recipe(True, make)
+    return Recipe(wide, make)
+
+
+def _high_half(words: np.ndarray, n: np.uint64) -> np.ndarray:
+    x = words & np.uint64(2**32 - 1)
+    x *= n
+    x >>= 32
+    x += (words >> 32) * n
+    x >>= 32
+    return x
 
 
 def _bernoulli(dtype: torch.dtype, p: float = 0.5) -> Recipe | None:

@@ -306,14 +306,16 @@ def test_numbers_made_of_words(name, dtype):
     assert name not in excluded or (ends != excluded[name]).all()
 
 
-@pytest.mark.parametrize("low, end", [(0, 1), (0, 7), (-3, 1000), (5, 5 + 2**32)])
+@pytest.mark.parametrize("low, end", [(0, 1), (-3, 1000), (0, 2**16), (0, 2**16 + 1), (5, 5 + 2**32)])
 def test_whole_numbers_of_words(low, end):
     """Each number has its share of the words, in order, and all words are used."""
     made_of = recipe(getattr(aten.random_, "from"), torch.int64, low, end)
-    n = end - low
-    firsts = [-(-k * 2**64 // n) for k in {0, 1, n // 2, n - 1} if k < n]  # the first word of the k-th number
-    words = np.array([w for first in firsts for w in (first, max(first - 1, 0))] + [2**64 - 1], np.uint64)
-    assert made_of.make(words).tolist() == [low + int(w) * n // 2**64 for w in words]
+    n, all_words = end - low, 2**64 if made_of.wide else 2**32
+    assert n <= all_words >> 16
+    firsts = [-(-k * all_words // n) for k in {0, 1, n // 2, n - 1} if k < n]  # the first word of the k-th number
+    words = [w for first in firsts for w in (first, max(first - 1, 0))] + [all_words - 1]
+    drawn = made_of.make(np.array(words, np.uint64 if made_of.wide else np.uint32))
+    assert drawn.tolist() == [low + w * n // all_words for w in words]
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
