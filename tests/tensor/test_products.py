@@ -38,6 +38,10 @@ PRODUCTS = {
     "linear by a vector": (F.linear, [f(4, 6, 5), f(5)], [([S0, S1], [R, R]), ([S0, S2], [R, S0])]),
     "linear, empty": (F.linear, [f(0, 6, 5), f(3, 5), f(3)], [([S0, S1], [R, R], [R, R])]),
     "linear, few": (F.linear, [f(1, 3, 5), f(3, 5), f(3)], [([S0, S1], [S0, R], [R, S0])]),
+    "linear, few features": (F.linear, [f(4, 3, 1), f(1, 1), f(1)], [
+        ([S0, S2], [R, S1], [R, R]), ([S2, R], [S1, R], [R, R]), ([R, R], [S0, S1], [S0, R]),
+    ]),
+    "linear of a vector, few features": (F.linear, [f(1), f(3, 1)], [([S0, R], [S1, R]), ([R, R], [R, S0])]),
     "batches": (torch.matmul, [f(4, 2, 3, 5), f(4, 2, 5, 3)], [
         ([S0, S1], [S0, S1]), ([S0, S2], [S0, R]), ([S1, S3], [S1, S2]), ([S0, R], [S0, S3]), ([SUM, S0], [R, S0]),
     ]),

@@ -121,10 +121,15 @@ def _summed_to(x, grad):
 
 def _linear_backward(self, grad_output, weight, output_mask):
     """What CPU and CUDA have no kernel for."""
-    rows = grad_output.reshape(-1, grad_output.shape[-1])
+    rows = _rows(grad_output)
     of_input = torch.mm(rows, weight).view(self.shape) if output_mask[0] else None
-    of_weight = torch.mm(rows.t(), self.reshape(-1, self.shape[-1])) if output_mask[1] else None
+    of_weight = torch.mm(rows.t(), _rows(self)) if output_mask[1] else None
     return of_input, of_weight, rows.sum(0) if output_mask[2] else None
+
+
+def _rows(x):
+    """`b t k -> b.t k`, where a -1 could be any number if there is no k on this rank."""
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 KERNELS = {aten.linear_backward.default: _linear_backward}
