@@ -21,7 +21,8 @@ The second stands beside torch's planners, `default` and `min-cost`: their bytes
 ours, summed, under two cost models - spmd's, with the machine named, and torch's own. Then on how many pairs our plan
 is strictly faster, and on how many slower.
 
-- spmd's model: their moves, priced as ours are.
+- spmd's model: their moves, priced as ours are, with the copies that spmd would make for them where copies have a
+  price.
 - torch's model: `peers/planners.py` says what its formulas make of moves that torch does not have. Our plans here are
   those that are the cheapest under spmd's model, which is another one; so some may be slower.
 - torch's model, planned for: our planner is given torch's model as its topology.
@@ -42,7 +43,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
-from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -51,8 +51,9 @@ import torch
 from _table import table
 from peers import planners
 
-from spmd.mesh import DeviceMesh, MeshTopoInfo, cost, init_device_mesh
+from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.tensor.redistribute import graph, states
+from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
 from spmd.tensor.redistribute.plan import Plan, Step, forget, plan
 from spmd.tensor.spec import Spec
 from tests.tensor.brute import least_ps
@@ -112,7 +113,7 @@ class Beside:
     """Plans of one mesh beside torch's, in bytes and under both cost models."""
 
     def __init__(self, mesh: DeviceMesh, hosts: int, pairs: list[Pair], plans: list[Plan]) -> None:
-        self.mesh = mesh
+        self.mesh, self.shape = mesh, pairs[0][0].shape
         self.bounds = [p.lower_bound_bytes for p in plans]
         with planners.torch_mesh(mesh.shape, ranks_per_host=mesh.size() // hosts) as self.there:
             known = planners.topology(mesh, self.there)
@@ -136,16 +137,18 @@ class Beside:
         return [sum(map(us, moves)) for moves, _ in plans]
 
     def _by_spmd(self, move: planners.Move) -> float:
-        kind, axes, local = move
-        return PRICES[kind](local * (prod(self.mesh.shape[a] for a in axes) if kind == "all_gather" else 1), axes,
-                            self.mesh.topology)
+        specs = (
+            Spec.of(self.mesh, self.shape, torch.float32, dims=dims, partial=[(a, "sum") for a in partial])
+            for dims, partial in (move.before, move.after)
+        )
+        return MOVES[move.kind](move.axes).cost(*specs, self.mesh.topology)
 
     def _by_torch(self, step: Step) -> float:
         most = max(map(step.received, self.mesh.coordinates()))
-        return planners.us(self.there, step.kind, step.axes, most) if step.sends else 0.0
+        return planners.us(self.there, step.kind, step.axes, most)
 
     def _their_us(self, move: planners.Move) -> float:
-        return planners.us(self.there, *move[:2], planners.received(self.there, move))
+        return planners.us(self.there, move.kind, move.axes, planners.received(self.there, move))
 
     def bytes_over_bound(self, name: str) -> str:
         return _ratio([sum(planners.received(self.there, m) for m in moves) for moves, _ in self.theirs[name]],
@@ -161,10 +164,7 @@ class Beside:
         return statistics.median(ms for _, ms in self.theirs[name])
 
 
-PRICES: dict[str, Callable[..., float]] = {
-    "all_gather": cost.all_gather_cost, "all_reduce": cost.all_reduce_cost,
-    "reduce_scatter": cost.reduce_scatter_cost, "all_to_all": cost.all_to_all_cost,
-}  # fmt: skip
+MOVES = {kind.kind: kind for kind in (AllGather, AllReduce, AllToAll, ReduceScatter, Slice)}
 TORCH = ("default", "min-cost")
 
 

@@ -1,7 +1,7 @@
 """torch's two planners, and torch's cost model for their plans and for spmd's.
 
     with torch_mesh((2, 4), ranks_per_host=4) as mesh:
-        steps(src, dst, min_cost=True)                      # [("all_gather", (1,), bytes of the local tensor), ...]
+        steps(src, dst, min_cost=True)                      # [Move("all_gather", (1,), local bytes, ...), ...]
         us(mesh, "all_gather", (1,), 3 * bytes)             # microseconds, by torch's constants
         topology(mesh, there)                               # the same as a topology that spmd plans over
 
@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, combinations
 from math import prod
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import _collective_utils as model
 from torch.distributed.tensor import _redistribute as planners
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
@@ -38,7 +39,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import spmd.mesh as ours
 from spmd.mesh.layout import evenly
 
-Move = tuple[str, tuple[int, ...], float]  # kind, axes, bytes of the local tensor before the move
+Lies = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]  # for each dim its axes, and the partial axes
+
+
+class Move(NamedTuple):
+    """One move of torch's."""
+
+    kind: str
+    axes: tuple[int, ...]
+    local: float  # bytes of the local tensor before the move
+    before: Lies
+    after: Lies
 
 
 @contextmanager
@@ -69,27 +80,44 @@ def spec(mesh: DeviceMesh, shape, dims, partial) -> DTensorSpec:
 
 
 def steps(src: DTensorSpec, dst: DTensorSpec, min_cost: bool) -> list[Move]:
-    """The moves of a plan that send something."""
+    """The moves of a plan."""
     found = planners._gen_transform_infos_non_cached(src, dst, min_cost)
     sharded = [a for a, p in enumerate(src.placements) if p.is_shard()]
     local = prod(src.tensor_meta.shape) * 4 / prod(map(src.mesh.size, sharded))
+    placements = list(src.placements)
+    order = planners.DTensorRedistributePlanner._ShardOrder_to_dict(src.shard_order)
     moves: list[Move] = []
     for move in found:
         (a, b), n = move.src_dst_placements, src.mesh.size(move.mesh_dim)
-        if a.is_partial():
-            moves.append(("reduce_scatter" if b.is_shard() else "all_reduce", (move.mesh_dim,), local))
-        elif a.is_shard():
-            moves.append(("all_to_all" if b.is_shard() else "all_gather", (move.mesh_dim,), local))
+        before = _lies(placements, order, len(src.tensor_meta.shape))
+        planners._update_shard_order_and_placements(move, placements, order)
+        after = _lies(placements, order, len(src.tensor_meta.shape))
+        moves.append(Move(_KINDS[_letter(a), _letter(b)], (move.mesh_dim,), local, before, after))
         local *= (n if a.is_shard() else 1) / (n if b.is_shard() else 1)
     return moves
 
 
+def _letter(placement: Placement) -> str:
+    return "S" if placement.is_shard() else "P" if placement.is_partial() else "R"
+
+
+_KINDS = {
+    ("S", "R"): "all_gather", ("S", "S"): "all_to_all", ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter",
+    ("R", "S"): "slice",
+}  # fmt: skip
+
+
+def _lies(placements: list[Placement], order: dict[int, list[int]], ndim: int) -> Lies:
+    return tuple(tuple(order.get(d, ())) for d in range(ndim)), tuple(
+        a for a, placement in enumerate(placements) if placement.is_partial()
+    )
+
+
 def received(mesh: DeviceMesh, move: Move) -> float:
     """Bytes that a rank gets from others."""
-    kind, axes, local = move
-    n = prod(map(mesh.size, axes))
-    share = {"all_gather": n, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1}
-    return share[kind] * (n - 1) / n * local
+    n = prod(map(mesh.size, move.axes))
+    share = {"all_gather": n, "all_reduce": 2, "reduce_scatter": 1, "all_to_all": 1, "slice": 0}
+    return share[move.kind] * (n - 1) / n * move.local
 
 
 def forget() -> None:
@@ -103,6 +131,8 @@ def forget() -> None:
 
 def us(mesh: DeviceMesh, kind: str, axes: tuple[int, ...], get: float) -> float:
     """Microseconds, by torch's model, of a move over these axes in which the busiest rank gets so many bytes."""
+    if kind not in _FORMULAS:
+        return 0.0
     ring, n = _flattened(model.MeshTopoInfo.build_from_mesh(mesh), axes)
     return _FORMULAS[kind](get / 2**30, ring, n)
 

@@ -136,6 +136,6 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "lines": _list_of(_line),
     "links": _list_of(partial(_value, Link)),
     "measured": _list_of(partial(_value, Measured)),
-    "memory": partial(_value, Link),
+    "memory": lambda content, name: None if content is None else _value(Link, content, name),
     "ways": _list_of(partial(_value, Way)),
 }

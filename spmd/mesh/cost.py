@@ -21,7 +21,8 @@ higher; views of a mesh that have the same groups (a slice, a transposed mesh, a
     26.13
 
 A collective is priced alone: `copy_cost` is what putting its pieces in order takes before it or after it, as a gather
-on a dim other than the first does. Left out: what collectives on other axes do to the links meanwhile.
+on a dim other than the first does; a move (`tensor/redistribute/moves.py`) costs both. Left out: what collectives on
+other axes do to the links meanwhile.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def exchange_cost(nbytes: Sequence[float], axes: Axes, topo: MeshTopoInfo) -> fl
 
 
 def copy_cost(nbytes: float, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the result of a local copy: a cat, a transposition, a pad, or a reordering of pieces.
+    """`nbytes`: bytes of the result of a local copy: a cat, a transposition, a pad, or a reordering of pieces. Nothing
+    where the machine does not say what its memory does, as the textbook.
 
     >>> from spmd.mesh import HostGrid
     >>> round(copy_cost(1_000_000, MeshTopoInfo(HostGrid((4,)), "hopper")), 2)     # 2 + 1 MB / 1423.8 GB/s
@@ -99,7 +101,23 @@ def copy_cost(nbytes: float, topo: MeshTopoInfo) -> float:
     if lines is None:
         lines = topo._prices[COPY, ()] = _copies(topo.machine)
     _check_bytes(nbytes)
-    return max(us + nbytes * us_per_byte for us, us_per_byte in lines)
+    return max([us + nbytes * us_per_byte for us, us_per_byte in lines], default=0.0)
+
+
+def copies_cost(topo: MeshTopoInfo) -> bool:
+    """Whether copies have a price here."""
+    return bool(_copies(topo.machine))
+
+
+def residual(collective: str, axes: Axes, topo: MeshTopoInfo) -> float:
+    """By what share the price of a collective is usually wrong, where it was measured; else nothing is known: 0.
+
+    >>> from spmd.mesh import HostGrid
+    >>> residual("all_gather", 0, MeshTopoInfo(HostGrid((4,)), "hopper"))
+    0.0
+    """
+    groups = {(collective, *(evenly(ladder) or ())) for ladder in topo.crossings(axes) if ladder}
+    return max([curve.residual for curve in topo.machine.measured if curve.group in groups], default=0.0)
 
 
 def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> dict[str, float]:
@@ -146,9 +164,11 @@ def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line
 
 
 def _copies(machine: Machine) -> tuple[Line, ...]:
-    """The curve that was measured, the highest of whose lines counts, or else the one of the memory."""
+    """The curve that was measured, the highest of whose lines counts, or else the one of the memory, if it is known."""
     found = [curve.lines for curve in machine.measured if curve.collective == COPY]
-    return found[0] if found else ((machine.memory.hop_us, machine.memory.us_per_byte),)
+    if found or machine.memory is None:
+        return found[0] if found else ()
+    return ((machine.memory.hop_us, machine.memory.us_per_byte),)
 
 
 def _ways(collective: str, machine: Machine) -> list[Way]:

@@ -110,7 +110,8 @@ class Machine:
 
     `nics_per_host` None gives each rank a network card of its own; a number lets the ranks of a host share so many,
     neighbours first. `ranks_per_host` is for files that know it; None leaves it to the launcher. `memory`: what a copy
-    of a device's own memory takes, a latency and then the bytes of the result.
+    of a device's own memory takes, a latency and then the bytes of the result; None says nothing of it, and then
+    copies are free.
     """
 
     name: str
@@ -118,7 +119,7 @@ class Machine:
     nics_per_host: int | None = None
     ranks_per_host: int | None = None
     measured: tuple[Measured, ...] = ()
-    memory: Link = Link(hop_us=2.0, gb_per_s=866.6)  # of an A100, see presets.py
+    memory: Link | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ways", tuple(self.ways))

@@ -1,7 +1,8 @@
 """Known machines.
 
 `textbook` is the default: rings only, with the constants of NCCL's ring under its LL protocol on Ampere; between
-hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, and golden pages of plans are priced by it.
+hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, takes copies for free, and golden pages of plans
+are priced by it.
 
 `ampere`, `hopper` and `blackwell` are NCCL's own model of these machines (NCCL 2.30, src/graph/tuning.cc): a latency
 for each algorithm and protocol, and the least time over all of them. LL sends a flag with each 4 bytes and so half

@@ -172,9 +172,11 @@ def test_what_was_measured_goes_first() -> None:
     assert all_reduce_cost(MB, 0, on_hosts("ring", "0*3 1", (4,), measured=(pair,))) != 99.0
 
 
-def test_a_copy_takes_the_memory_or_what_was_measured() -> None:
+def test_a_copy_takes_what_the_memory_does_or_what_was_measured() -> None:
     """It is the rank's own, so it takes the same on any mesh; of measured lines the highest counts."""
-    assert copy_cost(MB, LINE) == copy_cost(MB, LINE.view([(0,)])) == pytest.approx(2 + 1e6 / 866.6e3)
+    known = on_hosts("ring", "0*4 1*4", (2, 4), memory=Link(2.0, 866.6))
+    assert copy_cost(MB, known) == copy_cost(MB, known.view([(0, 1)])) == pytest.approx(2 + 1e6 / 866.6e3)
+    assert copy_cost(MB, LINE) == 0.0  # nobody said what its memory does
     curve = Measured("copy", 1, 1, ((5.0, 0.0), (1.0, 1e-5)))
     measured = on_hosts("ring", "0*4 1*4", (2, 4), measured=(curve,))
     assert [copy_cost(x, measured) for x in (0, 400_000, MB)] == pytest.approx([5.0, 5.0, 11.0])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers import Pool
 
 from spmd import DTensor, distribute_tensor, plan_redistribute
@@ -22,7 +23,7 @@ from spmd.comm import AsyncTensor, use_transport
 from spmd.mesh import PRESETS, DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, Link, Machine, Measured, Way
 from spmd.sim import ThreadWorld
-from spmd.tensor.redistribute.moves import AllGather
+from spmd.tensor.redistribute.moves import AllGather, members
 from spmd.tensor.redistribute.plan import forget, plan
 from spmd.tensor.spec import Spec, parse_spec
 from tests.tensor.brute import least_ps
@@ -37,9 +38,9 @@ def every_pair(mesh, shape, dtype=torch.float32, ordered=False):
     return list(itertools.product(specs(mesh, shape, True, dtype, ordered), specs(mesh, shape, False, dtype)))
 
 
-def two_hosts(shape) -> DeviceMesh:
+def two_hosts(shape, machine: str = "textbook") -> DeviceMesh:
     mesh = init_device_mesh("cpu", shape)
-    return mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=mesh.size() // 2))
+    return mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=mesh.size() // 2, machine=machine))
 
 
 # ---- bytes ------------------------------------------------------------------------------------
@@ -169,7 +170,8 @@ def test_to_partial_moves_nothing_and_back_is_exact(kind, dtype):
 
 # ---- time -------------------------------------------------------------------------------------
 
-TOPOLOGIES = {"one host": init_device_mesh, "two hosts": lambda _, shape: two_hosts(shape)}
+TOPOLOGIES = {"one host": init_device_mesh, "two hosts": lambda _, shape: two_hosts(shape),
+              "copies": lambda _, shape: two_hosts(shape, "hopper")}  # fmt: skip
 
 
 @pytest.mark.parametrize("where", TOPOLOGIES)
@@ -279,6 +281,61 @@ def test_another_order_of_axes_is_one_permute():
             src, dst = (Spec.of(mesh, MB64, torch.float32, dims=[order, ()]) for order in (a, b))
             assert [s.kind for s in plan(src, dst).steps] == ["permute"]
             assert plan(src, dst).bytes_per_rank <= src.local_nbytes
+
+
+class Nobody:
+    """A transport to no other rank: what would come is not written."""
+
+    def group(self, mesh, axes):
+        return ""
+
+    def all_reduce(self, x, op, group):
+        return x
+
+    def all_gather_into_tensor(self, x, n, group):
+        return x.new_empty(n * len(x))
+
+    def reduce_scatter_tensor(self, x, op, n, group):
+        return x.new_empty(len(x) // n)
+
+    def all_to_all_single(self, x, out_splits, in_splits, group):
+        return x.new_empty(sum(out_splits))
+
+    def wait_tensor(self, x):
+        return x
+
+
+class Copying(TorchDispatchMode):
+    """Takes down the bytes of what is copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op in (torch.ops.aten.cat.default, torch.ops.aten.clone.default, torch.ops.aten.constant_pad_nd.default):
+            self.nbytes.append(out.nbytes)
+        return out
+
+
+COPIED = [((4,), (8, 12), True), ((2, 2), (8, 12), True), ((2, 3), (12, 18), False), ((2, 2), (5, 6), False)]
+
+
+@pytest.mark.parametrize("shape, tensor, exactly", COPIED, ids=str)
+def test_copies_that_are_priced_are_those_that_are_made(shape, tensor, exactly):
+    """By the first rank, move by move. Rows of several lengths, and what is padded, may be copied more often."""
+    mesh = init_device_mesh("cpu", shape)
+    x, first = torch.arange(float(prod(tensor))).reshape(tensor), (0,) * mesh.ndim
+    for src, dst in every_pair(mesh, tensor)[::3]:
+        for step in plan(src, dst).steps:
+            block = cut_up(x, step.before)[first]
+            with Copying() as made:
+                step.finish(step.start(block, first, Nobody()), first, Nobody())
+            boxes = [members(spec, step.axes, first) for spec in (step.before, step.after)]
+            priced = step.move.copies(*boxes).each(4)
+            wanted = [n for n in [priced.packed, *[priced.joined] * priced.times] if n]
+            assert made.nbytes == wanted if exactly else sum(made.nbytes) >= sum(wanted), (step, made.nbytes, wanted)
 
 
 # ---- memory -----------------------------------------------------------------------------------

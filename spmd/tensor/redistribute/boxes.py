@@ -50,8 +50,11 @@ def cut(x: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Te
     boxes = [box for box in boxes if volume(box)]
     if _in_rows(boxes, shape):
         return x.reshape(-1)
-    pieces = [narrowed(x, box, shape).reshape(-1) for box in boxes]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0) if pieces else x.new_empty(0)
+    pieces = [narrowed(x, box, shape) for box in boxes]
+    if len(pieces) > 1 and len({shape_of(box)[1:] for box in boxes}) == 1:
+        return torch.cat(pieces, 0).reshape(-1)  # copied once, wherever they lie
+    flat = [piece.reshape(-1) for piece in pieces]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 0) if flat else x.new_empty(0)
 
 
 def narrowed(x: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
@@ -60,6 +63,12 @@ def narrowed(x: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
         if stop - start != size:
             x = x.narrow(dim, start, stop - start)
     return x
+
+
+def copies_to_cut(boxes: Sequence[Box], shape: Sequence[int]) -> int:
+    """How many times `cut` copies what it cuts out; that rows of several lengths take one more is not counted."""
+    filled = [box for box in boxes if volume(box)]
+    return int(bool(filled) and not _in_rows(filled, shape))
 
 
 # ---- joining ----------------------------------------------------------------------------------
@@ -84,6 +93,15 @@ def joined_padded(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], r
     pieces = y.split([row] * len(boxes), 0)
     filled = [(box, pieces[i]) for i, box in enumerate(boxes) if volume(box)]
     return _tiled([(box, p.narrow(0, 0, volume(box)).view(shape_of(box))) for box, p in filled], 0)
+
+
+def copies_to_join(boxes: Sequence[Box], shape: Sequence[int], row: int | None = None) -> int:
+    """How many times `joined`, or `joined_padded` with such rows, copies what it joins: once a dim it goes by."""
+    filled = [box for box in boxes if volume(box)]
+    padded = row is not None and any([volume(box) != row for box in boxes])
+    if not padded and _in_rows(filled, shape):
+        return 0
+    return sum([len({box[dim] for box in filled}) > 1 for dim in range(len(shape))])
 
 
 def _in_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:

@@ -54,8 +54,8 @@ class Bucket:
         return self.priced(self.before[0].mesh.topology)
 
     def priced(self, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds of the one collective."""
-        return cost.all_reduce_cost(self.nbytes, self.axes, topology)
+        """Modelled microseconds of the one collective, and of the buffer that is filled for it."""
+        return cost.all_reduce_cost(self.nbytes, self.axes, topology) + cost.copy_cost(self.nbytes, topology)
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
         return f"all_reduce({operand}, {','.join(map(mesh.axis_name, self.axes))})"

@@ -25,7 +25,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from math import isqrt, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -141,7 +141,7 @@ class Uneven:
         cuts = [[cutting.cut(d, *each) for each in dim.layouts] for d, dim in enumerate(layouts.dims)]
         self.layouts, self.work = layouts, places.shape[1]
         where = dict(zip(cutting.ranks, places))
-        self.sides = [_sides(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
+        self.sides = [sides_of(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
         self.blocks = [_numbered(size, each, ns) for size, each in zip(cutting.sizes, cuts)]
 
     def largest(self, s: np.ndarray) -> np.ndarray:
@@ -170,7 +170,7 @@ def _used(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found, which.reshape(layouts.shape)
 
 
-def _sides(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> tuple:
+def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> tuple:
     """Where the block of every rank starts, and where it stops, a row for each cut."""
     starts, stops = [], []
     whole = np.zeros_like(next(iter(places.values())))
@@ -228,6 +228,7 @@ class Graph:
         self.gathers, self.which_gather = _few(self.largest[self.inner], ALL_GATHER, self.added)
         self.blocks = np.unique(self.largest, return_inverse=True)
         self._scatters: dict[int, Scatters] = {}
+        self.copies: dict[tuple, Any] = {}  # what the moves copy, kept by `copying.py`
 
     def scatters(self, pending: int) -> Scatters:
         """What scatters some of the pending axes, from all states where they are pending."""
@@ -279,7 +280,7 @@ def view_of(space: Space) -> View:
     ns = tuple([space.size(axes) for axes in cutting.movable])
     layouts = _layouts(_orders(space), tuple(map(len, cutting.units)))
     lengths = [n // space.size(prefix) for n, prefix in zip(cutting.sizes, cutting.prefixes)]
-    if _divides(space, prod(ns)):
+    if divides(space, prod(ns)):
         sizes: Even | Uneven = _even(layouts, ns)
         cell = prod([n // prod(ns) for n in lengths]) * space.item
     else:
@@ -297,7 +298,7 @@ def state_of(space: Space, graph: Graph, number: int, pending: tuple[int, ...]) 
     return State(tuple([axes for axes, _ in cuts]), tuple([unit for _, unit in cuts]), pending)
 
 
-def _divides(space: Space, n: int) -> bool:
+def divides(space: Space, n: int) -> bool:
     """Whether n, in each dim, divides what the outer axes that stay leave, which divide it too."""
     cutting = space.cutting
     each = [size % (n * space.size(prefix)) == 0 < size for size, prefix in zip(cutting.sizes, cutting.prefixes)]

@@ -18,6 +18,9 @@ is what the one has and the other wants. So even, uneven, empty, merged and reor
 `start` and `finish` are a move's code: plain calls on a tensor, so that a DTensor runs them, simulated ranks run them,
 and fx writes them down. Whatever differs between ranks comes from the coordinate; no size is read from the tensor.
 
+A move takes as long as its collective and what it copies to pack and to put in order (`copies`); copies that a
+collective makes itself are in its own price.
+
 Gathers and reduce-scatters pad blocks that differ in size to the largest; all others send what there is. What the ranks
 of a group need not send, because it is empty, none of them sends.
 """
@@ -29,7 +32,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -37,11 +40,14 @@ from spmd.comm import Transport, wire
 from spmd.mesh import MeshTopoInfo, cost
 from spmd.tensor.redistribute.boxes import (
     Box,
+    copies_to_cut,
+    copies_to_join,
     cut,
     joined,
     joined_padded,
     narrowed,
     overlap,
+    shape_of,
     volume,
     within,
 )
@@ -69,6 +75,22 @@ class At:
         return self.after.local_shape(self.coordinate)
 
 
+class Copied(NamedTuple):
+    """What a rank copies: elements that it packs once, and elements that it puts in order, so many times."""
+
+    packed: int = 0
+    joined: int = 0
+    times: int = 0
+
+    def each(self, nbytes: int) -> Copied:
+        """The same in bytes, where an element has so many."""
+        return Copied(self.packed * nbytes, self.joined * nbytes, self.times)
+
+
+def _copy_us(nbytes: int, topology: MeshTopoInfo) -> float:
+    return cost.copy_cost(nbytes, topology) if nbytes else 0.0
+
+
 @dataclass(frozen=True)
 class Move:
     """One step over the group of some axes; the base of all moves."""
@@ -90,10 +112,25 @@ class Move:
         """Bytes of memory on the rank with most while the move runs: its block before and after, what is packed."""
         return before.local_nbytes + after.local_nbytes
 
+    @staticmethod
+    def copies(have: Sequence[Box], want: Sequence[Box]) -> Copied:
+        """What a group's first rank, which has the largest block, copies of its own accord: `have` and `want` are the
+        boxes of the group's ranks before and after."""
+        return Copied()
+
     def cost(self, before: Spec, after: Spec, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds over these links."""
-        most = max(self.received(before, after, at) for at in before.mesh.coordinates())
-        return self.price(most, topology) if self.sends else 0.0
+        """Modelled microseconds over these links, and of what is copied."""
+        most = max(self.received(before, after, at) for at in before.mesh.coordinates()) if self.sends else 0
+        if not cost.copies_cost(topology):
+            return self.us(most, Copied(), topology)
+        first = (0,) * before.mesh.ndim
+        copied = self.copies(*(members(spec, self.axes, first) for spec in (before, after)))
+        return self.us(most, copied.each(before.dtype.itemsize), topology)
+
+    def us(self, received: float, copied: Copied, topology: MeshTopoInfo) -> float:
+        """Modelled microseconds where the busiest rank gets so many bytes, and copies so many."""
+        us = self.price(received, topology) if self.sends else 0.0
+        return us + _copy_us(copied.packed, topology) + copied.times * _copy_us(copied.joined, topology)
 
     def price(self, received: float, topology: MeshTopoInfo) -> float:
         """Modelled microseconds where the busiest rank gets so many bytes from others."""
@@ -125,6 +162,7 @@ class Slice(Move):
 
     kind = "slice"
     sends = False
+    copies = staticmethod(lambda have, want: Copied(0, volume(want[0]), 1))
 
     def start(self, x, at):
         if not prod(at.shape_after()):
@@ -144,6 +182,7 @@ class ToPartial(Move):
     reduce_op: str = "sum"
     kind = "to_partial"
     sends = False
+    copies = staticmethod(lambda have, want: Copied(0, volume(want[0]), 1))
 
     def start(self, x, at):
         nothing = _identity(self.reduce_op, at.before.dtype)
@@ -178,6 +217,7 @@ class Scale(Move):
 
     kind = "scale"
     sends = False
+    copies = staticmethod(lambda have, want: Copied(0, volume(want[0]), 1))
 
     def start(self, x, at):
         n = prod(at.before.mesh.shape[a] for a in self.axes)
@@ -195,6 +235,12 @@ class AllGather(Move):
     """Shards of the axes, in any dims, to replicated."""
 
     kind = "all_gather"
+
+    @staticmethod
+    def copies(have, want):
+        whole, row = want[0], volume(have[0])
+        times = copies_to_join([within(block, whole) for block in have], shape_of(whole), row)
+        return Copied(0, volume(whole), times)
 
     def peak(self, before, after):
         return before.local_nbytes + after.local_nbytes * (1 if in_rows(self.axes, before.dims) else 2)
@@ -232,6 +278,13 @@ class Exchange(Move):
     """Any blocks to any blocks: an all-to-all in which each rank gets what it wants from those that have it."""
 
     kind = "exchange"
+
+    @staticmethod
+    def copies(have, want):
+        sent = [within(overlap(have[0], box), have[0]) for box in want]
+        come = [within(overlap(box, want[0]), want[0]) for box in have]
+        packed = sum(map(volume, sent)) * copies_to_cut(sent, shape_of(have[0]))
+        return Copied(packed, volume(want[0]), copies_to_join(come, shape_of(want[0])))
 
     def received(self, before, after, coordinate):
         want = after.box(coordinate)
@@ -352,6 +405,12 @@ class ReduceScatter(_Reduction):
 
     kind = "reduce_scatter"
 
+    @staticmethod
+    def copies(have, want):
+        pieces, row = [within(box, have[0]) for box in want], volume(want[0])
+        padded = any([volume(piece) != row for piece in pieces])
+        return Copied(row * len(pieces) * (1 if padded else copies_to_cut(pieces, shape_of(have[0]))))
+
     def peak(self, before, after):
         packed = 0 if in_rows(self.axes, after.dims) else self.nbytes(before, after)
         return before.local_nbytes + packed + after.local_nbytes
@@ -409,6 +468,11 @@ class ReduceInOrder(_Reduction):
     """
 
     kind = "reduce_in_order"
+
+    @staticmethod
+    def copies(have, want):
+        pieces, terms = [within(box, have[0]) for box in want], volume(want[0]) * len(want)
+        return Copied(sum(map(volume, pieces)) * copies_to_cut(pieces, shape_of(have[0])), terms, 1)
 
     def nbytes(self, before, after):
         return min(before.local_nbytes, _size(self.axes, before) * after.local_nbytes)

@@ -17,6 +17,8 @@ from math import inf
 
 import numpy as np
 
+from spmd.mesh.cost import copy_cost
+from spmd.tensor.redistribute.copying import Cells, Few, copies_of
 from spmd.tensor.redistribute.graph import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -29,7 +31,16 @@ from spmd.tensor.redistribute.graph import (
     state_of,
     view_of,
 )
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, Exchange, Move, Permute, ReduceScatter, Slice
+from spmd.tensor.redistribute.moves import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Exchange,
+    Move,
+    Permute,
+    ReduceScatter,
+    Slice,
+)
 from spmd.tensor.redistribute.states import Space, State, Way
 
 NEVER = 1 << 60  # picoseconds
@@ -49,6 +60,7 @@ class _Search:
         self.graph, self.cell, self.start, goal = view_of(space)
         self._named: dict[int, tuple[int, ...]] = {}
         self.goals = self._goals(goal)
+        self.copies = copies_of(self.graph, space) if space.copies_cost else None
         self.moving = self._moving()
         # The time that is left, by the axes that are pending, as bits, and by the state.
         self.left = np.full((1 << len(space.cutting.movable), len(self.graph.used)), NEVER)
@@ -72,8 +84,9 @@ class _Search:
     def _moving(self) -> np.ndarray:
         """From each state to each other, while nothing is reduced."""
         graph = self.graph
-        found = self._prices(graph.moves)[graph.which]
-        gathers = self._prices(graph.gathers)[graph.which_gather]
+        copies = self.copies
+        found = self._prices(graph.moves, graph.which, copies and copies.moves)
+        gathers = self._prices(graph.gathers, graph.which_gather, copies and copies.gathers)
         if self.max_bytes < inf:
             self._forbid(found, gathers)
         back = graph.inner, graph.outer
@@ -87,7 +100,7 @@ class _Search:
             found = np.minimum(found, self._all_reduces(axes) + self.left[pending ^ axes])
         scatters = self.graph.scatters(pending)
         if len(scatters.outer):
-            times = self._prices(scatters.moves)[scatters.which]
+            times = self._prices(scatters.moves, scatters.which, self.copies and self._scattered(pending, scatters))
             if self.max_bytes < inf:
                 self._forbid_scatters(times, scatters, pending)
             self.scattering[pending] = times = times + self.left[pending ^ scatters.reduced, scatters.inner]
@@ -97,13 +110,26 @@ class _Search:
 
     def _all_reduces(self, axes: int) -> np.ndarray:
         sizes, which = self.graph.blocks
-        found = self._prices([(size, ALL_REDUCE, axes) for size in sizes])[which]
+        found = self._prices([(size, ALL_REDUCE, axes) for size in sizes], which, None)
         return np.where(2 * self.cell * self.graph.largest > self.max_bytes, NEVER, found)
 
-    def _prices(self, rows: list[Row]) -> np.ndarray:
-        return np.array([self._ps(*row) for row in rows], int)
+    def _prices(self, rows: list[Row], which: np.ndarray, copied: Cells | None) -> np.ndarray:
+        """Picoseconds of moves, which are these rows and copy so much."""
+        us = np.array([self._us(*row) for row in rows], float)
+        if copied is None:
+            return (us * 1e6).astype(int)[which]
+        packed, joined = self._copy_us(copied.packed), self._copy_us(copied.joined)
+        return ((us[which] + packed + copied.times * joined) * 1e6).astype(int)
 
-    def _ps(self, size: int, kind: int, bits: int) -> int:
+    def _copy_us(self, cells: Few) -> np.ndarray:
+        us = [copy_cost(n * self.cell, self.space.topology) if n else 0.0 for n in cells.numbers]
+        return np.array(us, float)[cells.which]
+
+    def _scattered(self, pending: int, scatters: Scatters) -> Cells:
+        ranks = [self.space.size(self._axes(bits)) for bits in scatters.reduced.tolist()]
+        return self.copies.scatters(pending, scatters, ranks)
+
+    def _us(self, size: int, kind: int, bits: int) -> float:
         space, axes, nbytes = self.space, self._axes(bits), size * self.cell
         n = space.size(axes)
         if kind == ALL_GATHER:
@@ -114,7 +140,7 @@ class _Search:
             nbytes = 2 * (n - 1) * space.reduced(nbytes) // n
         elif not nbytes:
             kind = SLICE  # as what is empty need not be sent
-        return space.ps(KINDS[kind], axes, nbytes)
+        return space.us(KINDS[kind], axes, nbytes)
 
     # ---- within some memory -------------------------------------------------------------------
     def _forbid(self, moving: np.ndarray, gathers: np.ndarray) -> None:

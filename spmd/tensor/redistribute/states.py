@@ -28,10 +28,13 @@ from typing import NamedTuple
 
 from spmd.comm.chunk import block
 from spmd.mesh import MeshTopoInfo
+from spmd.mesh.cost import copies_cost
+from spmd.tensor.redistribute.boxes import Box
 from spmd.tensor.redistribute.moves import (
     AllGather,
     AllReduce,
     AllToAll,
+    Copied,
     Exchange,
     Move,
     Permute,
@@ -41,6 +44,7 @@ from spmd.tensor.redistribute.moves import (
 )
 from spmd.tensor.spec import Spec
 
+NOTHING = Copied()
 Dims = tuple[tuple[int, ...], ...]
 MOST_ALONE = 4  # axes that move each by itself; of more, those that replicate before and after move together
 
@@ -101,14 +105,18 @@ class Space:
         self.kept = tuple(a for a, kind in src.partial if want.get(a) == kind)
         self.made = tuple(a for a in want if a not in self.kept)  # to be made Partial, at the end
         pending = tuple(a for a in have if a not in self.kept)
-        # A dim to scatter a sum over, or by which shards may turn inside a host before they leave it.
-        self.which = _dims_that_matter(src, dst, spare=bool(pending) or topology.layout.levels > 1)
+        self.copies_cost = copies_cost(topology)
+        # A dim to scatter a sum over, by which shards may turn inside a host before they leave it, or in which they
+        # come in order.
+        spare = bool(pending) or topology.layout.levels > 1 or self.copies_cost
+        self.which = _dims_that_matter(src, dst, spare, rows=self.copies_cost)
         self.sizes = tuple([src.shape[d] for d in self.which])
         self.start = State(tuple(src.dims[d] for d in self.which), tuple(src.units[d] for d in self.which), pending)
         self.goal = State(tuple(dst.dims[d] for d in self.which), tuple(dst.units[d] for d in self.which), ())
         self.cutting = self._cutting({*have, *want})
         self.item = prod([n for d, n in enumerate(src.shape) if d not in self.which]) * src.dtype.itemsize
         self._ns = tuple([self.mesh_shape[a] for a in self.cutting.ranks])
+        self.leads = self.which[:1] == [0]  # whether the dims that matter begin with the first of all
         self._itemsize = src.dtype.itemsize
         self._wire_itemsize = AllReduce(pending).wire_itemsize(src) if pending else self._itemsize
 
@@ -147,7 +155,8 @@ class Space:
                 yield self._reduce_scatter(s, t, reduced)
         elif s.pending == t.pending:
             if _is_inside(s, t):
-                yield Way(t, Slice, _added(s, t), 0, 0, self.largest(s) + self.largest(t))
+                axes, both = _added(s, t), self.largest(s) + self.largest(t)
+                yield Way(t, Slice, axes, self.ps(Slice, axes, 0, s, t), 0, both)
             else:
                 yield self._exchange(s, t)
                 if _is_inside(t, s):
@@ -157,18 +166,18 @@ class Space:
         before, after, n = self.largest(s), self.largest(t), self.size(axes)
         sent = (n - 1) * self.reduced(after)
         packed = 0 if self.in_rows(axes, t.dims) else min(before, n * after)
-        return Way(t, ReduceScatter, axes, self.ps(ReduceScatter, axes, sent), sent, before + packed + after)
+        return Way(t, ReduceScatter, axes, self.ps(ReduceScatter, axes, sent, s, t), sent, before + packed + after)
 
     def _all_reduce(self, s: State, t: State, axes: tuple[int, ...]) -> Way:
         mine, n = self.largest(s), self.size(axes)
         sent = 2 * (n - 1) * self.reduced(mine) // n
-        return Way(t, AllReduce, axes, self.ps(AllReduce, axes, sent), sent, 2 * mine)
+        return Way(t, AllReduce, axes, self.ps(AllReduce, axes, sent, s, t), sent, 2 * mine)
 
     def _all_gather(self, s: State, t: State) -> Way:
         axes, mine = _added(t, s), self.largest(s)
         sent = (self.size(axes) - 1) * mine
         whole = self.largest(t) * (1 if self.in_rows(axes, s.dims) else 2)
-        return Way(t, AllGather, axes, self.ps(AllGather, axes, sent), sent, mine + whole)
+        return Way(t, AllGather, axes, self.ps(AllGather, axes, sent, s, t), sent, mine + whole)
 
     def _exchange(self, s: State, t: State) -> Way:
         """Where no rank lacks anything, because what moves is empty, a slice."""
@@ -177,12 +186,12 @@ class Space:
         want = tuple(sorted([a for x, p in zip(t.dims, shared) for a in x[len(p) :]]))
         sent, both = self.lacks(s, t), self.largest(s) + self.largest(t)
         if not sent:
-            return Way(t, Slice, axes, 0, 0, both)
+            return Way(t, Slice, axes, self.ps(Slice, axes, 0, s, t), 0, both)
         move: type[Move] = Exchange
         if axes == want:
             same = all([self._same_blocks(*each) for each in zip(self.sizes, s.units, s.dims, t.units, t.dims)])
             move = Permute if same else AllToAll
-        return Way(t, move, axes, self.ps(move, axes, sent), sent, both if move is Permute else 2 * both)
+        return Way(t, move, axes, self.ps(move, axes, sent, s, t), sent, both if move is Permute else 2 * both)
 
     # ---- the goal -----------------------------------------------------------------------------
     def reaches_goal(self, s: State) -> bool:
@@ -231,23 +240,42 @@ class Space:
         return prod(ns[0]) == prod(ns[1]) and blocks_with_any(size, u, ns[0]) == blocks_with_any(size, v, ns[1])
 
     # ---- prices -------------------------------------------------------------------------------
-    def ps(self, move: type[Move], axes: tuple[int, ...], sent: int) -> int:
-        """Picoseconds of a move over these axes in which the busiest rank gets so many bytes."""
-        return _ps(self.topology, move, axes, sent)
+    def ps(self, move: type[Move], axes: tuple[int, ...], sent: int, s: State, t: State) -> int:
+        """Picoseconds of a move from s to t over these axes in which the busiest rank gets so many bytes."""
+        copied = Copied()
+        if self.copies_cost:
+            copied = move.copies(self._members(s, axes), self._members(t, axes)).each(self.item)
+        return int(self.us(move, axes, sent, copied) * 1e6)
+
+    def us(self, move: type[Move], axes: tuple[int, ...], sent: int, copied: Copied = NOTHING) -> float:
+        """Microseconds of a move in which so many bytes are sent, and so many copied."""
+        return _us(self.topology, move, axes, sent, copied)
+
+    def _members(self, s: State, axes: tuple[int, ...]) -> list[Box]:
+        """The boxes of the first group along some axes. Of the dims that do not matter, the first has a part in the
+        order of elements."""
+        ranks = zip(self.cutting.ranks, self._ns)
+        weights = [prod(self._ns[i + 1 :]) for i in range(len(self._ns))]
+        at = itertools.product(*[range(n) if a in axes else (0,) for a, n in ranks])
+        places = [sum([i * w for i, w in zip(c, weights)]) for c in at]
+        every = zip(self.sizes, s.units, s.dims)
+        sides = [intervals(size, unit, sharding, self.cutting.ranks, self._ns) for size, unit, sharding in every]
+        first = () if self.leads else ((0, 1),)
+        return [(*first, *[side[i] for side in sides]) for i in places]
 
 
 @functools.lru_cache(maxsize=65536)
-def _ps(topology: MeshTopoInfo, move: type[Move], axes: tuple[int, ...], sent: int) -> int:
-    return int(move(axes).price(sent, topology) * 1e6) if move.sends else 0
+def _us(topology: MeshTopoInfo, move: type[Move], axes: tuple[int, ...], sent: int, copied: Copied) -> float:
+    return move(axes).us(sent, copied, topology)
 
 
-def _dims_that_matter(src: Spec, dst: Spec, spare: bool) -> list[int]:
-    """Dims that are sharded before or after; where it may pay, one more to go through."""
+def _dims_that_matter(src: Spec, dst: Spec, spare: bool, rows: bool) -> list[int]:
+    """Dims that are sharded before or after; where it may pay, one more to go through: with rows, rather the first."""
     found = [d for d in range(src.ndim) if src.dims[d] or dst.dims[d]]
     rest = [d for d in range(src.ndim) if d not in found]
     if spare and rest:
         n = prod(src.mesh.shape)
-        found.append(max(rest, key=lambda d: (src.shape[d] % n == 0, src.shape[d], -d)))
+        found.append(max(rest, key=lambda d: (src.shape[d] % n == 0, rows and d == 0, src.shape[d], -d)))
     return sorted(found)
 
 
