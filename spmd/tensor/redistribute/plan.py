@@ -25,7 +25,7 @@ from spmd.tensor import deterministic
 from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.bounds import lower_bound
 from spmd.tensor.redistribute.moves import AllReduce, At, Move, ReduceInOrder, ReduceScatter, Scale, ToPartial
-from spmd.tensor.redistribute.search import cheapest
+from spmd.tensor.redistribute.simpler import simplest
 from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.spec import Order, Spec, spec_of
 
@@ -312,7 +312,7 @@ def _steps(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Itera
         yield step
         spec = step.after
     space = Space(spec, dst, src.mesh.topology)
-    ways = cheapest(space, max_bytes)
+    ways = simplest(space, max_bytes)
     if ways is None:
         raise _too_much(src, dst, max_bytes, plan(src, dst, inf, in_rank_order).peak_bytes)
     for way in ways:

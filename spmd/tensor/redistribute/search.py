@@ -51,10 +51,12 @@ def cheapest(space: Space, max_bytes: float = inf) -> list[Way] | None:
     """The ways from the start of the space to its goal; None where none keeps within so much memory."""
     if space.reaches_goal(space.start):
         return []
-    return _Search(space, max_bytes).run()
+    return Search(space, max_bytes).run()
 
 
-class _Search:
+class Search:
+    """The cheapest plan of a space, and how long it takes from every state."""
+
     def __init__(self, space: Space, max_bytes: float) -> None:
         self.space, self.max_bytes = space, max_bytes
         self.graph, self.cell, self.start, goal = view_of(space)
@@ -65,7 +67,7 @@ class _Search:
         # The time that is left, by the axes that are pending, as bits, and by the state.
         self.left = np.full((1 << len(space.cutting.movable), len(self.graph.used)), NEVER)
         self.scattering: dict[int, np.ndarray] = {}
-        for pending in _subsets(self._bits(space.start.pending)):
+        for pending in subsets(self._bits(space.start.pending)):
             self._settle(pending)
 
     # ---- how long it takes --------------------------------------------------------------------
@@ -96,7 +98,7 @@ class _Search:
     def _reducing(self, pending: int) -> np.ndarray:
         """From each state where these axes are pending, if some of them are reduced at once."""
         found = np.full(len(self.graph.used), NEVER)
-        for axes in _subsets(pending)[1:]:
+        for axes in subsets(pending)[1:]:
             found = np.minimum(found, self._all_reduces(axes) + self.left[pending ^ axes])
         scatters = self.graph.scatters(pending)
         if len(scatters.outer):
@@ -195,7 +197,7 @@ class _Search:
         left = self.left[pending, at]
         moved = np.nonzero(self.moving[at] + self.left[pending] == left)[0].tolist()
         yield from ((to, pending) for to in moved if to != at)
-        yield from ((at, pending ^ axes) for axes in _subsets(pending)[1:] if self.left[pending ^ axes, at] <= left)
+        yield from ((at, pending ^ axes) for axes in subsets(pending)[1:] if self.left[pending ^ axes, at] <= left)
         if pending in self.scattering:
             scatters = self.graph.scatters(pending)
             for i in np.nonzero((scatters.outer == at) & (self.scattering[pending] == left))[0].tolist():
@@ -223,6 +225,6 @@ class _Search:
         return sum([1 << i for i, each in enumerate(self.space.cutting.movable) if each[0] in axes])
 
 
-def _subsets(bits: int) -> list[int]:
-    """All of them, each after its own subsets."""
+def subsets(bits: int) -> list[int]:
+    """All subsets of a set of bits, each after its own subsets."""
     return [some for some in range(bits + 1) if some & ~bits == 0]
