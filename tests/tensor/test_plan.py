@@ -127,7 +127,7 @@ def test_so_it_is_on_gloo(gloo4: Pool):
     assert gloo4.run(counted_on_gloo, (2, 2), 1) == [[]] * 4
     six = Pool(6)
     try:
-        assert six.run(counted_on_gloo, (2, 3), 5) == [[]] * 6
+        assert six.run(counted_on_gloo, (2, 3), 11) == [[]] * 6
     finally:
         six.close()
 
