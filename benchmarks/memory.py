@@ -1,6 +1,6 @@
 """Whether memory stays flat: eager ops on DTensors whose shapes keep changing.
 
-    python benchmarks/memory.py                 # a million ops, about an hour
+    python benchmarks/memory.py                 # a million ops, 40 minutes
     python benchmarks/memory.py --short         # 20,000 ops
 
 Two simulated ranks. Each round takes a shape that was not seen for long and runs ten ops on it - arithmetic, a dropout,

@@ -50,8 +50,6 @@ from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.spec import Spec
 from spmd.tensor.words import Recipe, recipe
 
-aten = torch.ops.aten
-
 # ---- the state --------------------------------------------------------------------------------
 
 
@@ -190,7 +188,7 @@ def draw_like(
     op, spec: Spec, local: torch.Tensor, *, generator: torch.Generator | None = None, **options: Any
 ) -> torch.Tensor:
     """A new tensor like this block, but for the options of `empty_like`, filled by an op of `FILLS`."""
-    return draw(op, spec, aten.empty_like.default(local, **options), generator=generator)
+    return draw(op, spec, torch.empty_like(local, **options), generator=generator)
 
 
 @per_rank
