@@ -22,7 +22,7 @@ from spmd.tensor.composites import KEYS
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
 from spmd.tensor.rules.products import KERNELS
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, strides_like
 
 seen = Cache(maxsize=16384)
 """Hot calls by op, specs and static arguments."""
@@ -290,12 +290,18 @@ class _Aligned(NamedTuple):
     @classmethod
     def of(cls, key: tuple) -> _Aligned:
         op, *lists = key
-        name = op._schema.name.removeprefix("aten::")
-        return cls(_are_aligned(lists), getattr(torch, name, op), bool(op._schema.returns), _torch.written_places(op))
+        name, gives = op._schema.name.removeprefix("aten::"), bool(op._schema.returns)
+        yes = _are_aligned(lists) and (not gives or all(map(_is_dense, lists[0])))
+        return cls(yes, getattr(torch, name, op), gives, _torch.written_places(op))
 
 
 def _is_number(x: Any) -> bool:
     return type(x) is torch.Tensor and x.ndim == 0
+
+
+def _is_dense(spec: Spec) -> bool:
+    """Whether a new tensor like it has its strides: those of one with holes, or stretched, are not kept."""
+    return 0 not in spec.stride and strides_like(spec.shape, spec.stride) == spec.stride
 
 
 def _are_aligned(lists: list[tuple]) -> bool:

@@ -67,6 +67,17 @@ FOUND = {
         ("b = a.mT.softmax(-1)", "c = a.mT.diagonal_scatter(a.diagonal() + 1)", "d = F.layer_norm(a.mT, (4,))",
          "e = a.mT.logsumexp(-1)"),
     ),
+    "strides of the results of list ops": Program(
+        (2,), (a(4, 6, on=[S0]),),
+        ("b = a[:, ::2]", "with torch.no_grad(): c = torch._foreach_mul([b, b], [2.0, 0.5])[0]",
+         "d = a[:, :1].expand(4, 3)", "with torch.no_grad(): e = torch._foreach_add([d], 1)[0]"),
+    ),
+    "averages of whole numbers that are to be summed": Program(
+        (2, 3), (a(3, 3, 5, on=[R, SUM], dtype="int64"),), ("b = F.avg_pool1d(a, 2)", "c = F.avg_pool1d(a, 3, 1)")
+    ),
+    "a sum of bools into one": Program(
+        (4,), (a(4, 2, on=[S0], dtype="bool"),), ("b = a.new_zeros(a.shape)", "torch.sum(a, 0, out=b)")
+    ),
     "images without channels": Program((2,), (a(0, 4, on=[R]),), ("b = F.conv1d(a[None], a[None])",)),
     "writes through .data, which autograd is not to see": Program(
         (2,), (a(4, 3, on=[S0], grad=True),),

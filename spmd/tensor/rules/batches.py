@@ -47,8 +47,10 @@ def batched(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
 def windows(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
     """Pooling, padding and resampling: batch and channel are free, the last few dims are whole.
 
-    A backward that is told the size of the image has to be told the local one.
+    An average of whole numbers is rounded, so it is not linear. A backward that is told the size of the image has to be
+    told the local one.
     """
+    law = law if law is MOVES or call.tensors[0].dtype.is_floating_point else ()
     sizes = "input_size" if call["input_size"] is not None else None
     return leading(call, max(call.tensors[0].ndim - last, 0), law, nonempty=True, sizes=sizes)
 

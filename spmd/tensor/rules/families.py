@@ -94,8 +94,8 @@ def reduction(call: Call, kind: str | None = None, law: tuple[Law, ...] = (), no
     `nonempty`: the reduction of nothing is an error, so no rank may be left without an element.
     """
     n = call.tensors[0].ndim
-    if kind == "product" and call.outs[0].dtype.is_complex:
-        kind = None  # which no backend can carry out
+    if (kind, call.outs[0].dtype) == ("sum", torch.bool) or (kind == "product" and call.outs[0].dtype.is_complex):
+        kind = None  # there is no sum of bools, and no backend for products of complex numbers
     gone = dims_of(call["dim"], n)
     kept = [d for d in range(n) if d not in gone]
     ins = tuple(Factor(d) if d in kept or kind else None for d in range(n))
