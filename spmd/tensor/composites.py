@@ -65,24 +65,33 @@ def _making_plain(op: _torch.OpOverload) -> Callable:
     return run
 
 
-def _kept(op: _torch.OpOverload, is_meant: Callable[..., bool]) -> Callable:
-    """The op as one, for arguments that are meant; torch makes matrices or batches of what has more dims."""
-    as_one = _torch.as_one(op)
+_linear, _matmul = map(_torch.as_one, (aten.linear.default, aten.matmul.default))
 
-    def run(*args: torch.Tensor) -> torch.Tensor:
-        if is_meant(*args):
-            return as_one(*args)
-        with _torch.without_first():
-            return op(*args)
 
-    return run
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """With all dims of x as they are; torch makes a matrix of them."""
+    if weight.ndim == 2:
+        return _linear(x, weight, bias)
+    with _torch.without_first():
+        return aten.linear.default(x, weight, bias)
+
+
+def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """With all dims as they are; torch makes matrices of them, or one batch."""
+    if x.ndim == 2 == y.ndim:
+        return torch.mm(x, y)
+    if x.ndim > 2 or y.ndim > 2:
+        return _matmul(x, y)
+    with _torch.without_first():
+        return aten.matmul.default(x, y)
+
 
 
 composites = {
     aten.vander.default: vander,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
-    aten.linear.default: _kept(aten.linear.default, lambda x, weight, bias=None: weight.ndim == 2),
-    aten.matmul.default: _kept(aten.matmul.default, lambda x, y: x.ndim > 2 or y.ndim > 2),
+    aten.linear.default: linear,
+    aten.matmul.default: matmul,
     aten.matmul_backward.default: matmul_backward,  # torch cannot differentiate it
     **{op: _making_plain(op) for op in MAKES_PLAIN},
 }

@@ -212,6 +212,10 @@ class DTensor(torch.Tensor):
     def __getitem__(self, index: Any) -> DTensor:
         return torch.Tensor.__getitem__(self, index if _is_simple(index) else self._without_lists(index))
 
+    def __matmul__(self, other: Any) -> DTensor:
+        matrices = type(other) is DTensor and self.ndim == 2 == other.ndim
+        return torch.mm(self, other) if matrices else torch.Tensor.__matmul__(self, other)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         torch.Tensor.__setitem__(self, index if _is_simple(index) else self._without_lists(index), value)
 

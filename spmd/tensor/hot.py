@@ -89,13 +89,11 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor), found[2][0])
         if len(args) > 1 and type(args[1]) in _STATIC and type(args[0]) is dtensor:
-            types = tuple(map(type, args))
-            if _is_read_whole(op, types):
-                a = args[0]
+            a, types = args[0], tuple(map(type, args))
+            if list not in types:
                 found = seen.entries.get((op, a._spec, types, args[1:]))
-                if found is None or a._copy is not None:
-                    return MISS
-                return _call(found, [a._local_tensor, *args[1:]], NONE, a, dtensor)
+                if found is not None and a._copy is None:
+                    return _call(found, [a._local_tensor, *args[1:]], NONE, a, dtensor)
     if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
         return run_lists(op, args, kwargs or NONE, dtensor)
     return _any(op, args, kwargs or NONE, dtensor)
