@@ -350,5 +350,7 @@ SAME = {
     torch.ops.aten.sum.default: torch.sum, torch.ops.aten.pow.Tensor_Scalar: torch.pow,
     torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
     torch.ops.aten.add_.Tensor: torch.Tensor.add_, torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
+    torch.ops.aten.addcmul_.default: torch.Tensor.addcmul_, torch.ops.aten.addcdiv_.default: torch.Tensor.addcdiv_,
+    torch.ops.aten.lerp_.Scalar: torch.Tensor.lerp_, torch.ops.aten.div_.Tensor: torch.Tensor.div_,
 }  # fmt: skip
 """Functions that are the same op as an overload and are called in less time."""
