@@ -27,6 +27,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.mapped import captured_calls, one_at_a_time
 from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
+from spmd.expand.whole import IN_A_TRACE, Whole, renamed
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call
 from spmd.tensor.dtensor import DTensor
@@ -143,6 +144,7 @@ def _captured(
             f"torch.where, or move it out of the step{_in_user_code(error)}"
         ) from error
     constants = _attributes(gm)
+    renamed(gm.graph)
     _clean(gm.graph)
     inputs = (*inputs, *_number_draws(gm.graph))
     return Captured(gm.graph, constants, inputs, trace.outputs, trace.leaves, trace.tree, symbols, fixed)
@@ -178,7 +180,7 @@ class _Trace:
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
                 constants = self.state.constants()
-                with _Normal(), _torch.data_is_written():
+                with _Normal(), Whole(), _torch.data_is_written():
                     result = self.call(_with_leaves(self.args, numbers))
                 after = self.state.tensors()
                 self._check_unchanged(constants, numbers)
@@ -280,7 +282,7 @@ class _Normal(_torch.TorchDispatchMode):
         if Call(op, args, kwargs, ()).draws:
             _check_draw(op, kwargs)
         _check_written(op, args)
-        out = self.table.get(op, op)(*args, **kwargs)
+        out = self.table.get(op, IN_A_TRACE.get(op, op))(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result is in the values, which only the run knows; write it with ops that keep "

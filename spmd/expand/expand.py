@@ -166,7 +166,8 @@ class _Expander:
         """Write the node as its decomposition, if it has one for operands that lie so. Numbers have no stands."""
         if node.target not in decompositions or any(self._spec(n) is None for n in node.all_input_nodes):
             return False
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: Stand(n, self._spec(n), self._write))
+        stands = {n: Stand(n, self._spec(n), self._write) for n in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), stands.__getitem__)
         out = spelled_out(node.target, args, kwargs)
         if out is NotImplemented:
             return False
@@ -187,7 +188,7 @@ class _Expander:
         self.call(node)
         if not many:
             return Stand(node, self._spec(node), self._write)
-        return [self._write_item(node, i) for i in range(len(node.meta["val"]))]
+        return [None if meta is None else self._write_item(node, i) for i, meta in enumerate(node.meta["val"])]
 
     def _write_item(self, node: fx.Node, i: int) -> Stand:
         item = self.spelled.create_node("call_function", operator.getitem, (node, i))

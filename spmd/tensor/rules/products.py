@@ -99,17 +99,20 @@ def matmul_backward(grad, self, other, mask):
         grad, x = grad.unsqueeze(-2), x.unsqueeze(-2)
     of_self = of_other = None
     if mask[0]:
-        of_self = _outer(grad.mT, y.mT) if x.ndim == 2 else _summed_to(x, aten.matmul.default(grad, y.mT))
-        of_self = of_self.reshape(self.shape)
+        of_self = _outer(grad.mT, y.mT) if x.ndim == 2 else _summed_to(x, torch.matmul(grad, y.mT))
     if mask[1]:
-        of_other = _outer(x, grad) if y.ndim == 2 else _summed_to(y, aten.matmul.default(x.mT, grad))
-        of_other = of_other.reshape(other.shape)
-    return of_self, of_other
+        of_other = _outer(x, grad) if y.ndim == 2 else _summed_to(y, torch.matmul(x.mT, grad))
+    return _shaped_as(self, of_self), _shaped_as(other, of_other)
 
 
 def _outer(x, y):
     """`b t k, b t n -> k n`."""
     return aten.linear_backward.default(y, x, x, [False, True, False])[1]
+
+
+def _shaped_as(x, grad):
+    """The gradient of a vector, which was a matrix meanwhile."""
+    return grad if grad is None or grad.ndim == x.ndim else grad.reshape(x.shape)
 
 
 def _summed_to(x, grad):
