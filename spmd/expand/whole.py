@@ -16,6 +16,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.tensor.einsum import product
 from spmd.tensor.rules.products import matmul_backward
 
 aten = torch.ops.aten
@@ -97,7 +98,17 @@ class _Matmul(torch.autograd.Function):
             return matmul_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad)
 
 
+def einsum(equation: Any, *operands: Any) -> Any:
+    """A product of two with its dims kept."""
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in given):
+        return NotImplemented
+    with Whole():  # for the products that it is made of
+        return product(equation, given)
+
+
 KEPT = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
+    torch.einsum: einsum,
 }  # fmt: skip
 """Functions by what is done instead."""

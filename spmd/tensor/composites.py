@@ -17,6 +17,7 @@ import torch
 
 from spmd import _torch
 from spmd.tensor import plain
+from spmd.tensor.einsum import product
 from spmd.tensor.rules.products import matmul_backward
 
 aten = torch.ops.aten
@@ -43,6 +44,15 @@ def vander(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> t
     ones = torch.ones_like(x)
     powers = torch.cat([ones, x.expand(-1, n - 1).cumprod(1)], 1) if n > 1 else ones[:, :n]
     return powers if increasing else powers.flip(1)
+
+
+def einsum(equation: str, tensors: Sequence[torch.Tensor], *, path: Sequence[int] | None = None) -> torch.Tensor:
+    """A product of two with its dims kept."""
+    out = product(equation, tensors)
+    if out is not NotImplemented:
+        return out
+    with _torch.without_first():
+        return aten.einsum.default(equation, tensors, path=path)
 
 
 MAKES_PLAIN = (
@@ -92,6 +102,7 @@ composites = {
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten.linear.default: linear,
     aten.matmul.default: matmul,
+    aten.einsum.default: einsum,
     aten.matmul_backward.default: matmul_backward,  # torch cannot differentiate it
     **{op: _making_plain(op) for op in MAKES_PLAIN},
 }

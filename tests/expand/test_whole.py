@@ -31,6 +31,15 @@ class Attention(nn.Module):
         return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Spelled(Attention):
+    """The same with its products spelled by einsum."""
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v))
+        weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+
+
 class Mixer(nn.Module):
     """Linear layers of rows of rows, and a product with a matrix that is no layer."""
 
@@ -77,6 +86,7 @@ def case(model=Attention, step=step, params=HEADS, inputs=ROWS, batch=4) -> Case
 CASES = {
     "heads": (case(), (2, 2)),
     "heads, uneven": (case(batch=3), (2, 2)),
+    "heads by einsum": (case(Spelled, batch=3), (2, 2)),
     "heads over all": (case(), (1, 4)),
     "sequence": (case(Mixer, params={}, inputs=SEQUENCE), (2, 2)),
     "sequence, uneven": (case(Mixer, params={}, inputs=SEQUENCE, batch=3), (2, 4)),
@@ -96,6 +106,7 @@ def test_the_step_is_that_of_one_device(name):
     [
         # the product with the output's rows, and the gradient of the loss's mean; one bucket of gradients
         (case(), {("all_reduce", "tp"), ("all_reduce", "dp")}),
+        (case(Spelled), {("all_reduce", "tp"), ("all_reduce", "dp")}),
         # the gradients of the weights alone, over both axes
         (case(Mixer, params={}, inputs=SEQUENCE), {("all_reduce", "dp,tp")}),
     ],

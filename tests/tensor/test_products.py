@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch.autograd.functional import hessian
 
 import spmd
 from spmd.sim import LocalTensorMode
+from spmd.tensor.einsum import product
 from spmd.tensor.redistribute.plan import steps_made
 from tests.tensor.single import S0, S1, S2, SUM, R, agree, agree_at_once, mesh_of, placed
 
@@ -37,6 +40,7 @@ PRODUCTS = {
     "linear of a vector": (F.linear, [f(5), f(3, 5), f(3)], [([S0, R], [S1, R], [R, R]), ([R, R], [S0, S1], [S0, R])]),
     "linear by a vector": (F.linear, [f(4, 6, 5), f(5)], [([S0, S1], [R, R]), ([S0, S2], [R, S0])]),
     "linear, empty": (F.linear, [f(0, 6, 5), f(3, 5), f(3)], [([S0, S1], [R, R], [R, R])]),
+    "linear, of one": (F.linear, [f(4, 1), f(3, 1), f(3)], [([R, S1], [R, S1], [R, R])]),
     "linear, few": (F.linear, [f(1, 3, 5), f(3, 5), f(3)], [([S0, S1], [S0, R], [R, S0])]),
     "linear, few features": (F.linear, [f(4, 3, 1), f(1, 1), f(1)], [
         ([S0, S2], [R, S1], [R, R]), ([S2, R], [S1, R], [R, R]), ([R, R], [S0, S1], [S0, R]),
@@ -50,6 +54,17 @@ PRODUCTS = {
     "of a matrix": (torch.matmul, [f(4, 5), f(6, 5, 3)], [([R, R], [S0, S2]), ([S0, S1], [S0, S1])]),
     "by a vector": (torch.matmul, [f(4, 6, 5), f(5)], [([S0, S1], [R, R]), ([S2, S0], [S0, R])]),
     "of a vector": (torch.matmul, [f(5), f(4, 5, 3)], [([R, R], [S0, S2]), ([S0, R], [S1, R])]),
+    "einsum of heads": (lambda x, y: torch.einsum("bqhd,bkhd->bhqk", x, y), [f(4, 3, 2, 5), f(4, 6, 2, 5)], [
+        ([S0, S2], [S0, S2]), ([S0, S1], [S0, R]), ([S3, S0], [S3, S0]),
+    ]),
+    "einsum to heads": (lambda x, y: torch.einsum("btd,dhk->bthk", x, y), [f(4, 3, 5), f(5, 2, 3)], [
+        ([S0, R], [R, S1]), ([S0, S1], [R, R]), ([R, S2], [R, S0]),
+    ]),
+    "einsum from heads": (lambda x, y: torch.einsum("bthk,hkd->btd", x, y), [f(4, 3, 2, 3), f(2, 3, 5)], [
+        ([S0, S2], [R, S0]), ([S0, S1], [R, S2]),
+    ]),
+    "einsum of an outer product": (lambda x, y: torch.einsum("a,b->ba", x, y), [f(4), f(5)], [([S0, R], [R, S0])]),
+    "einsum torch's way": (lambda x, y: torch.einsum("...ab,b->...a", x, y), [f(4, 3, 5), f(5)], [([S0, S1], [R, R])]),
     "matrices": (torch.matmul, [f(4, 5), f(5, 3)], [([S0, S1], [R, S0]), ([SUM, R], [R, S1])]),
 }  # fmt: skip
 
@@ -81,6 +96,7 @@ def test_so_are_their_second_derivatives(name):
         (F.linear, [f(4, 6, 5), f(3, 5), f(3)], ([S0, S1], [R, R], [R, R])),
         (torch.matmul, [f(4, 6, 5), f(5, 3)], ([S0, S1], [R, R])),
         (torch.matmul, [f(4, 6, 3, 5), f(4, 6, 5, 3)], ([S0, S1], [S0, S1])),
+        (lambda x, y: torch.einsum("bhqd,bhkd->bhqk", x, y), [f(4, 6, 3, 5), f(4, 6, 2, 5)], ([S0, S1], [S0, S1])),
         (F.linear, [f(4, 6, 5), f(8, 5), f(8)], ([S0, R], [R, S0], [R, S0])),
     ],
 )
@@ -160,3 +176,19 @@ def test_the_hessian_of_one_device():
         a, b = placed(x, [S0, S1], mesh), placed(w, [R, R], mesh)
         got = hessian(lambda w: F.linear(a, w).tanh().sum(), b).full_tensor()
         assert all(torch.allclose(each, want) for each in got.local.values())
+
+
+def test_einsum_is_torchs():
+    """Of random equations, those that are products of two: values and shapes."""
+    rng, products = random.Random(0), 0
+    for _ in range(400):
+        sizes = {label: rng.randint(0, 4) for label in "abcde"}
+        left, right = ("".join(rng.sample("abcde", rng.randint(1, 4))) for _ in range(2))
+        labels = sorted({*left, *right})
+        equation = f"{left},{right}->{''.join(rng.sample(labels, rng.randint(0, len(labels))))}"
+        x, y = (torch.randn([sizes[label] for label in labels], dtype=f64) for labels in (left, right))
+        got = product(equation, [x, y])
+        if got is not NotImplemented:
+            products += 1
+            torch.testing.assert_close(got, torch.einsum(equation, x, y), msg=equation)
+    assert products > 100

@@ -130,8 +130,7 @@ def _linear_backward(self, grad_output, weight, output_mask):
     return of_input, of_weight, rows.sum(0) if output_mask[2] else None
 
 
-def _rows(x):
-    """`b t k -> b.t k`, where a -1 could be any number if there is no k on this rank."""
+def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
