@@ -25,6 +25,7 @@ from spmd.tensor.random import Draw
 from spmd.tensor.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec
 
 
@@ -82,6 +83,8 @@ class _Binder:
                 self.at[node] = self._mapped(node)
             elif isinstance(node.target, Gradients):
                 self.at[node] = self._gradients(node)
+            elif node.target in KERNELS:
+                self.at[node] = self._written_out(node)
             elif node.target is operator.getitem and isinstance(self.at[node.args[0]], list):
                 self.at[node] = self.at[node.args[0]][node.args[1]]
             else:
@@ -138,6 +141,13 @@ class _Binder:
             target = self.transport.collective(target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         return self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+
+    # ---- ops as they are ------------------------------------------------------------------------
+    def _written_out(self, node: fx.Node) -> list[fx.Node | None]:
+        """The results of an op that has no kernel, by ops that have."""
+        args = fx.map_arg(node.args, lambda n: fx.Proxy(self._ready(n), self.tracer))
+        found = zip(KERNELS[node.target](*args), node.meta["spec"], strict=True)
+        return [None if p is None else _noted(p.node, spec) for p, spec in found]
 
     def _copy(self, node: fx.Node) -> None:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)

@@ -80,7 +80,7 @@ _linear, _matmul = map(_torch.as_one, (aten.linear.default, aten.matmul.default)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """With all dims of x as they are; torch makes a matrix of them."""
-    if weight.ndim == 2:
+    if weight.ndim == 2 and x.ndim > 1:
         return _linear(x, weight, bias)
     with _torch.without_first():
         return aten.linear.default(x, weight, bias)

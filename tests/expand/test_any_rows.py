@@ -110,10 +110,12 @@ def sgd(params):
     return optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-@pytest.mark.parametrize("shape, batch, seed", [((2, 2), 4, 0), ((2, 2), 3, 1), ((3, 1), 4, 2), ((3, 1), 2, 3)])
-def test_a_gpt_trains_by_any_rows(shape, batch, seed):
+@pytest.mark.parametrize(
+    "shape, batch, layers, seed", [((2, 2), 4, 1, 0), ((2, 2), 3, 1, 1), ((3, 1), 4, 2, 2), ((3, 1), 2, 1, 3)]
+)
+def test_a_gpt_trains_by_any_rows(shape, batch, layers, seed):
     """Hundreds of moves between all kinds of placements, even, uneven and empty shards, and the same gradients."""
-    case = Case(lambda: gpt(tied=seed % 2 == 0, n_head=2), sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
+    case = Case(lambda: gpt(n_layer=layers, tied=seed % 2 == 0, n_head=2), sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
     with random_rows(seed):
         moves = case.check(shape, look=lambda step, *_: len(step.program.collectives), rtol=1e-3, atol=1e-4)
     assert moves > 100

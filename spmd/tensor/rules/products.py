@@ -27,7 +27,7 @@ GRADIENTS = laws("sum avg: r p r -> p...")
 
 def linear(call: Call) -> Rule | None:
     """`t k, n k -> t n` with any number of `t`; a bias is added afterwards, so there is none here."""
-    if call["bias"] is not None or call["weight"].ndim != 2:
+    if call["bias"] is not None or call["weight"].ndim != 2 or call["input"].ndim < 2:
         return None
     tokens = _tokens(call["input"])
     n, k = Factor("n"), Factor("k")
@@ -87,7 +87,7 @@ def gradients_and_bias(self, grad_output, weight, output_mask):
 
 
 def _summed_rows(x):
-    return aten.sum.dim_IntList(x, list(range(x.ndim - 1))) if x.ndim > 1 else aten.clone.default(x)
+    return aten.sum.dim_IntList(x, list(range(x.ndim - 1)))
 
 
 def matmul_backward(grad, self, other, mask):
@@ -124,15 +124,11 @@ def _summed_to(x, grad):
 
 def _linear_backward(self, grad_output, weight, output_mask):
     """What CPU and CUDA have no kernel for."""
-    rows = _rows(grad_output)
-    of_input = torch.mm(rows, weight).view(self.shape) if output_mask[0] else None
-    of_weight = torch.mm(rows.t(), _rows(self)) if output_mask[1] else None
+    rows = grad_output.flatten(0, -2)
+    of_input = torch.mm(rows, weight).view_as(self) if output_mask[0] else None
+    of_weight = torch.mm(rows.t(), self.flatten(0, -2)) if output_mask[1] else None
     return of_input, of_weight, rows.sum(0) if output_mask[2] else None
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
-
-
 KERNELS = {aten.linear_backward.default: _linear_backward}
-"""Functions of plain tensors for ops that torch has no kernel for on CPU and CUDA."""
+"""Functions of plain tensors, or of fx proxies of them, for ops that torch has no kernel for on CPU and CUDA."""
