@@ -115,7 +115,8 @@ def sgd(params):
 )
 def test_a_gpt_trains_by_any_rows(shape, batch, layers, seed):
     """Hundreds of moves between all kinds of placements, even, uneven and empty shards, and the same gradients."""
-    case = Case(lambda: gpt(n_layer=layers, tied=seed % 2 == 0, n_head=2), sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
+    model = lambda: gpt(n_layer=layers, tied=seed % 2 == 0, n_head=2)  # noqa: E731
+    case = Case(model, sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
     with random_rows(seed):
         moves = case.check(shape, look=lambda step, *_: len(step.program.collectives), rtol=1e-3, atol=1e-4)
     assert moves > 100
