@@ -1,6 +1,6 @@
 """How good the plans of redistributions are, beside both of torch's planners, and how long planning takes.
 
-    python benchmarks/planner.py            # the tables, some minutes
+    python benchmarks/planner.py            # the tables, all pairs: some minutes
     python benchmarks/planner.py --short    # fewer pairs
     python benchmarks/planner.py --check    # no table: every size 1..40, brute force; says what is wrong
 
@@ -213,7 +213,7 @@ def _ratio(found: list[float], bounds: list[int]) -> str:
 
 
 def tables(args: argparse.Namespace) -> None:
-    most = args.pairs or (60 if args.short else 400)
+    most = args.pairs or (60 if args.short else 4000)
     print(f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores (load {os.getloadavg()[0]:.1f} before)")
     for preset, hosts in (("textbook", 1), ("textbook", 2), ("hopper", 1)):
         own, peers = [], []
@@ -227,7 +227,7 @@ def tables(args: argparse.Namespace) -> None:
                 told = [name, who, found.bytes_over_bound(who), *beside(found, who, even)]
                 peers.append([*told, f"{found.median_ms(who):.2f}"])
         print(f"\n{preset}, {hosts} host{'s' * (hosts > 1)}\n\n{table(ALONE, own)}\n\n{table(PEERS, peers, left=2)}")
-    print(f"\ntextbook, other sizes\n\n{table(SIZES, sizes(args, most // 4))}")
+    print(f"\ntextbook, other sizes\n\n{table(SIZES, sizes(args, min(most // 4, 100)))}")
 
 
 def sizes(args: argparse.Namespace, most: int) -> list[list[str]]:
