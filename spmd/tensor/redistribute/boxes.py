@@ -51,7 +51,7 @@ def cut(x: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Te
     if _in_rows(boxes, shape):
         return x.reshape(-1)
     pieces = [narrowed(x, box, shape) for box in boxes]
-    if len(pieces) > 1 and len({shape_of(box)[1:] for box in boxes}) == 1:
+    if len(pieces) > 1 and len(shape) and len({shape_of(box)[1:] for box in boxes}) == 1:
         return torch.cat(pieces, 0).reshape(-1)  # copied once, wherever they lie
     flat = [piece.reshape(-1) for piece in pieces]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 0) if flat else x.new_empty(0)
