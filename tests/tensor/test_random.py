@@ -199,6 +199,21 @@ def test_dtypes(dtype):
             assert torch.equal(got[0], want[0])
 
 
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "bernoulli_", "random_ between", "dropout", "randn_like"])
+def test_so_do_the_generators_of_other_devices(name, monkeypatch):
+    """Played by torch's CPU generator, with small tiles."""
+
+    class Device(random._Device):
+        least = most = 64
+
+    monkeypatch.setattr(random, "_source", Device)
+    for shape in ((9, 5), (30, 40)):
+        want = drawn(OPS[name], shape, (1,), (R, R))[0]
+        for mesh_shape in ((4,), (2, 2)):
+            for got in drawn(OPS[name], shape, mesh_shape, (S0, S1)):
+                assert all(map(torch.equal, got, want))
+
+
 def test_each_op_that_draws_is_asked():
     """By name, and by all of torch's that are tagged so: what is left has no kernel here, or is refused."""
     seen = set()
