@@ -592,6 +592,8 @@ def _resized(n: int):
     smooth = {1: ["linear"], 2: ["bilinear", "bicubic"], 3: ["trilinear"]}[n]
     for name in [*(f"upsample_{kind}{n}d" for kind in smooth)]:
         yield s(name, x, sizes, False)
+        if n == 2:
+            yield s(name, i(4, 3, 3, 3, high=100, dtype=torch.uint8), sizes, False)
         yield s(f"{name}_backward", f(4, 3, *sizes), sizes, list(x.shape), False)
     for name in (f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"):
         yield s(name, x, sizes)
@@ -605,6 +607,7 @@ def _pooled(n: int, x):
     yield s(f"max_pool{n}d_with_indices_backward", f(*out.shape), x, window, step, pad, [1] * n, False, at)
     yield s(f"max_unpool{n}d", out, at, [6] * n, *([step, pad] if n == 3 else []))
     yield s(f"avg_pool{n}d", x, window, step)
+    yield s(f"avg_pool{n}d", i(4, 3, *[6] * n), window, step)
     yield s(f"avg_pool{n}d_backward", f(*out.shape), x, window, step, pad, False, True, None)
     out, at = getattr(aten, f"adaptive_max_pool{n}d")(x, [4] * n)
     yield s(f"adaptive_max_pool{n}d", x, [4] * n)

@@ -53,6 +53,7 @@ from spmd.tensor.rules.laws import (
     SCALING,
     SHIFTING,
     UNREAD,
+    inexact,
     lawful,
 )  # fmt: skip
 from spmd.tensor.rules.rule import Law, Rule, laws
@@ -133,6 +134,11 @@ def batch_of(last: int, names: str) -> None:
 
 def windows(last: int, names: str, law: tuple[Law, ...] = ()) -> None:
     enter(names, lambda call: batches.windows(call, last, law))
+
+
+def averages(last: int, names: str) -> None:
+    """Windows with weights: of whole numbers the result is rounded, and a sum of such is not that of the sum."""
+    enter(names, lambda call: batches.windows(call, last, SCALING if inexact(call.tensors[0].dtype) else ()))
 
 
 def solve(right: str, law: tuple[Law, ...], names: str) -> None:
@@ -286,14 +292,14 @@ for _n, _smooth in ((1, "linear"), (2, "bilinear bicubic"), (3, "trilinear")):
     _scaled = [f"upsample_{kind}{_n}d" for kind in ("nearest", *_smooth.split())] + [f"_upsample_nearest_exact{_n}d"]
     _padded = [f"reflection_pad{_n}d", f"replication_pad{_n}d"]
     windows(_n, " ".join(_padded), MOVES)
-    windows(_n, " ".join(_scaled), SCALING)
+    averages(_n, " ".join(_scaled))
     windows(_n, " ".join(f"{name}_backward" for name in _padded + _scaled), LINEAR_IN_FIRST)
 for _n in (2, 3):
     windows(_n, f"max_pool{_n}d_with_indices adaptive_max_pool{_n}d")
-    windows(_n, f"avg_pool{_n}d _adaptive_avg_pool{_n}d", SCALING)
+    averages(_n, f"avg_pool{_n}d _adaptive_avg_pool{_n}d")
     windows(_n, f"""max_unpool{_n}d max_pool{_n}d_with_indices_backward adaptive_max_pool{_n}d_backward
                     avg_pool{_n}d_backward _adaptive_avg_pool{_n}d_backward""", LINEAR_IN_FIRST)
-windows(2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa", SCALING)
+averages(2, "_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
 windows(2, "_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward", LINEAR_IN_FIRST)
 windows(3, "pixel_shuffle pixel_unshuffle", MOVES)
 enter("grid_sampler_2d grid_sampler_3d", batches.resampled)

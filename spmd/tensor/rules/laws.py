@@ -115,17 +115,18 @@ def _allowed(kind: str, law: Law, rule: Rule, call: Call) -> bool:
         return False
     src = [x.dtype for letter, x in zip(ins, call.tensors, strict=True) if letter != "r"]
     dst = [o.dtype for letter, o in zip(outs, call.outs, strict=True) if letter != "r" and o is not None]
-    turned = "q" in outs and not all(map(_inexact, dst))  # neg of an unsigned 0 is 0, of 1 it is 255
+    turned = "q" in outs and not all(map(inexact, dst))  # neg of an unsigned 0 is 0, of 1 it is 255
     return _ALLOWS[kind](src, dst) and not turned
 
 
-def _inexact(dtype: torch.dtype) -> bool:
+def inexact(dtype: torch.dtype) -> bool:
+    """Of floats or complex numbers; whole numbers are rounded by all that scales them."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _widens(src, dst) -> bool:
     """Floats to floats as wide: a sum of rounded parts is not the rounded sum, least of all where parts cancel."""
-    return all(map(_inexact, src)) and all(torch.promote_types(s, d) == d for s in src for d in dst)
+    return all(map(inexact, src)) and all(torch.promote_types(s, d) == d for s in src for d in dst)
 
 
 def _one_integer(src, dst) -> bool:
