@@ -13,6 +13,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -20,13 +22,15 @@ from torch import fx, nn
 from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.mapped import Gradients, Mapped, Written
-from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program
+from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program, UnlessEmpty
 from spmd.tensor.random import Draw
 from spmd.tensor.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec
+
+aten = torch.ops.aten
 
 
 def bind(
@@ -79,6 +83,8 @@ class _Binder:
                 self.at[node] = _Item(*node.args)
             elif isinstance(node.target, Recipe):
                 self.at[node] = self._recipe(node)
+            elif isinstance(node.target, UnlessEmpty):
+                self.at[node] = self._unless_empty(node)
             elif isinstance(node.target, Mapped):
                 self.at[node] = self._mapped(node)
             elif isinstance(node.target, Gradients):
@@ -126,7 +132,7 @@ class _Binder:
         for n in nodes:
             env[n] = self._inner(n, written, env)
         return [
-            _noted(self.graph.call_function(torch.ops.aten.alias.default, (env[n],)), spec)
+            _noted(self.graph.call_function(aten.alias.default, (env[n],)), spec)
             for n, spec in zip(results, specs, strict=True)
         ]
 
@@ -149,13 +155,29 @@ class _Binder:
         found = zip(KERNELS[node.target](*args), node.meta["spec"], strict=True)
         return [None if p is None else _noted(p.node, spec) for p, spec in found]
 
+    def _unless_empty(self, node: fx.Node) -> fx.Node | list[fx.Node]:
+        """The op; where its results are empty, these, for it would refuse its operands."""
+        outs = node.target.outs
+        shapes = [spec.local_shape(self.coordinate) for spec in outs]
+        if any(map(prod, shapes)):
+            return self._called(node, node.target.op)
+        like = self._ready(_operands(node)[0])
+        made = [
+            _noted(self.graph.call_function(aten.new_empty.default, (like, list(shape)), {"dtype": spec.dtype}), spec)
+            for shape, spec in zip(shapes, outs, strict=True)
+        ]
+        return made if isinstance(node.meta["spec"], tuple) else made[0]
+
     def _copy(self, node: fx.Node) -> None:
+        target = replace(node.target, at=self.coordinate) if isinstance(node.target, Draw) else node.target
+        self.at[node] = self._called(node, target)
+
+    def _called(self, node: fx.Node, target: Any) -> fx.Node:
         args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
         kwargs = _localized(fx.map_arg(node.kwargs, self._ready), self.coordinate)
-        target = replace(node.target, at=self.coordinate) if isinstance(node.target, Draw) else node.target
         new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta["spec"] = node.meta.get("spec")
-        self.at[node] = new
+        return new
 
     def _ready(self, node: fx.Node) -> fx.Node:
         """The node's value, waited for if it was in flight."""

@@ -23,7 +23,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.mapped import Gradients, Mapped
-from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program
+from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program, UnlessEmpty
 from spmd.expand.spelled import Stand, spelled_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -212,6 +212,8 @@ class _Expander:
             shape = LocalShape(way.outs[0])
             args, kwargs = _torch.with_argument(node.target, args, kwargs, way.sizes, shape)
         local = way.local or SAFE_LOCALLY.get(node.target, node.target)
+        if way.empties:
+            local = UnlessEmpty(local, way.outs)
         new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
         self._done(node, new, way.outs if many else way.outs[0])
@@ -290,8 +292,11 @@ class _Expander:
 
 
 def _lowered(call: Call) -> Lowering:
+    """The decisions of `spmd.tensor.dispatch`, which asks in the same order."""
     recipe = recipe_for(call)
-    return lower(call) if recipe is None else Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
+    if recipe is not None:
+        return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
+    return lower(call, skips_empty=call.makes_new)
 
 
 def _reduces(step: Step) -> bool:

@@ -45,6 +45,21 @@ class LocalShape:
 
 
 @dataclass(frozen=True)
+class UnlessEmpty:
+    """An op that refuses an empty block: ranks whose results are empty, which lie so, do not call it."""
+
+    op: _torch.OpOverload
+    outs: tuple[Spec, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"unless_empty[{_target(self.op)}]"
+
+    def __call__(self, *_: Any) -> Any:
+        raise AssertionError("it is an op or nothing when the program is bound")
+
+
+@dataclass(frozen=True)
 class Collective:
     """One collective of a program. nbytes: what a rank hands to it; us: its modelled time; tensors: how many it moves.
 

@@ -31,8 +31,7 @@ class Stand(torch.Tensor):
 
     @staticmethod
     def __new__(cls, node: fx.Node, spec: Spec, write: Write) -> Stand:
-        device = torch.empty(0, device=spec.mesh.device_type)
-        out = _torch.wrapper_tensor(cls, device, spec.shape, spec.stride, False, dtype=spec.dtype)
+        out = _torch.wrapper_tensor(cls, torch.empty(0), spec.shape, spec.stride, False, dtype=spec.dtype)
         out.node, out._spec, out._write = node, spec, write
         return out
 

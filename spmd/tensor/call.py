@@ -98,6 +98,11 @@ class Call:
         return not any(isinstance(p, float) and p == 0 for p in chance)
 
     @property
+    def makes_new(self) -> bool:
+        """Whether the results are new tensors, of the operands alone: empty ones need not be asked of the op."""
+        return not _torch.written(self.op) and not _torch.is_view(self.op) and not self.draws
+
+    @property
     def mesh(self):
         return self.tensors[0].mesh
 

@@ -310,8 +310,7 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
         return recipe
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return Whole()
-    makes_new = not _torch.written(op) and not _torch.is_view(op) and not call.draws
-    return Way.of(call, lower(call, in_place=_torch.writes_first(op), skips_empty=makes_new))
+    return Way.of(call, lower(call, in_place=_torch.writes_first(op), skips_empty=call.makes_new))
 
 
 def _special(op) -> Any:

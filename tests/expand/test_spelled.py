@@ -96,6 +96,22 @@ def test_the_fused_op_stays_where_its_dims_lie_whole():
         assert not program.collectives
 
 
+EMPTIES = {
+    "pooling": lambda x: F.max_pool2d(x, 2),
+    "padding": lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "transform": lambda x: torch.fft.rfft(x).abs(),
+}
+
+
+@pytest.mark.parametrize("name", EMPTIES)
+def test_ops_that_refuse_empty_blocks_are_not_called_on_them(name):
+    """Three images on four ranks; as eagerly nothing is gathered."""
+    x = smooth(3, 5, 4, 4)
+    agree(EMPTIES[name], [x], [[S0]], [[S1]], mesh_shape=(4,))
+    program = program_of(EMPTIES[name], (4,), (x, [S0]))
+    assert {c.kind for c in program.collectives} <= {"all_reduce"} and "unless_empty[" in str(program)
+
+
 # ---- looking up along a sharded dim -----------------------------------------------------------
 
 
