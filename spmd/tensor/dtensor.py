@@ -37,7 +37,7 @@ from spmd.mesh.rank import players
 from spmd.sim import LocalTensor
 from spmd.tensor import explicit, hot, plain
 from spmd.tensor.composites import KEYS
-from spmd.tensor.copies import Copy, block
+from spmd.tensor.copies import Copy, block, laid_out
 from spmd.tensor.dispatch import dispatch
 from spmd.tensor.hot import Memory
 from spmd.tensor.placement import REPLICATE, Placement, Shard
@@ -291,6 +291,18 @@ class DTensor(torch.Tensor):
     def __tensor_unflatten__(inner, made_of, outer_size, outer_stride):
         spec, requires_grad = made_of
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """For torch.compile: a gradient that lies as this result does, but for what is still to be reduced."""
+        spec = self._spec
+        return _moved(self, spec.with_layout(spec.dims, spec.units)) if spec.partial else self
+
+    def __coerce_same_metadata_as_tangent__(self, made_of: Any, expected_type: type | None = None) -> Any:
+        """For torch.compile: a gradient that lies as it took for granted; None where it wants no DTensor."""
+        if expected_type is not None:
+            return None
+        spec, _ = made_of
+        return DTensor(laid_out(_moved(self, spec)._local_tensor, spec.stride), spec)
 
 
 _SIMPLE = frozenset({int, slice, type(None), type(...)})

@@ -11,6 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from spmd import DTensor, LocalTensor, LocalTensorMode, distribute_tensor
+from spmd.tensor.spec import spec_of
+from tests.tensor.oracle import close
 from tests.tensor.single import (
     AVG,
     MAX,
@@ -21,6 +23,7 @@ from tests.tensor.single import (
     SUM,
     R,
     agree_at_once,
+    cut,
     every_rank,
     mesh_of,
     on_ranks,
@@ -353,3 +356,22 @@ def test_ranks_in_threads_have_gradients_of_their_own():
         return local.grad.tolist()
 
     assert on_ranks(rank) == [[0.0] * 3] * 2 + [[0.5] * 3] * 2
+
+
+def test_gradients_lie_as_a_compiled_backward_takes_for_granted():
+    """torch.compile guesses how the gradient of a result lies, and asks for it so when it comes otherwise."""
+    want = torch.arange(24.0, dtype=torch.float64).view(4, 6)
+
+    def rank(mesh):
+        parts = DTensor(pieces[mesh.get_coordinate()], spec_of(mesh, [SUM, S1], want.shape, want.dtype))
+        guessed = parts.__coerce_tangent_metadata__()
+        came = DTensor(want.clone(), spec_of(mesh, [R, R], want.shape, want.dtype))
+        _, made_of = guessed.__tensor_flatten__()
+        turned = came.__coerce_same_metadata_as_tangent__(made_of)
+        assert came.__coerce_same_metadata_as_tangent__(made_of, torch.Tensor) is None
+        return guessed.placements, turned._spec is guessed._spec, guessed.full_tensor(), turned.full_tensor()
+
+    pieces = cut(want, [SUM, S1], (2, 2))
+    for placements, alike, *values in on_ranks(rank):
+        assert placements == (R, S1) and alike
+        assert all(close(x, want, 1e-9) for x in values)
