@@ -154,7 +154,7 @@ def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place
     if not _legal(call, rule, choice, axis, row):
         return FORBIDDEN
     moved = [not _fits(spec, axis, want) for spec, want in zip(call.tensors, row.ins, strict=True)]
-    if in_place and not _stays(row, moved[0]):
+    if in_place and not _stays(row, moved[0], call.tensors[0].on(axis)):
         return FORBIDDEN
     which = call.which or range(len(moved))
     paid = {(w, want): i for i, (w, want, m) in enumerate(zip(which, row.ins, moved, strict=True)) if m}
@@ -174,9 +174,11 @@ def _undoes(call: Call, axis: int, moved: Sequence[bool]) -> bool:
     )
 
 
-def _stays(row: Row, moved: bool) -> bool:
-    """Whether an in-place op may run by this row: where its target lies, or on a copy that is whole."""
-    return row.outs[0] == row.ins[0] and (not moved or row.ins[0].is_replicate())
+def _stays(row: Row, moved: bool, have: Placement) -> bool:
+    """Whether an in-place op may run by this row: where its target lies, or on a copy that is whole, or terms."""
+    want = row.ins[0]
+    copied = want.is_replicate() or (want.is_partial() and have.is_replicate())
+    return row.outs[0] == want and (not moved or copied)
 
 
 def _fits(spec: Spec, axis: int, want: Placement) -> bool:

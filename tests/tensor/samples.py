@@ -391,6 +391,11 @@ def indexing():
         yield s("index_put", x, indices, f(1, *seen.shape[1:]) if seen.ndim > 1 else f(1), True)
         yield s("index_put", x, indices, f(), False)
     yield s("index_put", f(4, 5), [torch.tensor([2, 0])], f(2, 5))
+    for make in (i, b):
+        yield s("scatter_add", make(4, 5), 1, i(4, 7), make(4, 7))
+        yield s("index_put", make(4, 5), [i(6, high=4)], make(6, 5), True)
+    yield s("index_add", i(6), 0, i(7, high=6), i(7))
+    yield s("scatter_add", f(6), 0, i(7, high=6), f(9))
     yield s("index.Tensor", f(4, 5), [b(4)])
 
 
@@ -542,6 +547,8 @@ def signals():
     index = i(4, 5, high=4)
     for kind in ("sum", "prod", "mean", "amax"):
         yield s("scatter_reduce.two", f(4, 5), 0, index, f(4, 5), kind)
+        yield s("scatter_reduce.two", f(4, 5), 0, index, f(4, 5), kind, include_self=False)
+        yield s("index_reduce", f(4, 5), 0, i(6, high=4), f(6, 5), {"sum": "mean"}.get(kind, kind), include_self=False)
         yield s("index_reduce", f(4, 5), 1, i(3), f(4, 3), {"sum": "prod"}.get(kind, kind).replace("sum", "prod"))
     yield s("_unsafe_index.Tensor", f(4, 5), [None, i(3)])
     for dim in (0, -1):

@@ -32,6 +32,7 @@ def line(case: Case) -> str:
     shapes = ", ".join(str(list(x.shape)) for x in case.ins)
     more = [f"{rule.kind}" if summed(rule) else "", f"sizes={rule.sizes}" if rule.sizes else ""]
     more += [f"nonempty={' '.join(sorted(map(str, rule.nonempty)))}" if rule.nonempty else ""]
+    more += [f"added={' '.join(map(str, sorted(rule.added)))}" if rule.added else ""]
     more += [f"[{'; '.join(map(spelled, rule.laws))}]" if rule.laws else ""]
     return f"{case.call.name}({shapes}): {'  '.join([str(rule), *filter(None, more)])}"
 

@@ -34,14 +34,15 @@ def _read(text: str) -> Dims:
     return named(*(None if f == "_" else f for f in text.split()))
 
 
-def by_name(call: Call, ins: dict[str, Dims], outs: Sequence[Dims | None], **options) -> Rule:
+def by_name(call: Call, ins: dict[str, Dims], outs: Sequence[Dims | None], added: str = "", **options) -> Rule:
     """A rule whose operands are given by argument name; operands and results that are None are left out.
 
-    An operand that is not listed is whole.
+    An operand that is not listed is whole. added: the one to which the rest is added.
     """
     given = tuple(ins.get(name, whole(x.ndim)) for name, x in call.named_tensors)
     kept = tuple(dims if meta is not None else None for dims, meta in zip(outs, call.outs, strict=True))
-    return Rule(given, kept, **options)
+    to = frozenset(i for i, (name, _) in enumerate(call.named_tensors) if name == added)
+    return Rule(given, kept, added=to, **options)
 
 
 # ---- pointwise --------------------------------------------------------------------------------

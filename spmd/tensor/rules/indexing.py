@@ -6,6 +6,8 @@ lets an index be shorter, and a block of the shorter one is no block of the long
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from spmd.tensor.call import Call, dims_of
@@ -83,11 +85,37 @@ def scattered(call: Call) -> Rule:
 
 
 def scatter_added(call: Call) -> Rule:
-    return _scatter(call, SCATTER_ADD, ("index", "src"))
+    return _pointed(call, _scatter(call, SCATTER_ADD, ("index", "src")), "sum", "src")
 
 
 def scatter_reduced(call: Call) -> Rule:
-    return _scatter(call, (), ("index", "src"))
+    return _pointed(call, _scatter(call, (), ("index", "src")), KINDS.get(call["reduce"]), "src")
+
+
+KINDS = {"sum": "sum", "amax": "max", "amin": "min"}
+"""What ranks that each reduce a part of the source leave. To a sum the target is added once; it is its own maximum."""
+
+
+def _pointed(call: Call, rule: Rule, kind: str | None, source: str) -> Rule:
+    """The same rule, with the places that the index names along `dim` shared out, with what is put there."""
+    names = [name for name, _ in call.named_tensors]
+    x, index, src = call["self"], call["index"], call[source]
+    if kind is None or not x.ndim or call["include_self"] is False or x.dtype == torch.bool:
+        return rule
+    (along,) = dims_of(call["dim"], x.ndim)
+    if index.ndim not in (1, x.ndim) or src.ndim != x.ndim:
+        return rule
+    at = along if index.ndim == x.ndim and source == "src" else 0
+    if index.shape[at] != src.shape[along]:
+        return rule
+    put = {names.index("index"): at, names.index(source): along}
+    ins = tuple(_with(dims, put[i]) if i in put else dims for i, dims in enumerate(rule.ins))
+    return replace(rule, ins=ins, kind=kind, added=frozenset([names.index("self")] if kind == "sum" else ()))
+
+
+def _with(dims: Dims, at: int) -> Dims:
+    """The dims with the places that are pointed at in this one."""
+    return (*dims[:at], Factor("place"), *dims[at + 1 :])
 
 
 def _filling(value):
@@ -117,11 +145,11 @@ def _along(call: Call, law) -> Rule:
 
 
 def index_added(call: Call) -> Rule:
-    return _along(call, SCATTER_ADD)
+    return _pointed(call, _along(call, SCATTER_ADD), "sum", "source")
 
 
 def index_reduced(call: Call) -> Rule:
-    return _along(call, ())
+    return _pointed(call, _along(call, ()), KINDS.get(call["reduce"]), "source")
 
 
 def index_copied(call: Call) -> Rule:
@@ -141,7 +169,7 @@ def indexed(call: Call) -> Rule | None:
 
 
 def index_put(call: Call) -> Rule | None:
-    """`x[i, :, j] = values`; the indices' own dims are whole, for they point anywhere in `x`."""
+    """`x[i, :, j] = values`: the indices' own dims are whole, for they point anywhere in `x`; or summed, in `+=`."""
     return _index(call, put=True)
 
 
@@ -156,7 +184,8 @@ def _index(call: Call, put: bool) -> Rule | None:
     if not at or any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
     shape = tuple(torch.broadcast_shapes(*(i.shape for i in indices)))
-    own: Dims = whole(len(shape)) if put else named(*(f"i{d}" for d in range(len(shape))))
+    adds = put and call["accumulate"] and x.dtype != torch.bool
+    own: Dims = named(*(f"i{d}" for d in range(len(shape)))) if adds or not put else whole(len(shape))
     table = tuple(None if d in at else Factor(d) for d in range(x.ndim))
     place = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     rest = [d for d in range(x.ndim) if d not in at]
@@ -166,7 +195,10 @@ def _index(call: Call, put: bool) -> Rule | None:
     if not put:
         return Rule((table, *pointers), (seen,), laws=MOVES_FIRST)
     values = _stretched(call["values"].shape, sizes, seen)
-    return Rule((table, *pointers, values), (table,), laws=_put_laws(call, len(indices)))
+    law = _put_laws(call, len(indices))
+    if adds:
+        return Rule((table, *pointers, values), (table,), "sum", law, added=frozenset([0]))
+    return Rule((table, *pointers, values), (table,), laws=law)
 
 
 def _stretched(shape, to, dims: Dims) -> Dims:

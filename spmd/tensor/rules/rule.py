@@ -3,7 +3,8 @@
 On one axis a factor has one of three fates:
 
     free     on both sides       every rank works on its own shard alone
-    summed   only on the left    every rank leaves a Partial of the rule's kind
+    summed   only on the left    every rank leaves a Partial of the rule's kind; what each would add to it, in full, is
+                                 one, too (`Rule.added`)
     whole    None, not named     the op must see all of it
 
 `mm` is `m k, k n -> m n`: m and n are free, k is summed, so the rows of one axis are
@@ -84,6 +85,8 @@ class Rule:
     kind: the Partial that a summed factor leaves, or None when no factor may be summed.
     nonempty: factors of which no rank may hold an empty shard (a maximum of nothing is an error).
     sizes: the name of the argument that spells the size of the result, to be rewritten to the local one.
+    added: the operands to which the rest is added, by place: where a factor is summed they are a Partial of the kind,
+    for else they would be counted once a rank. `x.index_add(0, i, y)` has one, with the rows of y on the ranks.
     """
 
     ins: tuple[Dims, ...]
@@ -92,6 +95,7 @@ class Rule:
     laws: tuple[Law, ...] = ()
     nonempty: frozenset = field(default_factory=frozenset)
     sizes: str | None = None
+    added: frozenset = field(default_factory=frozenset)
 
     @property
     def factors(self) -> tuple[Hashable, ...]:
@@ -129,7 +133,9 @@ def rows(rule: Rule) -> tuple[Row, ...]:
 
 def _factor_row(rule: Rule, name: Hashable) -> Row:
     summed = Partial(rule.kind) if rule.kind else REPLICATE
-    ins = tuple(_at(dims, name, REPLICATE) for dims in rule.ins)
+    on_right = any(f and f.name == name for dims in rule.outs if dims is not None for f in dims)
+    added = rule.added if not on_right else ()
+    ins = tuple(_at(dims, name, summed if i in added else REPLICATE) for i, dims in enumerate(rule.ins))
     outs = tuple(REPLICATE if dims is None else _at(dims, name, summed) for dims in rule.outs)
     return Row(ins, outs, name)
 
