@@ -1,6 +1,7 @@
 """Moves: the closed set of steps that change how a tensor lies on the mesh.
 
     Slice          a smaller box of what each rank has; nothing is sent
+    View           the same block of the same tensor, seen with its dims taken apart or put together; nothing is sent
     ToPartial      one rank keeps the tensor, or its block of it, the others hold what changes nothing; nothing is sent
     Scale          sum to average and back; nothing is sent
     AllGather      shards of the axes to replicated
@@ -173,6 +174,23 @@ class Slice(Move):
 
     def _details(self, before, after):
         return [_dims(self.axes, after)]
+
+
+@dataclass(frozen=True)
+class View(Move):
+    """The tensor seen with another shape, in which a block may be a box where it was none; over no axes."""
+
+    kind = "view"
+    sends = False
+
+    def peak(self, before, after):
+        return before.local_nbytes
+
+    def start(self, x, at):
+        return x.reshape(at.shape_after())
+
+    def show(self, before, after):
+        return f"view({', '.join(map(str, after.shape))})"
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from spmd.mesh.rank import players
 from spmd.tensor import deterministic
 from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.bounds import lower_bound
-from spmd.tensor.redistribute.moves import AllReduce, At, Move, ReduceInOrder, ReduceScatter, Scale, ToPartial
+from spmd.tensor.redistribute.moves import AllReduce, At, Move, ReduceInOrder, ReduceScatter, Scale, ToPartial, View
 from spmd.tensor.redistribute.simpler import simplest
 from spmd.tensor.redistribute.states import Space, spec_of_state
+from spmd.tensor.redistribute.strided import through_strides
 from spmd.tensor.spec import Order, Spec, spec_of
 
 _made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=None)
@@ -112,21 +113,23 @@ class Step:
             made.append(self)
         return transport().step(self._start_here, self._finish_here, local)
 
-    def launched(self, local, *shown_by) -> AsyncTensor:
+    def launched(self, local, *shown_by, view: Step | None = None) -> AsyncTensor:
         """The move under way: the block after it, which waits for itself when it is read. shown_by: whose block it is,
-        through which it could be written to as well."""
+        through which it could be written to as well. view: how what comes is to be seen."""
         if (made := _made.get()) is not None:
-            made.append(self)
+            made += [self] if view is None else [self, view]
         at, by = self.before.mesh.get_coordinate(), transport()
         with torch.no_grad():
             sent = self.start(local, at, by)
 
         def receive(y):
-            return self.finish(y, at, by)
+            y = self.finish(y, at, by)
+            return y if view is None else view.start(y, at, by)
 
         for each in (local, *shown_by) if self.kind != "all_reduce" else ():  # which takes a copy first
             receive = unless_written(each, receive, self.kind)
-        return AsyncTensor(sent, self.after.local_shape(at), self.after.dtype, receive)
+        after = (view or self).after
+        return AsyncTensor(sent, after.local_shape(at), after.dtype, receive)
 
     def _start_here(self, local):
         return self.start(local, self.before.mesh.get_coordinate(), transport())
@@ -189,12 +192,14 @@ class Plan:
     def launch(self, local, *shown_by):
         """The same, without waiting for the last move if it sends: what comes is an AsyncTensor then."""
         steps = self.as_made.steps
+        view = steps[-1] if steps and isinstance(steps[-1].move, View) else None
+        steps = steps if view is None else steps[:-1]
         if not steps or not steps[-1].sends or players() is not None or _torch.is_tracing(local):
             return self.run(local)
         *first, last = steps
         for step in first:
             local = step(local)
-        return last.launched(local, *(shown_by if not first else ()))
+        return last.launched(local, *(shown_by if not first else ()), view=view)
 
     def __str__(self):
         lines = [f"{self.src} -> {self.dst}"]
@@ -313,6 +318,10 @@ def _steps(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Itera
         spec = step.after
     space = Space(spec, dst, src.mesh.topology)
     ways = simplest(space, max_bytes)
+    strided = through_strides(spec, dst, src.mesh.topology, ways, max_bytes)
+    if strided:
+        yield from (Step(*link) for link in strided)
+        return
     if ways is None:
         raise _too_much(src, dst, max_bytes, plan(src, dst, inf, in_rank_order).peak_bytes)
     for way in ways:
