@@ -10,9 +10,9 @@ one for each axis that the target shards it by, and in these a strided block is 
       all_to_all(z, 2, 0)          f32[4@z, 2@x, 8]
       view(8, 8)                   f32[8@z,x, 8]
 
-Such a plan has two moves that send: all that is pending is scattered, with every axis that is free, and one exchange
-brings the rest. Axes that the target has not, or that have no place yet, go innermost into one dim. Left out: dims that
-the axes of the target do not divide, for their blocks do not fit into one another.
+Such a plan has two moves that send: all that is pending is scattered, and one exchange brings the rest. Pending axes
+that the target has not, or that have no place yet, go innermost into one dim, alone or with all others that are free.
+Left out: dims that the axes of the target do not divide, for their blocks do not fit into one another.
 """
 
 # ruff: noqa: B905 - what is zipped has one entry a dim
@@ -70,12 +70,14 @@ def taken_apart(src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec, Spec]]:
         return
     cut = [dim.taken_apart(free, ns) if each else dim.whole(free) for dim, each in zip(dims, apart)]
     shape, start, between, goal = [list(chain(*column)) for column in zip(*cut)]
-    rest = tuple(sorted(free - {*chain(*between)}))
     ends = _spec(src, shape, start, src.partial), _spec(src, shape, goal, kept)
-    for d, n in enumerate(shape) if rest else [(0, 0)]:
-        axes = between[d] + rest
-        if n % prod([ns[a] for a in axes]) == 0:
-            yield ends[0], _spec(src, shape, [*between[:d], axes, *between[d + 1 :]], kept), ends[1]
+    left = free - {*chain(*between)}
+    owed = left & {a for a, _ in src.partial}
+    for rest in dict.fromkeys([tuple(sorted(left)), tuple(sorted(owed))]):
+        for d, n in enumerate(shape) if rest else [(0, 0)]:
+            axes = between[d] + rest
+            if n % prod([ns[a] for a in axes]) == 0:
+                yield ends[0], _spec(src, shape, [*between[:d], axes, *between[d + 1 :]], kept), ends[1]
 
 
 def _spec(like: Spec, shape: list[int], dims: list[tuple[int, ...]], partial: Sequence[tuple[int, str]]) -> Spec:
