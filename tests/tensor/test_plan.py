@@ -405,7 +405,7 @@ def test_copies_that_are_priced_are_those_that_are_made(shape, tensor, exactly):
     x, first = torch.arange(float(prod(tensor))).reshape(tensor), (0,) * mesh.ndim
     for src, dst in every_pair(mesh, tensor)[::3]:
         for step in plan(src, dst).steps:
-            block = cut_up(x, step.before)[first]
+            block = cut_up(x.reshape(step.before.shape), step.before)[first]
             with Copying() as made:
                 step.finish(step.start(block, first, Nobody()), first, Nobody())
             boxes = [members(spec, step.axes, first) for spec in (step.before, step.after)]
