@@ -27,8 +27,8 @@ is strictly faster, and on how many slower.
   those that are the cheapest under spmd's model, which is another one; so some may be slower.
 - torch's model, planned for: our planner is given torch's model as its topology.
 
-The last asks for smaller tensors. torch's plans are priced as if all sizes were even, so where they are not
-nothing is said of single pairs. Its `default` planner cannot be asked for targets in another order of axes, there it
+The last asks for smaller tensors. torch's model prices torch's plans as if all sizes were even, so where they are not
+it says nothing of single pairs. Its `default` planner cannot be asked for targets in another order of axes, there it
 takes the other. torch takes the hosts to be of as many ranks as they are. Left out: what torch saves by merging axes
 where the user has flattened them.
 """
@@ -201,8 +201,8 @@ def alone(name: str, plans: list[Plan], cold: list[float], hot: float) -> list[s
 
 def beside(found: Beside, name: str, even: bool) -> list[str]:
     cells = []
-    for ours, theirs in found.times(name):
-        singly = [f"{faster(ours, theirs):.0%}", str(slower(ours, theirs))] if even else ["", ""]
+    for i, (ours, theirs) in enumerate(found.times(name)):
+        singly = [f"{faster(ours, theirs):.0%}", str(slower(ours, theirs))] if even or not i else ["", ""]
         cells += [f"{sum(theirs) / sum(ours):.2f}", *singly]
     return cells
 
@@ -227,7 +227,7 @@ def tables(args: argparse.Namespace) -> None:
                 told = [name, who, found.bytes_over_bound(who), *beside(found, who, even)]
                 peers.append([*told, f"{found.median_ms(who):.2f}"])
         print(f"\n{preset}, {hosts} host{'s' * (hosts > 1)}\n\n{table(ALONE, own)}\n\n{table(PEERS, peers, left=2)}")
-    print(f"\ntextbook, other sizes\n\n{table(SIZES, sizes(args, min(most // 4, 100)))}")
+    print(f"\ntextbook, other sizes\n\n{table(SIZES, sizes(args, min(most, 100)))}")
 
 
 def sizes(args: argparse.Namespace, most: int) -> list[list[str]]:
