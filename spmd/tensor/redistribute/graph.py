@@ -320,7 +320,7 @@ def _orders(space: Space) -> tuple[Orders, ...]:
     return tuple([(start, goal + rest if d == longest else goal) for d, start, goal in zip(dims, starts, goals)])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _any_order(m: int) -> Orders:
     return tuple(itertools.permutations(range(m)))
 
