@@ -344,7 +344,10 @@ def functional(x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def data_is_written() -> Iterator[None]:
-    """Inside, `x.data = y` on a functional tensor is a write into x, which it otherwise would not notice."""
+    """Inside, `x.data = y` lets a functional tensor show the memory of y, which it otherwise would not notice.
+
+    Views of x go on showing what x was, and writes into y are seen in x, as in torch.
+    """
 
     def write(x: torch.Tensor, y: torch.Tensor) -> None:
         if x.shape != y.shape or x.dtype != y.dtype:
@@ -352,8 +355,9 @@ def data_is_written() -> Iterator[None]:
                 f"x.data = y changes a {x.dtype} tensor of {list(x.shape)} to {y.dtype} {list(y.shape)}, which a "
                 "compiled step cannot; do it outside the step"
             )
+        same = isinstance(y, FunctionalTensor) and x.stride() == y.stride()
         with torch.no_grad():
-            x.copy_(y)
+            x.elem = (y if same else torch.empty_like(x).copy_(y)).elem
 
     FunctionalTensor.data = property(torch.Tensor.data.__get__, write)
     try:

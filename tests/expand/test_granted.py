@@ -201,6 +201,16 @@ def test_setting_data_is_a_write():
     for _ in range(3):
         torch.testing.assert_close(value(step(module, X)), by_data(ours, X))
 
+    def seen_through_others(x):
+        y, z = x * 1, x * 2
+        view = y[:2].t()
+        view.data, y.data = view * 3, z  # neither shows in the other
+        z.add_(1)
+        return view, y, z
+
+    for got, want in zip(spmd.compile(seen_through_others, line())(X), seen_through_others(X), strict=True):
+        torch.testing.assert_close(value(got), want)
+
     def reshapes(module, x):
         module.weight.data = module.weight.data[:1]
         return x.sum()
