@@ -250,9 +250,9 @@ def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, we
 
 
 def _shifted(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x less its largest along the dim, and the sum of the exponentials of that."""
+    """x less its largest along the dim, and the exponentials of that."""
     x = aten.sub.Tensor(x, aten.amax.default(x, [dim], True))
-    return x, sum_over(aten.exp.default(x), [dim])
+    return x, aten.exp.default(x)
 
 
 def _is_whole(x: torch.Tensor, dim: int) -> bool:
@@ -263,16 +263,17 @@ def _is_whole(x: torch.Tensor, dim: int) -> bool:
 def softmax(self, dim, half_to_float):
     if _is_whole(self, dim):
         return NotImplemented
-    x, total = _shifted(wide(self), dim)
-    return cast(aten.div.Tensor(aten.exp.default(x), total), torch.float32 if half_to_float else self.dtype)
+    _, each = _shifted(wide(self), dim)
+    return cast(aten.div.Tensor(each, sum_over(each, [dim])), torch.float32 if half_to_float else self.dtype)
 
 
 @instead_of(aten._log_softmax.default)
 def log_softmax(self, dim, half_to_float):
     if _is_whole(self, dim):
         return NotImplemented
-    x, total = _shifted(wide(self), dim)
-    return cast(aten.sub.Tensor(x, aten.log.default(total)), torch.float32 if half_to_float else self.dtype)
+    x, each = _shifted(wide(self), dim)
+    total = aten.log.default(sum_over(each, [dim]))
+    return cast(aten.sub.Tensor(x, total), torch.float32 if half_to_float else self.dtype)
 
 
 @instead_of(aten._softmax_backward_data.default)
