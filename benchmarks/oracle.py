@@ -31,7 +31,9 @@ from tests.tensor.missing import missing
 from tests.tensor.oracle import captured, sweep
 from tests.tensor.samples import table
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,
+)  # fmt: skip
 
 
 def print_missing(args: argparse.Namespace) -> int:
