@@ -133,7 +133,7 @@ def _by_parts(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
 
 def _remember_linear(args: tuple, kwargs: dict[str, Any], dtensor: type) -> None:
     """Run a `linear` like this one as a product, what is sent for it, and the bias added to that."""
-    if len(args) < 3 or kwargs:
+    if len(args) < 3 or kwargs or min(args[0].ndim, args[1].ndim) < 2:
         return
     x, w, bias = args
     product = aten.linear.default(x, w)

@@ -77,6 +77,28 @@ def test_they_are_those_of_one_device(name):
     agree_at_once(fn, tensors, placings[0], mesh_shape=(3, 1))
 
 
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # of a vector, by torch itself
+@pytest.mark.parametrize(
+    "tensors, placings",
+    [
+        ([f(5), f(3, 5), f(3)], [([R, R], [SUM, R], [R, S0]), ([S0, R], [S1, R], [SUM, R])]),
+        ([f(5), f(3, 5)], [([S0, R], [R, S0]), ([SUM, R], [R, R])]),
+        ([f(4, 5), f(5)], [([S0, S1], [R, S0]), ([R, R], [SUM, R])]),
+        ([f(4, 6, 5), f(3, 5), f(3)], [([S0, S1], [R, R], [R, R]), ([S0, S2], [R, S1], [S0, R])]),
+    ],
+    ids=["of a vector", "of a vector without bias", "by a vector", "of more"],
+)
+def test_they_may_be_written_into_what_is_there(tensors, placings):
+    """`linear(..., out=...)`, also of vectors and by them."""
+    tensors = [t.detach() for t in tensors]
+    out = torch.zeros_like(F.linear(*tensors))
+
+    def into(out, *args):
+        return torch._C._nn.linear(*args, out=out.clone())
+
+    agree(into, [out, *tensors], *([[R, R], *placing] for placing in placings))
+
+
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_so_are_their_second_derivatives(name):
     """Of a product whose gradient is written down by torch as one op."""

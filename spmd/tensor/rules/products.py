@@ -69,7 +69,9 @@ def matmul(call: Call) -> Rule | None:
 
 @instead_of(aten.linear.default)
 def linear_and_bias(input, weight, bias=None):
-    """A bias is added to the product, once."""
+    """A bias is added to the product, once. Products with vectors, which only `out=` brings here, are torch's."""
+    if input.ndim < 2 or weight.ndim < 2:
+        return aten.linear.default.decompose(input, weight, bias)
     return NotImplemented if bias is None else biased(bias, aten.linear.default(input, weight), 1, 1)
 
 
