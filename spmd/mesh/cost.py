@@ -116,8 +116,11 @@ def residual(collective: str, axes: Axes, topo: MeshTopoInfo) -> float:
     >>> residual("all_gather", 0, MeshTopoInfo(HostGrid((4,)), "hopper"))
     0.0
     """
+    curves = [curve for curve in topo.machine.measured if curve.residual]
+    if not curves:
+        return 0.0
     groups = {(collective, *(evenly(ladder) or ())) for ladder in topo.crossings(axes) if ladder}
-    return max([curve.residual for curve in topo.machine.measured if curve.group in groups], default=0.0)
+    return max([curve.residual for curve in curves if curve.group in groups], default=0.0)
 
 
 def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> dict[str, float]:
