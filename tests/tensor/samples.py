@@ -65,6 +65,8 @@ def contractions():
     gradient = f(4, 2, 3)
     yield s("linear_backward", f(4, 2, 5), gradient, gradient, [False, True, False])
     yield s("linear_backward", f(4, 5), f(4, 3), f(3, 5), [True, True, False])
+    yield s("_trilinear", f(4, 3), f(2, 3, 5), f(4, 5), [1, 3], [0], [1, 2], [2, 3])
+    yield s("_trilinear", f(4, 3), f(4, 2), f(4, 5), [1, 3], [2, 3], [1, 2], [0])
     stride, zero = [1, 1], [0, 0]
     for bias in (None, f(4)):
         yield s("convolution", f(4, 4, 7, 7), f(4, 4, 3, 3), bias, stride, zero, stride, False, zero, 1)
@@ -195,6 +197,8 @@ def factories():
 
 
 def reductions():
+    yield s("histc", f(5, 6), 4, -1.0, 1.0)
+    yield s("histc", f(5, 6), 4)
     for x in (f(4, 5), f(1, 2), i(5, 2), b(4, 3), f(4, 5).t(), f(), f(0, 4)):
         for name in ("sum", "nansum", "prod", "any", "all"):
             yield s(name, x)

@@ -159,6 +159,7 @@ contract("ger",  "m, n -> m n", BILINEAR)
 enter("linear", products.linear)
 enter("linear_backward", products.linear_backward)
 enter("matmul", products.matmul)
+enter("_trilinear", networks.trilinear)
 enter("convolution", networks.convolution)
 enter("convolution_backward", networks.convolution_backward)
 
@@ -207,6 +208,7 @@ reduce_to("max",     "any")  # empty: False, the least
 reduce_to("min",     "all")  # empty: True, the greatest
 reduce_to(None,      """argmax argmin logsumexp var std var_mean std_mean norm linalg_vector_norm median nanmedian
                         kthvalue mode aminmax""")
+enter("histc", networks.histogram)
 enter("max", lambda call: networks.extreme(call, "max", MAX_OVER))
 enter("min", lambda call: networks.extreme(call, "min", MIN_OVER))
 

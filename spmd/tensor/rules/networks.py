@@ -54,6 +54,22 @@ def extreme(call: Call, kind: str, law: tuple[Law, ...]) -> Rule:
     return reduction(call, kind, law, nonempty=True) if len(call.outs) == 1 else reduction(call)
 
 
+def trilinear(call: Call) -> Rule:
+    """`sum of i1 * i2 * i3` over some dims, in each of them seen with new dims: a bilinear layer, and its gradients."""
+    n = call["i1"].ndim + len(call["expand1"])
+    ins = tuple(named(*(d for d in range(n) if d not in call[f"expand{k}"])) for k in (1, 2, 3))
+    out = named(*(d for d in range(n) if d not in call["sumdim"]))
+    return Rule(ins, (out,), "sum", laws("sum avg: p r r -> p", "sum avg: r p r -> p", "sum avg: r r p -> p"))
+
+
+def histogram(call: Call) -> Rule:
+    """`histc`: ranks count their own, if it is said between which numbers; else that depends on all of them."""
+    low, high, n = call["min"], call["max"], call.tensors[0].ndim
+    if not (isinstance(low, Number) and isinstance(high, Number) and low < high):
+        return all_whole(call)
+    return Rule((named(*range(n)),), (whole(1),), "sum")
+
+
 # ---- losses -----------------------------------------------------------------------------------
 
 
