@@ -303,6 +303,14 @@ def as_one(op: OpOverload) -> Callable:
     return run
 
 
+def apart(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """A composite op, for functions of `run_first`: the ops that it is made of may be run first in their turn."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # which may cast for the op itself
+        with without_first():
+            return op(*args, **kwargs)
+    return op.decompose(*args, **kwargs)
+
+
 def _is_seen_by_more(x: torch.Tensor) -> bool:
     return (
         torch._C._are_functorch_transforms_active() or in_forward_ad() or torch.is_autocast_enabled(x.device.type)

@@ -69,8 +69,8 @@ def _making_plain(op: _torch.OpOverload) -> Callable:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         plain.check_arguments(op, (args, kwargs))
-        with plain.made_by_torch(), _torch.without_first():
-            return op(*args, **kwargs)
+        with plain.made_by_torch():
+            return _torch.apart(op, *args, **kwargs)
 
     return run
 

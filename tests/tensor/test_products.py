@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.functional import hessian
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import spmd
 from spmd.sim import LocalTensorMode
@@ -132,6 +133,25 @@ def test_batch_and_time_may_be_sharded_each_by_an_axis(fn, tensors, placing):
         assert not [str(step) for step in steps if step.sends]
         assert out._spec.dims[:2] == given[0]._spec.dims[:2]
         assert given[1].grad._spec.dims == given[1]._spec.dims
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": True}])
+def test_attention_made_of_products_keeps_batch_and_heads(options):
+    """Where the kernel that does all of it does not."""
+    mask = torch.tril(torch.ones(3, 3, dtype=torch.bool)) if options.pop("attn_mask", False) else None
+    tensors = [f(4, 6, 3, 5), f(4, 6, 3, 5) * 2, f(4, 6, 3, 5) + 1]
+    tensors = [t.detach().requires_grad_() for t in tensors]
+
+    def attention(*qkv):
+        with sdpa_kernel(SDPBackend.MATH), spmd.implicit_replication():
+            return F.scaled_dot_product_attention(*qkv, attn_mask=mask, **options)
+
+    agree_at_once(attention, tensors, [[S0, S1]] * 3, [[S1, R], [S1, S0], [R, R]])
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), steps_made() as steps:
+        out = attention(*[placed(t, [S0, S1], mesh) for t in tensors])
+        out.backward(torch.ones_like(out))
+        assert not [str(step) for step in steps if step.sends]
 
 
 def test_a_weight_that_is_not_read_waits_for_nothing():
