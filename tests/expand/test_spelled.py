@@ -16,6 +16,7 @@ from spmd import LocalTensorMode, Shard
 from spmd.expand.program import Program
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, agree, step_of, tokens, train_step
 from tests.tensor.single import S0, S1, S2, SUM, R
+from tests.tensor.single import agree_at_once as eager
 from tests.tensor.test_norms import OPS, smooth
 from tests.tensor.test_scans import SCANS
 
@@ -110,6 +111,13 @@ def test_ops_that_refuse_empty_blocks_are_not_called_on_them(name):
     agree(EMPTIES[name], [x], [[S0]], [[S1]], mesh_shape=(4,))
     program = program_of(EMPTIES[name], (4,), (x, [S0]))
     assert {c.kind for c in program.collectives} <= {"all_reduce"} and "unless_empty[" in str(program)
+
+
+def test_a_convolution_of_an_empty_batch_has_the_bias_gradient_of_its_block():
+    """Two images on three ranks, and channels over the others; the kernel would give the bias its global size."""
+    x, w, b = smooth(2, 3, 24, 24), smooth(4, 3, 3, 3), smooth(4)
+    for way in (agree, eager):
+        way(lambda *given: F.conv2d(*given).relu(), [x, w, b], [[R, S0], [S0, R], [S0, R]], mesh_shape=(2, 3))
 
 
 # ---- looking up along a sharded dim -----------------------------------------------------------

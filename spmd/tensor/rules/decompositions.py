@@ -19,6 +19,7 @@ from math import prod
 import torch
 
 from spmd import _torch
+from spmd.comm.chunk import blocks
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.draws import random_decompositions
 from spmd.tensor.rules.lists import list_decompositions
@@ -110,6 +111,28 @@ def addbmm(self, batch1, batch2, *, beta=1, alpha=1):
 @instead_of(aten.addr.default)
 def addr(self, vec1, vec2, *, beta=1, alpha=1):
     return biased(self, aten.ger.default(vec1, vec2), beta, alpha)
+
+
+# ---- convolutions -----------------------------------------------------------------------------
+
+
+@instead_of(aten.convolution_backward.default)
+def convolution_backward(grad_output, input, weight, bias_sizes, *options):
+    """Of an empty batch the kernel gives a bias the global size that `bias_sizes` says: there it is a sum by itself."""
+    *options, wanted = options
+    if not wanted[2] or not _has_empty_block(input, 0):
+        return NotImplemented
+    found = aten.convolution_backward.default(grad_output, input, weight, None, *options, [*wanted[:2], False])
+    return found[0], found[1], aten.sum.dim_IntList(grad_output, [d for d in range(grad_output.ndim) if d != 1])
+
+
+def _has_empty_block(x, dim: int) -> bool:
+    """Whether some rank has nothing along the dim; not of a tensor that does not say how it lies."""
+    spec = getattr(x, "_spec", None)
+    if spec is None or not spec.dims[dim]:
+        return False
+    ranks = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
+    return not all(length for _, length in blocks(spec.shape[dim], spec.units[dim], ranks))
 
 
 # ---- means ------------------------------------------------------------------------------------
