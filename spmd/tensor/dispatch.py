@@ -133,24 +133,27 @@ def _by_parts(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
 
 def _remember_linear(args: tuple, kwargs: dict[str, Any], dtensor: type) -> None:
     """Run a `linear` like this one as a product, what is sent for it, and the bias added to that."""
-    if len(args) < 3 or kwargs or min(args[0].ndim, args[1].ndim) < 2:
+    if len(args) != 3 or kwargs or not all([type(x) is dtensor for x in args]) or args[1].ndim != 2:
         return
-    x, w, bias = args
-    product = aten.linear.default(x, w)
-    first = _way(Eager(aten.linear.default, (x, w), {}, [x, w], [x, w], dtensor), ())
-    both = [product, bias]
-    second = _way(Eager(aten.add.Tensor, (product, bias), {}, both, both, dtensor), ())
-    lowered = first.lowering, second.lowering
-    if any(each.gathered or each.empties for each in lowered):
+    x, w, bias = [each._spec for each in args]
+    first = _lowered(aten.linear.default, x, w)
+    second = _lowered(aten.add.Tensor, first.outs[0], bias)
+    if args[0] is args[1] or any(each.gathered or each.empties for each in (first, second)):
         return
-    reduction, of_bias = second.lowering.plans
+    reduction, of_bias = second.plans
 
     def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return reduction.run(hot.on_blocks(aten.linear.default)(x, w)) + bias
 
-    moves = [(i, way) for i, way in enumerate((*first.lowering.plans, of_bias)) if way.steps]
-    kind = hot.Hot(False, run, second.lowering.outs, True, False, False, -1, tuple(moves), True)
+    moves = [(i, way) for i, way in enumerate((*first.plans, of_bias)) if way.steps]
+    kind = hot.Hot(False, run, second.outs, True, False, False, -1, tuple(moves), True)
     hot.remember(aten.linear.default, args, kwargs, kind, dtensor)
+
+
+def _lowered(op, *specs: Spec) -> Lowering:
+    """An op on tensors of these specs, no two of them the same."""
+    outs = out_metas(op, specs, {}, torch.device(specs[0].mesh.device_type))
+    return lower(Call(op, specs, {}, outs), skips_empty=True)
 
 
 # ---- operands ---------------------------------------------------------------------------------

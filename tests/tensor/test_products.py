@@ -165,6 +165,19 @@ def test_a_weight_that_is_not_read_waits_for_nothing():
         assert not [str(step) for step in steps[sent:] if step.sends and step.before.shape == w.shape]
 
 
+def test_a_bias_is_added_once_to_what_was_summed():
+    """By a hot call as by the first: one reduction each, also where plain tensors are taken as replicated."""
+    x, w, bias = f(4, 6, 4).detach(), f(3, 4).detach(), f(3).detach()
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), spmd.implicit_replication(), steps_made() as steps:
+        given = [placed(t, p, mesh) for t, p in zip((x, w, bias), ([S0, S2], [R, S1], [R, R]), strict=True)]
+        for args in (given, given, [given[0], w, bias], [given[0], w, bias]):
+            before = len(steps)
+            out = F.linear(*args).full_tensor()
+            assert len([s for s in steps[before:] if s.kind == "all_reduce"]) == 1
+            assert all(torch.allclose(each, F.linear(x, w, bias)) for each in out.local.values())
+
+
 def test_other_dtypes():
     """Integers have no derivative, and complex numbers not one that torch writes as one op."""
     agree(F.linear, [torch.arange(24).view(2, 3, 4), torch.arange(8).view(2, 4)], ([S0, S1], [R, R]))
