@@ -493,7 +493,7 @@ class Way:
         if sizes < len(call.args):
             outs = self.lowering.outs
             local = functools.partial(random.draw, call.op, outs[0]) if self.draws else hot.on_blocks(call.op)
-            plain = single and not self.views and not in_place and sizes < 0 and not moves
+            plain = single and not in_place and sizes < 0 and not moves and (not self.views or len(call.operands) == 1)
             kind = hot.Hot(plain, local, outs, single, self.views, in_place, sizes, moves, bool(moves))
             hot.remember(call.op, call.args, call.kwargs, kind, call.dtensor)
 

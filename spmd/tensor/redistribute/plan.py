@@ -111,7 +111,11 @@ class Step:
         """Make the move on this rank's block, now."""
         if (made := _made.get()) is not None:
             made.append(self)
-        return transport().step(self._start_here, self._finish_here, local)
+        by = transport()
+        if players() is not None:  # who asks once for each rank where it is
+            return by.step(self._start_here, self._finish_here, local)
+        move, at = self.move, At(self.before, self.after, self.before.mesh.get_coordinate(), by)
+        return by.step(lambda x: move.start(x, at), lambda y: move.finish(y, at), local)
 
     def launched(self, local, *shown_by, view: Step | None = None) -> AsyncTensor:
         """The move under way: the block after it, which waits for itself when it is read. shown_by: whose block it is,
