@@ -13,7 +13,6 @@ Everything here is plain torch on one tensor, so it can be written into a graph 
 
 from __future__ import annotations
 
-import functools
 from math import prod
 
 import torch
@@ -33,7 +32,6 @@ BYTES_ONLY = {
 _OF_BOOLS = {"sum": "max", "product": "min", "min": "min", "max": "max", "bor": "max", "band": "min"}
 
 
-@functools.lru_cache(maxsize=256)
 def reduced_as(dtype: torch.dtype, op: str) -> tuple[torch.dtype, str]:
     """The dtype and the op that are sent for a reduction; an average is a sum still to be divided.
 

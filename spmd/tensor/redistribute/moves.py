@@ -55,6 +55,7 @@ from spmd.tensor.redistribute.boxes import (
 from spmd.tensor.spec import Spec
 
 Coordinate = tuple[int, ...]
+reduced_as = functools.lru_cache(maxsize=256)(wire.reduced_as)
 
 
 @dataclass(frozen=True)
@@ -378,7 +379,7 @@ class _Reduction(Move):
 
     def wire_itemsize(self, spec: Spec) -> int:
         """Bytes that an element takes on the wire."""
-        dtype, _ = wire.reduced_as(spec.dtype, self.op(spec))
+        dtype, _ = reduced_as(spec.dtype, self.op(spec))
         return dtype.itemsize * (2 if wire.marks_nan(spec.dtype, self.op(spec)) else 1)
 
     def _averaged(self, y, at: At):
@@ -402,7 +403,7 @@ class AllReduce(_Reduction):
     def start(self, x, at):
         if not prod(at.shape_before()):
             return x
-        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        dtype, op = reduced_as(at.before.dtype, self.op(at.before))
         if wire.marks_nan(at.before.dtype, op):
             x = wire.with_marks(x, at.before.dtype, op)
         return at.transport.all_reduce(_as(x, at.before.dtype, dtype).contiguous(), op, at.group(self.axes))
@@ -410,7 +411,7 @@ class AllReduce(_Reduction):
     def finish(self, y, at):
         if not prod(at.shape_before()):
             return y
-        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        dtype, op = reduced_as(at.before.dtype, self.op(at.before))
         y = _as(at.transport.wait_tensor(y), dtype, at.before.dtype)
         if wire.marks_nan(at.before.dtype, op):
             y = wire.without_marks(y, at.shape_before())
@@ -452,7 +453,7 @@ class ReduceScatter(_Reduction):
         row = max(map(volume, pieces))
         if not row:
             return x
-        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        dtype, op = reduced_as(at.before.dtype, self.op(at.before))
         marked = wire.marks_nan(at.before.dtype, op)
         if marked or any(volume(piece) != row for piece in pieces):
             rows = [_padded(cut(x, at.shape_before(), [piece]), volume(piece), row) for piece in pieces]
@@ -466,7 +467,7 @@ class ReduceScatter(_Reduction):
         row = max(map(volume, self._pieces(at)))
         if not row:
             return y.new_zeros(at.shape_after())
-        dtype, op = wire.reduced_as(at.before.dtype, self.op(at.before))
+        dtype, op = reduced_as(at.before.dtype, self.op(at.before))
         y = _as(at.transport.wait_tensor(y), dtype, at.before.dtype)
         if wire.marks_nan(at.before.dtype, op):
             y = wire.without_marks(y, (row,))
