@@ -27,6 +27,8 @@ from spmd.tensor.spec import Spec, strides_like
 seen = Cache(maxsize=16384)
 """Hot calls by op, specs and static arguments."""
 
+_found = seen.entries.get  # looked up once: it is asked in every call
+
 MISS = object()
 """What `run` gives for a call that is not hot."""
 
@@ -68,14 +70,14 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
             if type(a) is not dtensor:
                 pass
             elif kind in _NUMBERS and b - b == 0 != b and is_pointwise(op):
-                found = seen.entries.get((op, a._spec, kind))
+                found = _found((op, a._spec, kind))
                 if found is None or a._copy is not None:
                     return MISS
                 if found[5]:
                     return _written(found, a, args)
                 return _call(found, [a._local_tensor, b], NONE, a, dtensor)
             elif kind is dtensor and a is not b:
-                found = seen.entries.get((op, a._spec, b._spec))
+                found = _found((op, a._spec, b._spec))
                 if found is not None and a._copy is None and b._copy is None:
                     if not found[0]:
                         return _call(found, [a._local_tensor, b._local_tensor], NONE, a, dtensor)
@@ -84,7 +86,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
         elif len(args) == 1:
             a = args[0]
             if type(a) is dtensor:
-                found = seen.entries.get((op, a._spec))
+                found = _found((op, a._spec))
                 if found is not None and a._copy is None:
                     if not found[0]:
                         return _call(found, [a._local_tensor], NONE, a, dtensor)
@@ -95,7 +97,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
         if len(args) > 1 and type(args[1]) in _STATIC and type(args[0]) is dtensor:
             a, types = args[0], tuple(map(type, args))
             if list not in types:
-                found = seen.entries.get((op, a._spec, types, args[1:]))
+                found = _found((op, a._spec, types, args[1:]))
                 if found is not None and a._copy is None:
                     if found[0] and found[4]:
                         return _shown(found, a, args, dtensor)
@@ -115,8 +117,10 @@ def _any(
     for x in args:
         kind = type(x)
         if kind is dtensor:
-            if tensors and (x is tensors[0] or (len(tensors) > 1 and any([x is t for t in tensors]))):
-                key.append(_again(tensors, x))
+            for i, t in enumerate(tensors):
+                if t is x:
+                    key.append(i)  # where it came first; no other number stands in a key by itself
+                    break
             key.append(x._spec)
             local.append(x._local_tensor)
             tensors.append(x)
@@ -151,7 +155,7 @@ def _any(
             return MISS
     if new is not None:
         return seen.get(tuple(key), lambda: new)
-    found = seen.entries.get(tuple(key))
+    found = _found(tuple(key))
     if found is None:
         return MISS
     for x in tensors:
@@ -185,11 +189,6 @@ def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
 def is_normal_in_inference(x: torch.Tensor) -> bool:
     """Whether x was made outside of the inference mode that is on now. Then so are its views, in torch's eyes."""
     return torch.is_inference_mode_enabled() and not x.is_inference()
-
-
-def _again(tensors: list, x: Any) -> tuple[str, int]:
-    """Where a tensor that comes again came first."""
-    return "again", next(i for i, t in enumerate(tensors) if t is x)
 
 
 def _shown(found: Hot, base: Any, args: tuple, dtensor: type) -> Any:
