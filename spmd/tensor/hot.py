@@ -83,6 +83,13 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                         return _call(found, [a._local_tensor, b._local_tensor], NONE, a, dtensor)
                     seen.hits += 1
                     return wrap(dtensor, found[1](a._local_tensor, b._local_tensor), found[2][0])
+            elif kind is list:
+                try:
+                    found = _found((op, a._spec, tuple(b)))
+                except TypeError:  # symbols among the sizes
+                    found = None
+                if found is not None and a._copy is None:
+                    return _call(found, [a._local_tensor, b], NONE, a, dtensor)
         elif len(args) == 1:
             a = args[0]
             if type(a) is dtensor:
