@@ -18,7 +18,7 @@ import torch
 from spmd import _torch
 from spmd.tensor import plain
 from spmd.tensor.einsum import product
-from spmd.tensor.rules.products import matmul_backward
+from spmd.tensor.rules.products import is_kept, matmul_backward
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ _linear, _matmul = map(_torch.as_one, (aten.linear.default, aten.matmul.default)
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """With all dims of x as they are; torch makes a matrix of them."""
-    if weight.ndim == 2 and x.ndim > 1:
+    if is_kept("linear", x, weight):
         return _linear(x, weight, bias)
     with _torch.without_first():
         return aten.linear.default(x, weight, bias)
@@ -90,11 +90,10 @@ def matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """With all dims as they are; torch makes matrices of them, or one batch."""
     if x.ndim == 2 == y.ndim:
         return torch.mm(x, y)
-    if x.ndim > 2 or y.ndim > 2:
+    if is_kept("matmul", x, y):
         return _matmul(x, y)
     with _torch.without_first():
         return aten.matmul.default(x, y)
-
 
 
 composites = {

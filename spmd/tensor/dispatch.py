@@ -41,7 +41,7 @@ from spmd.tensor.redistribute.plan import Plan, plan, steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.draws import FILLS, LIKES
-from spmd.tensor.rules.products import KERNELS
+from spmd.tensor.rules.products import KERNELS, is_kept
 from spmd.tensor.spec import Spec, replicated
 
 lowerings = Cache(maxsize=16384)
@@ -293,7 +293,7 @@ def _way(eager: Eager, which: tuple[int, ...]) -> Way | Whole | Decomposed:
     given = args, kwargs  # one way for all numbers that no rule looks at: none is to be seen
     args, kwargs = tuple([unread(op, x) for x in args]), {name: unread(op, x) for name, x in kwargs.items()}
     call = Call(op, args, kwargs, (), which)
-    if _torch.is_composite(op) and call.name not in ("linear", "matmul"):
+    if _torch.is_composite(op) and not is_kept(call.name, *call.tensors[:2]):
         return Decomposed()
     if call.draws and op not in FILLS:
         return WholeDraw.of(op)

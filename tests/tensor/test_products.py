@@ -11,6 +11,7 @@ from torch.autograd.functional import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import spmd
+from spmd import _torch
 from spmd.sim import LocalTensorMode
 from spmd.tensor.einsum import product
 from spmd.tensor.redistribute.plan import steps_made
@@ -176,6 +177,17 @@ def test_a_bias_is_added_once_to_what_was_summed():
             out = F.linear(*args).full_tensor()
             assert len([s for s in steps[before:] if s.kind == "all_reduce"]) == 1
             assert all(torch.allclose(each, F.linear(x, w, bias)) for each in out.local.values())
+
+
+def test_products_with_vectors_gather_nothing():
+    """They are taken apart also where autograd does not look on, and with `out=`."""
+    mesh = mesh_of((2, 2))
+    with LocalTensorMode(4), _torch.below_autograd(), steps_made() as steps:
+        x, v = placed(f(4, 6).detach(), [S0, S0], mesh), placed(f(6).detach(), [R, R], mesh)
+        out = placed(f(4).detach(), [S0, S0], mesh)
+        for y in (torch.matmul(x, v), torch.matmul(x, v, out=out), F.linear(v, x)):
+            assert y._spec.dims == ((0, 1),)
+        assert not [str(step) for step in steps if step.sends]
 
 
 def test_other_dtypes():

@@ -10,6 +10,9 @@ by an axis of its own, one of them would have to be moved. So these are not take
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from spmd.tensor.call import Call
@@ -25,9 +28,21 @@ GRADIENTS = laws("sum avg: r p r -> p...")
 """The gradients of a product are linear in the gradient of its result."""
 
 
+KEPT: dict[str, Callable[..., bool]] = {
+    "linear": lambda x, weight: x.ndim > 1 and weight.ndim == 2,
+    "matmul": lambda x, y: x.ndim > 2 or y.ndim > 2,
+}
+"""Ops that torch takes apart, by name, and for which operands they come whole: not for matrices and vectors alone."""
+
+
+def is_kept(name: str, *operands: Any) -> bool:
+    """Whether the op of this name comes whole for these two operands: tensors, or specs of tensors."""
+    return name in KEPT and KEPT[name](*operands)
+
+
 def linear(call: Call) -> Rule | None:
     """`t k, n k -> t n` with any number of `t`; a bias is added afterwards, so there is none here."""
-    if call["bias"] is not None or call["weight"].ndim != 2 or call["input"].ndim < 2:
+    if call["bias"] is not None or not is_kept("linear", *call.tensors[:2]):
         return None
     tokens = _tokens(call["input"])
     n, k = Factor("n"), Factor("k")
@@ -51,9 +66,9 @@ def _tokens(x: Spec) -> Dims:
 
 
 def matmul(call: Call) -> Rule | None:
-    """`b m k, b k n -> b m n` with any number of `b`, which one side may lack; None for matrices and vectors alone."""
+    """`b m k, b k n -> b m n` with any number of `b`, which one side may lack."""
     x, y = call.tensors
-    if max(x.ndim, y.ndim) < 3:
+    if not is_kept("matmul", x, y):
         return None
     m, k, n = map(Factor, "mkn")
     out = call.outs[0].shape
@@ -69,9 +84,7 @@ def matmul(call: Call) -> Rule | None:
 
 @instead_of(aten.linear.default)
 def linear_and_bias(input, weight, bias=None):
-    """A bias is added to the product, once. Products with vectors, which only `out=` brings here, are torch's."""
-    if input.ndim < 2 or weight.ndim < 2:
-        return aten.linear.default.decompose(input, weight, bias)
+    """A bias is added to the product, once."""
     return NotImplemented if bias is None else biased(bias, aten.linear.default(input, weight), 1, 1)
 
 
