@@ -13,7 +13,6 @@ Results equal the op's own, empty tensors and NaN included; a low-precision `add
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from math import prod
 
 import torch
@@ -22,6 +21,7 @@ from spmd import _torch
 from spmd.comm.chunk import blocks
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.draws import random_decompositions
+from spmd.tensor.rules.enter import Table, entering
 from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.rules.networks import MEAN, NONE, SUM
 from spmd.tensor.rules.norms import norm_decompositions
@@ -31,7 +31,7 @@ from spmd.tensor.spec import strides_like
 
 aten = torch.ops.aten
 
-decompositions: dict[_torch.OpOverload, Callable] = {}
+decompositions: Table = {}
 """From an op to a function of the same arguments; it returns NotImplemented where the op is safe as it is."""
 
 
@@ -45,16 +45,7 @@ def decompose(op, args, kwargs):
     return NotImplemented if found is None else found(*args, **kwargs)
 
 
-def instead_of(*ops):
-    """Enter a function as the decomposition of these ops."""
-
-    def enter(function):
-        for op in ops:
-            assert op not in decompositions, op
-            decompositions[op] = function
-        return function
-
-    return enter
+instead_of = entering(decompositions)
 
 
 # ---- a product plus a bias --------------------------------------------------------------------

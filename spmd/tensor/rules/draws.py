@@ -19,6 +19,7 @@ from collections.abc import Callable
 import torch
 
 from spmd import _torch
+from spmd.tensor.rules.enter import Table, entering
 
 aten = torch.ops.aten
 
@@ -47,16 +48,10 @@ LIKES: dict[_torch.OpOverload, _torch.OpOverload] = {
 }
 """The ops that make a tensor like another one, each with the op of `FILLS` that fills it."""
 
-random_decompositions: dict[_torch.OpOverload, Callable] = {}
+random_decompositions: Table = {}
 """The others, by what they are made of."""
 
-
-def instead_of(*ops):
-    def enter(function):
-        random_decompositions.update(dict.fromkeys(ops, function))
-        return function
-
-    return enter
+instead_of = entering(random_decompositions)
 
 
 # ---- made like another tensor -----------------------------------------------------------------

@@ -13,25 +13,19 @@ captured, and the fused op stays in it until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 
-from spmd import _torch
+from spmd.tensor.rules.enter import Table, entering
 
 aten = torch.ops.aten
 
-norm_decompositions: dict[_torch.OpOverload, Callable] = {}
+norm_decompositions: Table = {}
 """From an op to a function of the same arguments; it returns NotImplemented where the fused op is as good."""
 
-
-def instead_of(*ops):
-    def enter(function):
-        norm_decompositions.update(dict.fromkeys(ops, function))
-        return function
-
-    return enter
+instead_of = entering(norm_decompositions)
 
 
 def is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:

@@ -18,23 +18,17 @@ from math import inf, prod
 
 import torch
 
-from spmd import _torch
 from spmd.comm.chunk import blocks
 from spmd.tensor.call import dims_of
+from spmd.tensor.rules.enter import Table, entering
 from spmd.tensor.rules.norms import about_mean, cast, is_cut, wide
 
 aten = torch.ops.aten
 
-scan_decompositions: dict[_torch.OpOverload, Callable] = {}
+scan_decompositions: Table = {}
 """From an op to a function of the same arguments; it returns NotImplemented where the op is as good."""
 
-
-def instead_of(*ops):
-    def enter(function):
-        scan_decompositions.update(dict.fromkeys(ops, function))
-        return function
-
-    return enter
+instead_of = entering(scan_decompositions)
 
 
 def lengths(x: torch.Tensor, dim: int) -> list[int]:
