@@ -38,6 +38,8 @@ from spmd.tensor.rules.lists import list_decompositions
 from spmd.tensor.spec import contiguous
 
 aten = torch.ops.aten
+
+
 @dataclass(frozen=True)
 class Argument:
     """An input of the graph that the caller passes: a tensor, or a number that may change between calls."""

@@ -250,12 +250,7 @@ def _check(who: LocalMap, mesh: DeviceMesh, positional: int, flat: list) -> None
         )
     if who.mesh is not None and who.mesh != mesh:
         raise ValueError(f"{who}: its device_mesh is {who.mesh!r}, but the step is compiled for {mesh!r}; use one mesh")
-    for name, said in (("in_placements", who.ins), ("in_grad_placements", who.grads)):
-        if said is not None and len(said) != positional:
-            raise ValueError(
-                f"{who}: {name} has {len(said)} entries for {positional} positional arguments, counted flat; give one "
-                "for each, None for what is no tensor"
-            )
+    who.check_lengths(positional, "tensor")
     for i, x in enumerate(flat):
         placements = who.ins[i] if i < positional else None
         if isinstance(x, torch.Tensor) == (placements is None):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ class RuntimeScalar:
 SCALAR = RuntimeScalar()
 
 
+@functools.lru_cache(maxsize=4096)
+def is_pointwise(op: _torch.OpOverload) -> bool:
+    """Whether no rule of the op looks at its numbers, but to see that they are finite and not zero."""
+    return torch.Tag.pointwise in op.tags
+
+
 def unread(op: _torch.OpOverload, x: Any) -> Any:
     """SCALAR for a number of whose value no rule of the op takes notice, such as the step of an optimiser; else `x`.
 
@@ -45,7 +51,7 @@ def unread(op: _torch.OpOverload, x: Any) -> Any:
     >>> unread(torch.ops.aten.sum.dim_IntList, 1)
     1
     """
-    if torch.Tag.pointwise not in op.tags or type(x) not in (int, float) or x == 0 or x - x != 0:
+    if not is_pointwise(op) or type(x) not in (int, float) or x == 0 or x - x != 0:
         return x
     return SCALAR
 
@@ -65,7 +71,7 @@ class Call:
     outs: tuple[TensorMeta | None, ...]
     which: tuple[int, ...] = ()
 
-    @cached_property
+    @functools.cached_property
     def _bound(self) -> dict[str, Any]:
         schema = _torch.arguments(self.op)
         given = dict(zip((a.name for a in schema), self.args, strict=False)) | self.kwargs
@@ -75,12 +81,12 @@ class Call:
         """The argument of this name in the op's schema; its default, or None, where it was not given."""
         return self._bound.get(name)
 
-    @cached_property
+    @functools.cached_property
     def tensors(self) -> tuple[Spec, ...]:
         """The operands in the order of the schema, lists flattened."""
         return tuple(spec for _, spec in self.named_tensors)
 
-    @cached_property
+    @functools.cached_property
     def named_tensors(self) -> tuple[tuple[str, Spec], ...]:
         """The operands with the name of their argument; the tensors of a list share its name."""
         out = []
@@ -106,7 +112,7 @@ class Call:
     def mesh(self):
         return self.tensors[0].mesh
 
-    @cached_property
+    @functools.cached_property
     def name(self) -> str:
         """The base name of the op: `aten.add_.Tensor`, `aten.add.out` and `aten.add.Tensor` are all `add`."""
         return base_name(self.op)

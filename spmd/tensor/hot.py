@@ -18,6 +18,7 @@ import torch
 from spmd import _torch
 from spmd.tensor import explicit
 from spmd.tensor.cache import Cache
+from spmd.tensor.call import is_pointwise
 from spmd.tensor.composites import KEYS
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
@@ -169,12 +170,6 @@ def _any(
         if x._copy is not None:
             return MISS
     return _call(found, local, kwargs, tensors[0], dtensor)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_pointwise(op: _torch.OpOverload) -> bool:
-    """Whether no rule of the op looks at its numbers, but to see that they are finite and not zero (`call.unread`)."""
-    return torch.Tag.pointwise in op.tags
 
 
 @functools.lru_cache(maxsize=4096)

@@ -158,14 +158,24 @@ class LocalMap:
         other = next((x for x in given if x._spec.mesh != mesh), None)
         if other is not None:
             raise ValueError(f"{self}: an argument lies on {other._spec.mesh!r}, the results on {mesh!r}; use one mesh")
-        for name, said in (("in_placements", self.ins), ("in_grad_placements", self.grads)):
-            if said is not None and len(said) != n:
+        self.check_lengths(n, "DTensor")
+        for name, _ in self._said():
+            if any(isinstance(x, DTensor) for x in pytree.tree_leaves(kwargs)):
+                raise ValueError(f"{self}: {name} is for positional arguments; pass DTensors by position")
+
+    def check_lengths(self, n: int, kind: str) -> None:
+        """There are as many placements as positional arguments, of which those count that are of this kind."""
+        for name, said in self._said():
+            if len(said) != n:
                 raise ValueError(
                     f"{self}: {name} has {len(said)} entries for {n} positional arguments, counted flat; give one for "
-                    "each, None for what is no DTensor"
+                    f"each, None for what is no {kind}"
                 )
-            if said is not None and any(isinstance(x, DTensor) for x in pytree.tree_leaves(kwargs)):
-                raise ValueError(f"{self}: {name} is for positional arguments; pass DTensors by position")
+
+    def _said(self) -> list[tuple[str, tuple]]:
+        """The placements of arguments that were given, with their names."""
+        both = (("in_placements", self.ins), ("in_grad_placements", self.grads))
+        return [(name, said) for name, said in both if said is not None]
 
     def _placed(self, i: int, x: Any) -> Any:
         """The i-th argument, lying as it has to."""
