@@ -18,7 +18,10 @@ setup(
         "rich",
     ],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "ruff", "import-linter"],
+        "test": [
+            "pytest", "pytest-timeout", "pytest-xdist", "expecttest", "hypothesis", "ruff", "import-linter",
+            "transformers", "safetensors",
+        ],
     },
     packages=[*find_packages(include=["spmd", "spmd.*"]), "spmd.examples"],
     package_dir={"spmd.examples": "examples"},

@@ -1,16 +1,16 @@
-"""How well a calibration predicts what collectives take, and how well the same file does on another run.
+"""How well a calibration predicts the times of collectives, in its own run and in a later one.
 
     python benchmarks/calibration.py            # 3 calibrations of 4 gloo ranks on this machine, a few minutes
     python benchmarks/calibration.py --short    # 2 small ones, under 30 seconds
 
-Each run is what `python -m spmd calibrate` does. For each collective and kind of group the table has
+Each run does the same as `python -m spmd calibrate`. For each collective and kind of group the table has
 
-- held out: the errors of a run's curves at the sizes that they have not seen, over all runs;
-- next run: the errors of a run's curves at all sizes of the run after it;
-- textbook: those of the preset, which knows nothing of the machine, at all sizes.
+- held out: the errors of a run's curves at sizes that the fit has not seen, over all runs;
+- next run: the errors of a run's curves at all sizes of the next run;
+- textbook: the errors of the preset, which was not fitted to this machine, at all sizes.
 
-Errors are |predicted - measured| / measured. A machine that other programs use changes between runs: the first column
-is the fit's error, the second is what a plan meets.
+An error is |predicted - measured| / measured. If other programs use the machine, its speed changes between runs: the
+first column is the error of the fit, the second is the error that a plan has in practice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Errors = dict[tuple[int, str], list[float]]  # by ranks of the group and collect
 
 
 def play(rank: int, args: argparse.Namespace, folder: Path) -> None:
-    """One rank of all runs; rank 0 writes them down."""
+    """One rank of all runs. Rank 0 writes the results to a file."""
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", meet, timeout=timedelta(minutes=5), rank=rank, world_size=args.ranks)
@@ -53,7 +53,7 @@ def play(rank: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def predicted(point: Point, machine: Machine) -> float:
-    """What the machine says of a collective on one host."""
+    """The time that the machine predicts for a collective on one host."""
     topology = MeshTopoInfo(HostGrid((point.group[0],)), machine)
     if point.collective == "copy":
         return cost.copy_cost(point.nbytes, topology)
@@ -61,7 +61,7 @@ def predicted(point: Point, machine: Machine) -> float:
 
 
 def errors(runs: list[Calibration], machines: list[Machine], held_out: bool = False) -> Errors:
-    """How far each machine is from the run beside it."""
+    """The errors of each machine against the run at the same position."""
     found: Errors = {}
     for run, machine in zip(runs, machines, strict=True):
         for point in run.points:

@@ -1,4 +1,4 @@
-"""What a functional collective costs over the raw c10d call, beside torch's own functional collectives.
+"""The overhead of a functional collective over the raw c10d call, for spmd and for torch's functional collectives.
 
     python benchmarks/collectives.py            # 1 and 4 gloo ranks on this machine, about two minutes
     python benchmarks/collectives.py --short    # fewer rounds and sizes, under 30 seconds
@@ -9,14 +9,14 @@ Each collective is launched and waited for in three ways, on the same tensors an
 - torch: `torch.distributed._functional_collectives`, whose result is waited for;
 - spmd: `spmd.comm`, whose result is waited for.
 
-The ways take turns: a round runs each of them a few times, in a new order, between barriers. A call's time is the
-round's, of the slowest rank, divided by the calls; the table has medians over the rounds, and as ratios the medians of
-each round's ratio, which other programs disturb less. With one rank nothing is
-sent and what remains is overhead, so there the calling thread's CPU time counts, which is the same on a busy machine;
-with four ranks it is the wall clock, and the network's noise is larger than the difference. torch's gather on dim 1
-waits before it returns, spmd's does not; here both are waited for at once.
+The three take turns: a round runs each of them a few times, in a new order, between barriers. The time of a call is
+the round's time on the slowest rank, divided by the number of calls. The table has medians over the rounds. Its ratios
+are medians of each round's ratio, because other programs disturb those less. With one rank nothing is sent, and all of
+the time is overhead; CPU time of the calling thread is measured, which is the same on a busy machine. With four ranks
+wall-clock time is measured, and the noise of the network is larger than the difference. torch's gather on dim 1 waits
+before it returns, and spmd's does not; here both are waited for at once.
 
-Left out: tensors that need a gradient, and groups spelled in other ways than as a ProcessGroup (see --group).
+Left out: tensors that need a gradient, and groups given in other ways than as a ProcessGroup (see --group).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ GATHER, SCATTER, ALL_GATHER, REDUCE_SCATTER = (
 
 
 def ways(kind: str, x: Tensor, n: int, group: object) -> dict[str, Way]:
-    """The three ways of one collective; x has a number of rows that n divides."""
+    """The three ways to call one collective. n must divide the number of rows of x."""
     world = dist.group.WORLD
     rows, columns = x.shape
     same, large, small = torch.empty_like(x), x.new_empty(n * rows, columns), x.new_empty(rows // n, columns)
@@ -124,7 +124,7 @@ KINDS = (
 
 
 def play(rank: int, ranks: int, args: argparse.Namespace, folder: Path) -> None:
-    """One rank: all collectives of all sizes; rank 0 writes down microseconds a call, by kind, size and way."""
+    """One rank: all collectives of all sizes. Rank 0 writes microseconds per call, by kind, size and way, to a file."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet-{ranks}", rank=rank, world_size=ranks)
     spellings = {"group": dist.group.WORLD, "mesh": spmd.init_device_mesh("cpu", (ranks,)), "list": list(range(ranks))}
@@ -140,7 +140,7 @@ def play(rank: int, ranks: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def measure(found: dict[str, Way], x: Tensor, ranks: int, args: argparse.Namespace) -> dict[str, float]:
-    """Medians over the rounds, in microseconds a call, of the slowest rank; "spmd / torch" and the like of ratios."""
+    """Medians over the rounds, in microseconds per call on the slowest rank, and the ratios such as "spmd / torch"."""
     times: dict[str, list[float]] = {way: [] for way in found}
     clock = time.thread_time if ranks == 1 else time.perf_counter
     order, shuffle = list(found), random.Random(0)  # the same order on all ranks
@@ -172,7 +172,7 @@ def report(args: argparse.Namespace, busy: float, found: dict[int, list]) -> str
     cores = len(os.sched_getaffinity(0))
     return "\n".join([
         f"{date.today()}, torch {torch.__version__}, {cores} cores (load {busy:.1f} before), gloo; microseconds a "
-        f"call, medians of {args.rounds} rounds of {args.calls} calls; group spelled as a {args.group}",
+        f"call, medians of {args.rounds} rounds of {args.calls} calls; group given as a {args.group}",
         "",
         table(["ranks", "collective", "bytes", *WAYS, "spmd / c10d", "spmd / torch"], rows, left=2),
         "",
@@ -186,7 +186,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="1024,1048576", help="bytes of the input on a rank")
     parser.add_argument("--rounds", type=int, default=61)
     parser.add_argument("--calls", type=int, default=15)
-    parser.add_argument("--group", choices=["group", "mesh", "list"], default="group", help="how to spell spmd's group")
+    parser.add_argument("--group", choices=["group", "mesh", "list"], default="group", help="how spmd's group is given")
     parser.add_argument("--short", action="store_true", help="for CI")
     args = parser.parse_args()
     if args.short:

@@ -1,26 +1,28 @@
-"""How much of torch distributed tensors can do: spmd's DTensor beside torch's own, over all of torch's op database.
+"""How many ops distributed tensors support: spmd's DTensor and torch's DTensor, over all of torch's op database.
 
     python benchmarks/coverage.py                    # all of it, about 20 minutes
-    python benchmarks/coverage.py --short            # every so manieth op, one sample each, under a minute
+    python benchmarks/coverage.py --short            # every 12th entry, one sample each, under a minute
     python benchmarks/coverage.py --samples 1 --placings 2   # every entry, in two ways
-    python benchmarks/coverage.py --op conv2d        # one entry, every case that is not right
-    python benchmarks/coverage.py --side spmd        # without the peer
+    python benchmarks/coverage.py --op conv2d        # one entry, and every case that is not right
+    python benchmarks/coverage.py --side spmd        # spmd alone
+    python benchmarks/coverage.py --side threads     # spmd alone, with a thread for each rank
     python benchmarks/coverage.py --part 0/4         # a fourth of the entries, for several processes
 
-Each entry of `op_db` that runs on CPU in float32 is run, forward and backward, and where it has them in place and with
-`out=`, on simulated ranks of the meshes (4,) and (2, 2): its tensors replicated, sharded on every dim (most sizes do
-not divide), partial sums and maxima, and placed at random. Results and gradients must be those of one device
-(`tests/tensor/sweep.py`). The table counts
+Each entry of `op_db` that supports CPU and float32 is run on simulated ranks of the meshes (4,) and (2, 2): forward and
+backward, and in place and with `out=` if it has these variants. Its tensors are replicated, sharded on every dim (most
+sizes are not divisible), partial sums and maxima, and placed at random. Results and gradients must be those of one
+device (`tests/tensor/sweep.py`). The table counts
 
-    right         on every rank
-    wrong         another number, shape or dtype, and nothing said so
-    crashed       an error where one device has none; a dead or silent process, too
+    right         right on every rank
+    wrong         another number, shape or dtype, without an error
+    crashed       an error that one device does not raise, or a process that died or hangs
     unsupported   NotImplementedError
-    shared        of the right ones whose result could be shared out, as an operand was: those that are
+    shared        the percentage of sharded results among those right results that could be sharded, because an
+                  operand was sharded
 
-Ops that draw random numbers are counted apart and not judged here. torch's DTensor runs under its own LocalTensorMode.
-Cases run in a process of their own, which is started anew after the case that it died of. Exits 1 if spmd is not right
-somewhere.
+Ops that draw random numbers are counted separately and not judged here. torch's DTensor runs under torch's own
+LocalTensorMode. The cases run in a process of their own. If a case kills it, a new process starts with the next case.
+Exits 1 if spmd is not right in some case.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ import torch
 from _table import table
 
 from spmd.tensor.placement import Partial, Shard
-from tests.tensor.sweep import Case, Ours, Verdict, ask, cases, entries, name_of
+from tests.tensor.sweep import Case, InOneThread, OnThreads, Ours, Verdict, ask, cases, entries, name_of
 
 SILENCE = 60.0  # seconds after which a case counts as hanging
 KINDS = ("right", "wrong", "crashed", "unsupported")
 
 
-class Torchs:
+class Torchs(InOneThread):
     """torch's DTensor in torch's LocalTensorMode."""
 
     def __init__(self, mesh: tuple[int, ...]):
@@ -98,7 +100,7 @@ class Torchs:
         return isinstance(x, self.tensor.DTensor) and not all(p.is_replicate() for p in x.placements)
 
 
-SIDES = {"spmd": Ours, "torch": Torchs}
+SIDES = {"spmd": Ours, "threads": OnThreads, "torch": Torchs}
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Part:
 
 
 def all_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The same ones in the same order, in every process."""
+    """All cases, in the same order in every process."""
     chosen = args.part.of(entries())
     if args.op:
         chosen = [e for e in chosen if args.op in (e.name, name_of(e))]
@@ -137,7 +139,7 @@ def all_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Ask one case after the other, a line of JSON each."""
+    """Run one case after the other and print a line of JSON for each."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sides = {}
@@ -160,14 +162,14 @@ def say(**what) -> None:
 
 @dataclass
 class Count:
-    """What became of the cases on one side."""
+    """The counts of verdicts on one side."""
 
     kinds: Counter = field(default_factory=Counter)
     able: int = 0
     shared: int = 0
     by_op: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     example: dict[str, str] = field(default_factory=dict)
-    whole: Counter = field(default_factory=Counter)
+    replicated: Counter = field(default_factory=Counter)
     lines: list[str] = field(default_factory=list)
 
     def add(self, op: str, case: str, verdict: Verdict) -> None:
@@ -176,7 +178,7 @@ class Count:
         if verdict.shared is not None:
             self.able += 1
             self.shared += verdict.shared
-            self.whole[op] += not verdict.shared
+            self.replicated[op] += not verdict.shared
         if verdict.kind not in ("right", "random"):
             self.lines.append(f"{verdict.kind}: {case}: {verdict.why}")
             print(self.lines[-1], file=sys.stderr, flush=True)
@@ -188,7 +190,7 @@ class Count:
 
 
 def count(side: str, args: argparse.Namespace) -> Count:
-    """Run all cases on a side, in as many processes as it takes."""
+    """Run all cases on one side, in as many processes as needed."""
     found, start = Count(), 0
     while start is not None:
         start = _count_from(start, side, args, found)
@@ -196,7 +198,7 @@ def count(side: str, args: argparse.Namespace) -> Count:
 
 
 def _count_from(start: int, side: str, args: argparse.Namespace, found: Count) -> int | None:
-    """Count until the process ends; where it died of a case, the number of the next one."""
+    """Run a process and count its verdicts. If a case killed it, return the number of the next case."""
     given = [f"--samples={args.samples}", f"--every={args.every}", f"--part={args.part}"]
     given += ["--short"] if args.short else []
     given += [f"--placings={args.placings}"] if args.placings else []
@@ -241,7 +243,7 @@ def _said(process, lines: queue.Queue) -> Iterator[dict]:
 
 
 def report(counts: dict[str, Count], args: argparse.Namespace) -> None:
-    """The table, an example of each op that is not right, and what was asked for."""
+    """Print the table, an example of each op that is not right, and the details that options ask for."""
     rows = []
     for side, c in counts.items():
         asked = sum(c.kinds[k] for k in KINDS)
@@ -259,19 +261,19 @@ def report(counts: dict[str, Count], args: argparse.Namespace) -> None:
         if args.op:
             print("\n".join(["", *c.lines]))
         if args.verbose:
-            print(f"\n{side}, whole though they could be shared:", dict(c.whole.most_common(200)))
+            print(f"\n{side}, replicated though they could be sharded:", dict(c.replicated.most_common(200)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="a sample, for CI")
     parser.add_argument("--op", help="one entry of the database, by its name")
-    parser.add_argument("--side", choices=SIDES, help="one of the two only")
+    parser.add_argument("--side", choices=SIDES, help="one only; spmd and torch by default")
     parser.add_argument("--samples", type=int, default=3, help="of each entry (default: %(default)s)")
-    parser.add_argument("--placings", type=int, help="of each sample, so many at random (default: all, some ten)")
-    parser.add_argument("--every", type=int, default=12, help="of --short: every so manieth entry")
+    parser.add_argument("--placings", type=int, help="of each sample, this many at random (default: all, about ten)")
+    parser.add_argument("--every", type=int, default=12, help="with --short: run only every n-th entry")
     parser.add_argument("--part", type=Part.parse, default=Part(0, 1), metavar="k/n", help="every n-th entry")
-    parser.add_argument("--verbose", action="store_true", help="failing ops of torch's DTensor too, and whole results")
+    parser.add_argument("--verbose", action="store_true", help="torch's failing ops too, and replicated results")
     parser.add_argument("--worker", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -279,7 +281,7 @@ def main() -> int:
         work(args)
         return 0
     counts = {}
-    for side in [args.side] if args.side else SIDES:
+    for side in [args.side] if args.side else ("spmd", "torch"):
         began = time.perf_counter()
         counts[side] = count(side, args)
         print(f"{side}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""What an op on DTensors costs before any work is done: spmd beside torch's DTensor, in one run.
+"""The overhead of an op on DTensors: spmd and torch's DTensor, in one run.
 
     python benchmarks/dispatch.py               # hot ops, a training step, and first calls; about a minute
     python benchmarks/dispatch.py --short       # fewer rounds
 
-One process plays rank 0 of a mesh of 4, on a process group that sends nothing, with tensors of a few elements: what is
-left is the framework. Both run the same ops on the same placements and take turns, in a new order each round. Times are
-CPU time of the calling thread, which other programs disturb less than the wall clock; the table has medians over the
-rounds, in microseconds, and the medians of each round's ratio.
+One process is rank 0 of a mesh of 4, on a process group that sends nothing. The tensors have a few elements, so that
+only the time of the framework remains. Both run the same ops on the same placements and take turns, in a new order each
+round. Times are CPU time of the calling thread, which other programs disturb less than the wall clock. The table has
+medians over the rounds, in microseconds, and the medians of each round's ratio.
 
-A first call is that of `add` on a mesh, a shape and placements that nobody has used before, in milliseconds.
+A first call is the first `add` on a mesh, a shape and placements that were not used before, in milliseconds.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Operands:
         self.lib = lib
         self.mesh = lib.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
         self.local = torch.randn(4, 16)
-        rows, columns, whole = [lib.Shard(0)], [lib.Shard(1)], [lib.Replicate()]
-        self.rows, self.columns, self.whole = rows, columns, whole
+        rows, columns, replicated = [lib.Shard(0)], [lib.Shard(1)], [lib.Replicate()]
+        self.rows, self.columns, self.replicated = rows, columns, replicated
         self.x, self.y = self.make((16, 16), rows), self.make((16, 16), rows)
-        self.b, self.v = self.make((4, 8, 16), rows), self.make((16,), whole)
-        self.w, self.r = self.make((16, 16), columns), self.make((16, 16), whole)
+        self.b, self.v = self.make((4, 8, 16), rows), self.make((16,), replicated)
+        self.w, self.r = self.make((16, 16), columns), self.make((16, 16), replicated)
         self.ids = self.make((16,), rows, torch.randint(0, 16, (16,)))
         self.mask = self.x > 0
 
@@ -133,7 +133,7 @@ def train_step(lib: ModuleType, **options: bool) -> Callable[[], object]:
 
 
 STEPS = {
-    "MLP step, AdamW as it comes": {},  # a loop, which is what torch takes for DTensors on any device
+    "MLP step, AdamW as it comes": {},  # a loop over tensors: torch's choice for DTensors on any device
     "MLP step, AdamW foreach": {"foreach": True},
     "MLP step, AdamW fused": {"fused": True},
 }
@@ -158,7 +158,7 @@ def hot(calls: dict[str, Callable[[], object]], rounds: int, each: int) -> tuple
 
 
 def cold(lib: ModuleType, ndim: int, size: int) -> float:
-    """Milliseconds of a first add on a mesh of ndim axes, of tensors that nobody has seen."""
+    """Milliseconds of a first add on a mesh of ndim axes, with tensors of a new shape."""
     shape = (RANKS, *[1] * (ndim - 1)) if ndim == 1 else (*[1] * (ndim - 2), 2, 2)
     mesh = lib.init_device_mesh("cpu", shape, mesh_dim_names=tuple("abcd"[:ndim]))
     placements = [lib.Shard(i % 2) if n > 1 else lib.Replicate() for i, n in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""How long do random programs give on a mesh what they give on one device?
+"""Fuzzing: do random programs give the same results on a mesh as on one device?
 
     python benchmarks/fuzz.py                          # a minute, from seed 0
     python benchmarks/fuzz.py --minutes 30 --seed 1000
@@ -6,8 +6,9 @@
     python benchmarks/fuzz.py --compiled               # each program as one compiled step
 
 Writes a program from each seed (`tests/tensor/fuzz.py`), runs it on one device and on simulated ranks, with cold caches
-and with warm ones, and compares all that is left. Of each kind of difference one program is shrunk and printed, as
-Python that can be run. The table counts programs, steps and differences by mesh. Exits 1 if there is one.
+and with warm ones, and compares all resulting tensors. For each kind of difference, one program is shrunk and printed
+as Python code that can be run. The table counts programs, steps and differences by mesh. Exits 1 if there is a
+difference.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on")
     parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
     parser.add_argument("--programs", type=int, default=sys.maxsize, help="how many programs at most")
-    parser.add_argument("--compiled", action="store_true", help="compile the programs, without what no graph can hold")
+    parser.add_argument("--compiled", action="store_true", help="compile each program, without ops that no graph has")
     chosen = parser.parse_args()
     ask = compiled_differences if chosen.compiled else differences
     counts: Counter[tuple[tuple[int, ...], str]] = Counter()
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _show(kind: str, programs: list[tuple[int, Program]], ask: Callable[[Program], list[str]]) -> None:
-    """One program of a kind of difference, as short as it gets, and the seeds of all."""
+    """Print a shrunk program for a kind of difference, and the seeds of all programs with it."""
     small = min((program for _, program in programs), key=lambda program: len(program.steps))
     small = shrink(small, fails_like(small, ask))
     seeds = ", ".join(str(seed) for seed, _ in programs[:12])

@@ -1,12 +1,12 @@
-"""Whether memory stays flat: eager ops on DTensors whose shapes keep changing.
+"""Does memory stay constant? Eager ops on DTensors whose shapes keep changing.
 
     python benchmarks/memory.py                 # a million ops, 40 minutes
     python benchmarks/memory.py --short         # 20,000 ops
 
-Two simulated ranks. Each round takes a shape that was not seen for long and runs ten ops on it - arithmetic, a dropout,
-a product, views, a write, a reduction, a redistribution - and their backward, so that caches fill and have to forget.
-Printed over time: the memory of the process, the DTensors alive, and the entries of all caches (`spmd.debug.caches`);
-at the end the slope of the memory over the second half, by least squares.
+There are two simulated ranks. Each round takes a shape that has not occurred for a long time and runs ten ops on it -
+arithmetic, a dropout, a product, views, a write, a reduction, a redistribution - and their backward. So the caches fill
+and must drop entries. Printed over time: the memory of the process, the live DTensors, and the entries of all caches
+(`spmd.debug.caches`). At the end: the slope of the memory over the second half, by least squares.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def round_of_ops(i: int, mesh: spmd.DeviceMesh) -> None:
 
 
 def samples(ops: int, every: int) -> Iterator[tuple[int, float, int, int]]:
-    """Ops run, MB of the process, DTensors alive and entries of all caches, so often."""
+    """After every `every` ops: the ops run so far, MB of the process, live DTensors, and entries of all caches."""
     for i in range(ops // OPS):
         if i % (every // OPS) == 0:
             yield i * OPS, *state()

@@ -1,13 +1,13 @@
-"""How far the rule book is proved: every row of every rule, on all that torch's own op database calls.
+"""Test the rule book: every row of every rule, on all ops that torch's own op database calls.
 
     python benchmarks/oracle.py [--per-op 3] [--every 1]
     python benchmarks/oracle.py --missing [--op mm]
 
-CI asks a part of it (`tests/tensor/test_oracle.py`). Prints a line a dtype, and exits 1 if a row is wrong.
+CI tests a part of it (`tests/tensor/test_oracle.py`). Prints a line for each dtype, and exits 1 if a row is wrong.
 
-`--missing` looks for rows that would be right and that no rule offers: on the samples of the tests and on those of the
-database, in float64. Not each is worth having; those that are right for some samples only hang on an argument or on the
-values.
+`--missing` searches for rows that would be right and that no rule offers: on the samples of the tests and on those of
+the database, in float64. Not every such row is worth having. A row that is right only for some samples depends on an
+argument or on the values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = (
 
 
 def print_missing(args: argparse.Namespace) -> int:
-    """A line a row, those first that are right for all samples they were asked of."""
+    """Print a line for each row, first those that are right for all samples they were tested on."""
     torch.manual_seed(1)
     by_op = defaultdict(list)
     for sample in (*table(), *captured(torch.float64, args.per_op, every=args.every)):
@@ -57,7 +57,7 @@ def print_missing(args: argparse.Namespace) -> int:
 
 
 def in_a_process(fn: Callable[[], Any]) -> Any:
-    """What fn returns, run in a process of its own; None if that died. Kernels trust what they are given."""
+    """The result of fn, run in a process of its own; None if the process died, as kernels may on bad operands."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=lambda: theirs.send(fn()))
@@ -74,9 +74,9 @@ def in_a_process(fn: Callable[[], Any]) -> Any:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--per-op", type=int, default=3, help="samples an overload (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=1, help="take every so manieth entry (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=1, help="take only every n-th entry (default: %(default)s)")
     parser.add_argument("--missing", action="store_true", help="look for rows that no rule offers")
-    parser.add_argument("--op", help="of --missing: of this op only")
+    parser.add_argument("--op", help="with --missing: only this op")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # torch warns of what its own samples do
     if args.missing:

@@ -1,36 +1,36 @@
-"""How good the plans of redistributions are, beside both of torch's planners, and how long planning takes.
+"""The quality of redistribution plans and the time of planning, for spmd and for both of torch's planners.
 
     python benchmarks/planner.py            # the tables, all pairs: some minutes
     python benchmarks/planner.py --short    # fewer pairs
-    python benchmarks/planner.py --check    # no table: every size 1..40, brute force; says what is wrong
+    python benchmarks/planner.py --check    # no table: every size 1..40, and brute force; prints wrong plans
 
-A pair is a layout with the axes of each dim in the mesh's order, partial sums among them, and a layout in any order
-without partial sums, of a 64 MiB float32 tensor of two dims (three: `--dims 3`); `uneven` takes sizes that no axis
-divides.
+A pair is a source and a target spec of a 64 MiB float32 tensor of two dims (three: `--dims 3`). The source may be
+partial, and the axes of each of its dims are in the mesh's order. The target is not partial, and its axes may be in any
+order. `uneven` has sizes that no axis divides.
 
 The first table of a machine is about spmd alone:
 
-- bytes / bound: the sum, over the pairs, of what the busiest rank receives, over the sum of what some rank must
-  receive whatever the plan (`tensor/redistribute/bounds.py`); then the worst pair.
-- sends: collectives of a plan, and the most of any. memory / B: bytes of memory on the rank with most, over those of
-  the whole tensor; the mean, and the most.
-- planning: the CPU time of a pair that was not planned before, with everything forgotten between meshes, and of one
+- bytes / bound: the bytes that the busiest rank receives, summed over the pairs, divided by the sum of the bytes that
+  some rank must receive in any plan (`tensor/redistribute/bounds.py`); in brackets, the worst pair.
+- sends: the mean number of collectives of a plan, and the largest. memory / B: bytes of memory on the rank with most,
+  divided by the bytes of the global tensor; the mean, and the largest.
+- planning: the CPU time for a pair that was not planned before (all caches are cleared between meshes), and for one
   that was.
 
-The second stands beside torch's planners, `default` and `min-cost`: their bytes over the bound, and their times over
-ours, summed, under two cost models - spmd's, with the machine named, and torch's own. Then on how many pairs our plan
-is strictly faster, and on how many slower.
+The second table compares spmd with torch's planners, `default` and `min-cost`: their bytes over the bound, and their
+times divided by ours, summed, under two cost models: spmd's, for the machine named, and torch's own. Then on how many
+pairs our plan is strictly faster, and on how many it is slower.
 
-- spmd's model: their moves, priced as ours are, with the copies that spmd would make for them where copies have a
-  price.
-- torch's model: `peers/planners.py` says what its formulas make of moves that torch does not have. Our plans here are
-  those that are the cheapest under spmd's model, which is another one; so some may be slower.
-- torch's model, planned for: our planner is given torch's model as its topology.
+- spmd's model: torch's moves are priced as ours are. If copies have a price, the copies that spmd would make for these
+  moves are included.
+- torch's model: torch's formulas; `peers/planners.py` applies them to moves that torch does not have. Our plans here
+  are the cheapest ones under spmd's model, not under torch's, so some may be slower.
+- torch's model, planned for: our planner gets torch's model as its topology.
 
-The last asks for smaller tensors. torch's model prices torch's plans as if all sizes were even, so where they are not
-it says nothing of single pairs. Its `default` planner cannot be asked for targets in another order of axes, there it
-takes the other. torch takes the hosts to be of as many ranks as they are. Left out: what torch saves by merging axes
-where the user has flattened them.
+The last table has smaller tensors. torch's model prices torch's plans as if all sizes were even, so for uneven sizes it
+says nothing about single pairs. The `default` planner does not support targets with another order of axes; there
+`min-cost` is used. torch knows how many ranks a host has. Left out: the time that torch saves by merging axes that the
+user has flattened.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ from peers import planners
 
 from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.tensor.redistribute import graph, states
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, AllToAll, ReduceScatter, Slice
+from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, AllToAll, ReduceScatter
+from spmd.tensor.redistribute.moves import Slice
 from spmd.tensor.redistribute.plan import Plan, Step, forget, plan
 from spmd.tensor.spec import Spec
 from tests.tensor.brute import least_ps
@@ -104,7 +105,7 @@ def forget_all() -> None:
 
 
 def over(pair: Pair, topology: MeshTopoInfo) -> Plan:
-    """The plan over other links."""
+    """The plan of a pair on another topology."""
     mesh = pair[0].mesh.with_topology(topology)
     return plan(*(Spec.of(mesh, s.shape, s.dtype, dims=s.dims, partial=s.partial) for s in pair))
 
@@ -125,7 +126,7 @@ class Beside:
             self.us_by_torch = {name: self._summed(self._their_us, each) for name, each in self.theirs.items()}
 
     def _their_moves(self, pair: Pair, min_cost: bool) -> tuple[list[planners.Move], float]:
-        """And the milliseconds that planning took."""
+        """The moves of torch's plan, and the milliseconds that planning took."""
         src, dst = (planners.spec(self.there, s.shape, s.dims, s.partial) for s in pair)
         planners.forget()
         start = time.process_time()

@@ -3,11 +3,11 @@
     python benchmarks/random_ops.py             # 4 simulated ranks, of which rank 1 is timed; two minutes
     python benchmarks/random_ops.py --short     # up to 1e5 elements
 
-A tensor of n elements on each rank, n x 4 in all, is filled by each op: by plain torch (a tensor of n elements), by
-spmd on 4 ranks with rows or columns sharded, and by spmd on one rank. Nothing is sent, so one rank is as good as four.
-They take turns; the table has medians, and how many times plain torch's time that is. torch's own DTensor draws on CUDA
-only (its OffsetBasedRNGTracker knows no other generator: on CPU every rank draws from its own, so that shards are
-equal, or unrelated to any one device's), so that there is no peer to run here.
+Each op fills a tensor with n elements on each rank, 4 n in all: in plain torch (a tensor of n elements), in spmd on 4
+ranks with rows or columns sharded, and in spmd on one rank. Nothing is sent, so it is enough to time one rank. All take
+turns. The table has medians, and their ratios to plain torch's time. torch's own DTensor supports random ops on CUDA
+only (its OffsetBasedRNGTracker knows no other generator: on CPU every rank draws from its own, so shards are equal, or
+unrelated to the numbers of one device). So there is no peer to compare with.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OPS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 def contestants(n: int) -> dict[str, torch.Tensor]:
-    """Tensors of which this rank has n elements, as near to square in all as they get."""
+    """Tensors with n elements on this rank, whose global shapes are as near to square as possible."""
     side = isqrt(n * RANKS) // RANKS * RANKS
     mesh, one = DeviceMesh("cpu", list(range(RANKS))), DeviceMesh("cpu", [1])
     return {
@@ -54,7 +54,7 @@ def contestants(n: int) -> dict[str, torch.Tensor]:
 
 
 def measured(op: Callable, tensors: dict[str, torch.Tensor], seconds: float) -> dict[str, float]:
-    """Median microseconds of each, taking turns for so long, or five rounds."""
+    """Median microseconds of each. They take turns for this many seconds, and for at least five rounds."""
     times: dict[str, list[float]] = {name: [] for name in tensors}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["plain"]) < 6:

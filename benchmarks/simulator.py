@@ -1,12 +1,12 @@
-"""What a simulated rank costs: spmd's LocalTensorMode beside torch's own, in one run.
+"""The time of a simulated rank: spmd's LocalTensorMode and torch's own, in one run.
 
     python benchmarks/simulator.py              # 1, 8 and 64 ranks, about a minute
     python benchmarks/simulator.py --short      # fewer rounds, under 20 seconds
 
-Each op runs on LocalTensors of 4 x 4 elements a rank: small, so that what is measured is the simulator. The two
-simulators take turns: a round runs each of them for a while, in a new order; the table has medians over the rounds, in
-microseconds an op and rank, beside the same op on one plain tensor. The last rows are 8 and 64 ranks of a GPT's
-compiled training step (examples/gpt.py), which torch's simulator does not run, in milliseconds a step.
+Each op runs on LocalTensors of 4 x 4 elements per rank. They are small, so that only the simulator is measured. The two
+simulators take turns: a round runs each of them for a while, in a new order. The table has medians over the rounds, in
+microseconds per op and rank, beside the same op on one plain tensor. The last rows are compiled training steps of a GPT
+(examples/gpt.py) on 8 and 64 ranks, in milliseconds per step. torch's simulator does not run it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PLAN = {
 
 
 def seconds(fn: Callable[[], object], calls: int) -> float:
-    """Of one call."""
+    """The seconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         fn()

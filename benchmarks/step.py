@@ -1,4 +1,4 @@
-"""The time of one training step of a GPT: spmd's program beside the same step written by other means.
+"""The time of one training step of a GPT: spmd's program, and the same step written in other ways.
 
     python benchmarks/step.py                   # 4 and 2 ranks on this machine, some minutes
     python benchmarks/step.py --short           # 4 ranks and small sizes, under 40 seconds on 2 free cores
@@ -6,14 +6,14 @@
 Every mesh of 4 and of 2 gloo ranks runs
 
 - spmd: the program that `spmd.compile` makes of the plain step in `examples/gpt.py`;
-- c10d: Megatron's step by hand (`peers/c10d.py`), the faster of its two ways to sum gradients;
-- DTensor, parallelize_module: torch's DTensor inside the Linears (`peers/dtensor.py`), where tp has more than one rank;
-- DTensor, everywhere: torch's DTensor for every tensor (minutes of warm-up, in which it looks for its plans);
+- c10d: Megatron's step written by hand (`peers/c10d.py`), with the faster of two ways to sum gradients;
+- DTensor, parallelize_module: torch's DTensor inside the Linears (`peers/dtensor.py`), if tp has more than one rank;
+- DTensor, everywhere: torch's DTensor for every tensor (it needs minutes of warm-up to search for its plans).
 
-and rank 0 runs the plain step alone, with one thread and with all cores. All of them train their own copy of one model
-on the same batches, in the same processes, and take turns: each round runs all of them once, in a new order. A step's
-time is that of the slowest rank, from a barrier until the loss is a number there; the table has the medians over the
-rounds. Who does not get one device's first five losses gets no ratios.
+Rank 0 also runs the plain step alone, with one thread and with all cores. All of them train a copy of one model on the
+same batches, in the same processes. They take turns: each round runs all of them once, in a new order. The time of a
+step is that of the slowest rank, from a barrier until the loss is a number there. The table has the medians over the
+rounds. A step whose first five losses are not those of one device gets no ratios.
 
 Left out: several machines (the network here is the loopback), GPUs, and ranks of several threads.
 """
@@ -59,7 +59,7 @@ PATIENCE = timedelta(minutes=5)
 SHORT = {"ranks": "4", "layers": 1, "width": 64, "heads": 4, "batch": 8, "block": 32, "reps": 5, "everywhere": False}
 
 Batch = tuple[Tensor, Tensor]
-Step = Callable[[Tensor, Tensor], float]  # the whole batch in, its mean loss out, on every rank
+Step = Callable[[Tensor, Tensor], float]  # from the global batch to its mean loss, on every rank
 
 
 def arguments() -> argparse.Namespace:
@@ -73,7 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--reps", type=int, default=20, help="rounds that are timed (default: %(default)s)")
     everywhere = "whether the slowest peer to warm up takes part (default: it does)"
     parser.add_argument("--everywhere", action=argparse.BooleanOptionalAction, default=True, help=everywhere)
-    parser.add_argument("--short", action="store_true", help="small sizes for CI; what is given beside it still counts")
+    parser.add_argument("--short", action="store_true", help="small sizes for CI; other options still count")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all times there")
     if parser.parse_args().short:
         parser.set_defaults(**SHORT)
@@ -99,7 +99,7 @@ def config(args: argparse.Namespace) -> GPTConfig:
 
 
 class Job:
-    """What is trained: the same model, from the same start, on the same batches, whoever does it."""
+    """The training job of all runners: the same model, the same initial weights, the same batches."""
 
     def __init__(self, args: argparse.Namespace):
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ class Job:
 
 @dataclass
 class Runner:
-    """One implementation on one mesh, and what was found of it. One device has an empty mesh: rank 0 alone runs it."""
+    """One implementation on one mesh, and its measurements. One device has an empty mesh: only rank 0 runs it."""
 
     name: str
     mesh: tuple[int, ...]
@@ -190,7 +190,7 @@ def with_spmd(job: Job, shape: tuple[int, int]) -> Step:
 
 
 def play(rank: int, ranks: int, args: argparse.Namespace, folder: Path) -> None:
-    """One rank's part; rank 0 leaves what was found in ``folder``."""
+    """One rank of the benchmark. Rank 0 writes the measurements into ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet-{ranks}", PATIENCE, rank=rank, world_size=ranks)
     job = Job(args)
@@ -204,7 +204,7 @@ def play(rank: int, ranks: int, args: argparse.Namespace, folder: Path) -> None:
 
 
 def verify(found: list[Runner], data: list[Batch]) -> None:
-    """Each runner's first steps: how far their losses are, on any rank, from those of the first runner, one device."""
+    """Run each runner's first steps, and compare the losses of all ranks with those of the first runner, one device."""
     truth: list[float] = []
     for runner in found:
         steps = [run(runner, batch) for batch in data]
@@ -216,9 +216,9 @@ def verify(found: list[Runner], data: list[Batch]) -> None:
 
 
 def measure(found: list[Runner], data: list[Batch], rounds: int) -> None:
-    """Times the runners in turns, each round in an order of its own."""
+    """Time the runners in turns, each round in a new order."""
     gc.collect()
-    gc.freeze()  # so that nobody's step pays for what the others keep
+    gc.freeze()  # so that no runner's step pays for objects of the others
     for turn in range(rounds):
         for runner in random.Random(turn).sample(found, len(found)):
             _, seconds = run(runner, data[turn % len(data)])
@@ -229,7 +229,7 @@ def measure(found: list[Runner], data: list[Batch], rounds: int) -> None:
 
 
 def run(runner: Runner, batch: Batch) -> tuple[float, float]:
-    """One step's loss, and its seconds on this rank: none on a rank that has no part in it."""
+    """One step's loss, and its seconds on this rank; NaN and 0 on a rank that does not run it."""
     dist.barrier()
     if not runner.mesh and dist.get_rank():
         return math.nan, 0.0
@@ -239,7 +239,7 @@ def run(runner: Runner, batch: Batch) -> tuple[float, float]:
 
 
 def gathered(mine: object) -> list:
-    """Every rank's."""
+    """The values of all ranks."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -272,7 +272,7 @@ def header() -> list[str]:
 
 
 def rows(found: list[Runner], ranks: int) -> Iterator[list[str]]:
-    """A row for each runner, of the two that differ in how c10d sums gradients the faster one."""
+    """A row for each runner; of the two c10d runners only the faster one."""
     alone = [runner for runner in found if not runner.mesh]
     for mesh, group in groupby(found, key=lambda runner: runner.mesh):
         group = faster_c10d(list(group))
@@ -303,7 +303,7 @@ def faster_c10d(group: list[Runner]) -> list[Runner]:
 
 
 def ratio(a: Runner, b: Runner) -> str:
-    """How many times b's step a's takes, if both compute the same."""
+    """The time of a's step divided by that of b's, if both compute the same losses."""
     return f"{a.median / b.median:.2f}" if a.agrees and b.agrees else "losses part"
 
 
@@ -324,14 +324,14 @@ def place(runner: Runner) -> str:
 
 
 def say(text: str) -> None:
-    """How far it has come, on rank 0's stderr."""
+    """Print progress to stderr, on rank 0."""
     if dist.get_rank() == 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
     args = arguments()
-    busy = os.getloadavg()[0]  # what else runs here slows some more than others
+    busy = os.getloadavg()[0]  # other programs slow some runners more than others
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo would look up the host's name instead
     found = {}

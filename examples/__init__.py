@@ -1,1 +1,1 @@
-"""Plain single-device programs: what a user has before they meet spmd."""
+"""Plain single-device programs, as a user has them before using spmd."""

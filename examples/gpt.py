@@ -1,6 +1,6 @@
-"""A small GPT and its training step, as one writes them for one device.
+"""A small GPT and its training step, written for one device.
 
-Nothing in this file knows of ranks, meshes or placements: this is what ``spmd.compile`` is given.
+This file knows nothing of ranks, meshes or placements. ``spmd.compile`` gets it as it is.
 
     model = GPT(GPTConfig())
     optimizer = torch.optim.AdamW(model.parameters())
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. ``tied``: the head reads the token embedding's weight."""
+    """The sizes of a GPT. ``tied``: the head shares its weight with the token embedding."""
 
     n_layer: int = 4
     n_head: int = 4
@@ -39,7 +39,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one projection each for q, k and v."""
+    """Causal self-attention, with a projection for each of q, k and v."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -96,7 +96,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab, bias=False)
         self.apply(init)
         for block in self.blocks:
-            for branch in (block.attn.out, block.mlp.down):  # GPT-2: the residual stream keeps its variance
+            for branch in (block.attn.out, block.mlp.down):  # as in GPT-2: keeps the variance of the residual stream
                 nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.tied:
             self.head.weight = self.tok_emb.weight
@@ -110,7 +110,7 @@ class GPT(nn.Module):
 
 
 def init(module: nn.Module) -> None:
-    """GPT-2's starting point: weights from N(0, 0.02), biases zero."""
+    """Initialises as GPT-2 does: weights from N(0, 0.02), biases zero."""
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,8 +1,8 @@
-"""Text as bytes, and batches of it: every byte is a token, so the vocabulary is 256.
+"""Load text as bytes, and cut it into batches. Every byte is a token, so the vocabulary is 256.
 
     data = load_text()                                     # uint8[bytes]
     for tokens, targets in batches(data, batch=16, block=64, seed=0):
-        ...                                                # int64[16, 64], and the same one byte further on
+        ...                                                # both int64[16, 64]; a target is the byte after its token
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 ENOUGH = 4 * 2**20
-"""Bytes of the default text that are read at most."""
+"""The most bytes of the default text that are read."""
 
 
 def load_text(path: str | Path | None = None) -> Tensor:
     """The bytes of a file, or by default the sources of Python's standard library: uint8[bytes].
 
-    Raises ValueError where there is no such text.
+    Raises ValueError if there is no such text.
 
     >>> load_text().dtype
     torch.uint8
@@ -52,13 +52,12 @@ def standard_library() -> bytes:
 
 
 def batches(data: Tensor, batch: int, block: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of the windows of ``data``: (tokens, targets), both int64[batch, block].
+    """An endless iterator over batches of windows of ``data``: (tokens, targets), both int64[batch, block].
 
-    A target is the byte after its token. The text is cut into windows of ``block`` bytes, each epoch draws
-    them in a new order, and a batch never holds one window twice. The same arguments give the same batches on
-    any machine.
+    A target is the byte after its token. The text is cut into windows of ``block`` bytes. Each epoch has the windows in
+    a new order, and no batch has one window twice. The same arguments give the same batches on any machine.
 
-    Raises ValueError where the text is too short for one batch.
+    Raises ValueError if the text is too short for one batch.
 
     >>> tokens, targets = next(batches(torch.arange(13, dtype=torch.uint8), batch=3, block=4))
     >>> (targets - tokens).unique()
@@ -78,6 +77,6 @@ def draw(data: Tensor, batch: int, block: int, random: torch.Generator) -> Itera
     while True:
         order = torch.randperm((len(data) - 1) // block, generator=random)
         for chosen in order.split(batch):
-            if len(chosen) == batch:  # the rest of an epoch is left for the next one
+            if len(chosen) == batch:  # windows that fill no batch are skipped in this epoch
                 at = chosen[:, None] * block + span  # [batch, block]
                 yield data[at].long(), data[at + 1].long()

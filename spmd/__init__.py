@@ -1,23 +1,33 @@
 """spmd: write a PyTorch model and a train step for one device, run them on a mesh of ranks with the same numbers."""
 
-from spmd import debug
-from spmd.comm import CommTensor, mesh_broadcast, mesh_scatter, shard_dim_alltoall
-from spmd.expand.compile import CompiledStep, compile
-from spmd.expand.program import Program
-from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
-from spmd.sim import LocalTensor, LocalTensorMode
-from spmd.tensor.deterministic import deterministic, set_deterministic
-from spmd.tensor.dtensor import DTensor, distribute_tensor
-from spmd.tensor.explicit import ImplicitCommunicationError, explicit, set_explicit
-from spmd.tensor.factories import empty, full, ones, rand, randn, zeros
-from spmd.tensor.local_map import local_map
-from spmd.tensor.module import distribute_module
-from spmd.tensor.placement import Partial, Placement, Replicate, Shard
-from spmd.tensor.plain import implicit_replication
-from spmd.tensor.random import get_rng_state, manual_seed, recompute, set_rng_state
-from spmd.tensor.redistribute.plan import plan_redistribute
-from spmd.tensor.register import register_rule
-from spmd.tensor.rules import spelling as rules
+import gc
+
+# `import torch` leaves a full collection of garbage due, which takes as long as all of these imports together, and
+# finds nothing: modules stay. It may wait until something else is done.
+_collects = gc.isenabled()
+gc.disable()
+try:
+    from spmd import debug
+    from spmd.comm import CommTensor, mesh_broadcast, mesh_scatter, shard_dim_alltoall
+    from spmd.expand.compile import CompiledStep, compile
+    from spmd.expand.program import Program
+    from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
+    from spmd.sim import LocalTensor, LocalTensorMode
+    from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
+    from spmd.tensor.eager.factories import empty, full, ones, rand, randn, zeros
+    from spmd.tensor.eager.local_map import local_map
+    from spmd.tensor.eager.module import distribute_module
+    from spmd.tensor.eager.plain_tensors import implicit_replication
+    from spmd.tensor.modes.deterministic import deterministic, set_deterministic
+    from spmd.tensor.modes.explicit import ImplicitCommunicationError, explicit, set_explicit
+    from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+    from spmd.tensor.recipes.stream import get_rng_state, manual_seed, recompute, set_rng_state
+    from spmd.tensor.redistribute.plan import plan_redistribute
+    from spmd.tensor.rules import equations as rules
+    from spmd.tensor.rules.register import register_rule
+finally:
+    if _collects:
+        gc.enable()
 
 __version__ = "0.1.0"
 

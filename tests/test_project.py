@@ -1,4 +1,4 @@
-"""The rules that the sources keep: who imports whom, and who may touch torch's private names."""
+"""Rules of the sources: which module may import which, and which may touch torch's private names."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(set((ROOT / "spmd").rglob("*.py")) - {ROOT / "spmd" / "_torch.py"})
+SOURCES = sorted(set((ROOT / "spmd").rglob("*.py")) - set((ROOT / "spmd" / "_torch").rglob("*.py")))
 
 
 def test_imports_point_down():
@@ -19,8 +19,8 @@ def test_imports_point_down():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_only_one_file_touches_private_names_of_torch(path):
-    """What torch may change without notice is in spmd/_torch.py alone, where one can see which version needs what."""
+def test_only_one_package_touches_private_names_of_torch(path):
+    """Names that torch may change without notice are in spmd/_torch alone, which shows what a new version may break."""
     assert private_names(path.read_text(encoding="utf-8")) == []
 
 
@@ -42,17 +42,17 @@ def test_only_one_file_touches_private_names_of_torch(path):
     ],
 )
 def test_private_names_are_found(source, found):
-    """The rule above is read off the syntax tree, through the names that imports give."""
+    """The test above reads the syntax tree, and follows names through imports."""
     assert private_names(source) == found
 
 
 def private_names(source: str) -> list[str]:
-    """``line: name`` for each private name of torch, at the first line that has it. aten's operators are public."""
+    """``line: name`` for each private name of torch, at the first line that has it. aten operators are public."""
     nodes = list(ast.walk(ast.parse(source)))
     imports = [found for node in nodes for found in imported(node)]
     known = {here: name for _, here, name in imports}
     names = {(line, name) for line, _, name in imports}
-    names |= {(node.lineno, spelled(node, known)) for node in nodes if isinstance(node, ast.Attribute | ast.Call)}
+    names |= {(node.lineno, full_name(node, known)) for node in nodes if isinstance(node, ast.Attribute | ast.Call)}
     first = {}
     for line, name in sorted(names):
         first.setdefault(private_part(name), line)
@@ -60,7 +60,7 @@ def private_names(source: str) -> list[str]:
 
 
 def imported(node: ast.AST) -> list[tuple[int, str, str]]:
-    """(line, the name it has in this file, its full name) of all that a statement imports."""
+    """(line, name in this file, full name) of everything that a statement imports."""
     if isinstance(node, ast.Import):
         return [(node.lineno, alias.asname or alias.name, alias.name) for alias in node.names]
     if isinstance(node, ast.ImportFrom) and not node.level:
@@ -68,13 +68,13 @@ def imported(node: ast.AST) -> list[tuple[int, str, str]]:
     return []
 
 
-def spelled(node: ast.expr, known: dict[str, str]) -> str:
+def full_name(node: ast.expr, known: dict[str, str]) -> str:
     """The full name that an expression such as ``dist.x._get`` stands for; empty if it stands for a value."""
     match node:
         case ast.Name(name):
             return known.get(name, "torch" if name == "torch" else "")
         case ast.Attribute(value, name) | ast.Call(ast.Name("getattr"), [value, ast.Constant(str(name)), *_]):
-            before = spelled(value, known)
+            before = full_name(value, known)
             return before and f"{before}.{name}"
     return ""
 

@@ -37,7 +37,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import spmd.mesh as ours
-from spmd.mesh.layout import evenly
+from spmd.mesh.layout import group_shape
 
 Lies = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]  # for each dim its axes, and the partial axes
 
@@ -174,7 +174,7 @@ def topology(mesh: ours.DeviceMesh, there: DeviceMesh) -> ours.MeshTopoInfo:
     """torch's model of the same mesh as a topology of spmd's: a line for each collective and kind of group."""
     curves: dict[tuple, ours.Measured] = {}
     for axes in chain.from_iterable(combinations(range(mesh.ndim), k) for k in range(1, mesh.ndim + 1)):
-        on = evenly(mesh.topology.crossings(axes)[0])
+        on = group_shape(mesh.topology.crossings(axes)[0])
         for kind, handed in _HANDED.items():
             none, many = (us(there, kind, axes, handed(x, prod(mesh.shape[a] for a in axes))) for x in (0, 2**30))
             ranks, hosts, sharing = on

@@ -1,4 +1,4 @@
-"""The command line, ``python -m spmd``: one module a command, listed in ``COMMANDS``."""
+"""The command line, ``python -m spmd``. Each command is a module, listed in ``COMMANDS``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spmd.cli.args import UsageError
 from spmd.cli.launch import JobFailed, this_rank
 
 COMMANDS = {"calibrate": calibrate, "demo": demo}
-"""Each module has ``ABOUT`` (a line), ``add_arguments(parser)`` and ``run(args, argv)``."""
+"""Each module has ``ABOUT`` (one line of help), ``add_arguments(parser)`` and ``run(args, argv)``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``python -m spmd *argv``. Returns its exit code: 2 for input that cannot be worked with."""
+    """Runs ``python -m spmd *argv``. Returns its exit code: 2 for input that cannot be used."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m spmd", description="One-device training steps on many ranks.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

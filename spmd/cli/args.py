@@ -1,4 +1,4 @@
-"""What the commands read from a command line, and how they say that it cannot be."""
+"""Types of command-line arguments, and the error for input that a command cannot use."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 
 
 class UsageError(Exception):
-    """The input cannot be worked with. Its text is all that the user sees: what was given, what would fit."""
+    """The input cannot be used. The user sees only its text: the value that was given, and values that would work."""
 
-    code = 2  # what the process exits with, as argparse does
+    code = 2  # the exit code of the process, the same as argparse's
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
@@ -21,7 +21,7 @@ def mesh_shape(text: str) -> tuple[int, int]:
     sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not sizes:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no mesh. A mesh is DPxTP, two whole numbers from 1 on: "
+            f"{text!r} is not a mesh. A mesh is DPxTP, two whole numbers of at least 1: "
             "2x2 is four ranks, 1x4 four ranks that share each matrix, 4x1 four ranks that share each batch."
         )
     return int(sizes[1]), int(sizes[2])
@@ -34,7 +34,9 @@ def axis_sizes(text: str) -> tuple[int, ...]:
     (2, 2, 3)
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh. A mesh is whole numbers from 1 on with x between: 2x4.")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh. A mesh is whole numbers of at least 1 with x between: 2x4."
+        )
     return tuple(map(int, text.split("x")))
 
 
@@ -46,21 +48,21 @@ def byte_count(text: str) -> int:
     """
     size = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
     if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes. 4096, 64K, 16M and 1G are some.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. Give one such as 4096, 64K, 16M or 1G.")
     return int(size[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[size[2]]
 
 
 def positive(text: str) -> int:
-    """A whole number from 1 on."""
+    """A whole number of at least 1."""
     if not re.fullmatch(r"[1-9]\d*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1.")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """A whole number that torch takes for a seed."""
+    """A whole number that torch accepts as a seed."""
     if not re.fullmatch(r"\d+", text) or int(text) >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2**63 - 1.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2**63 - 1.")
     return int(text)
 
 
@@ -71,5 +73,5 @@ def positive_float(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0.")
     return value

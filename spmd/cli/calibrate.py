@@ -1,7 +1,7 @@
-"""``python -m spmd calibrate``: what collectives take on the ranks that run, fitted and written to a file.
+"""``python -m spmd calibrate``: measure how long collectives take on these ranks, and write a calibration file.
 
-Plans are priced by the file that ``$SPMD_TOPOLOGY`` names. The command ends with what the fit says, beside what was
-measured, for sizes that the fit has not seen (``comm/measure.py``).
+Plans are priced by the file that ``$SPMD_TOPOLOGY`` names. At the end the command prints predicted beside measured
+times, for sizes that the fit has not seen (``comm/measure.py``).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rich.table import Table
 
 import spmd
 from spmd.cli.args import UsageError, axis_sizes, byte_count, positive
-from spmd.cli.launch import check_device, join, launch, launched, play_rank
+from spmd.cli.launch import check_device, join, launch, launched, run_launched
 from spmd.comm.measure import ROUNDS, Calibration, Point, Signature, calibrate
 from spmd.mesh.calibration import VARIABLE, save
 
-ABOUT = "measure what collectives take on these ranks, and write the file by which plans are priced"
+ABOUT = "measure how long collectives take on these ranks, and write the file by which plans are priced"
 
 PATIENCE = timedelta(minutes=5)
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Checks all input; then plays one rank where a launcher started this process, else starts the ranks."""
+    """Checks all input. Then runs one rank if a launcher started this process, else starts the ranks."""
     check_device(args.device)
     if not Path(args.out).absolute().parent.is_dir():
         raise UsageError(f"--out {args.out}: there is no folder {Path(args.out).absolute().parent}")
@@ -49,18 +49,18 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise UsageError(f"--max-bytes {args.max_bytes}: a bandwidth needs messages of 64K and more")
     ranks = int(os.environ["WORLD_SIZE"]) if launched() else args.nproc
     if ranks < 2:
-        raise UsageError("one rank has nobody to talk to; start two or more, with --nproc or torchrun")
+        raise UsageError("one rank has no other to send to; start two or more, with --nproc or torchrun")
     shape = args.mesh or divisors_mesh(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     if np.prod(shape) != ranks:
         raise UsageError(f"a mesh of {'x'.join(map(str, shape))} has {np.prod(shape)} ranks, and there are {ranks}")
     if launched():
-        play_rank(play, args, shape)
+        run_launched(run_rank, args, shape)
     else:
         launch(["-m", "spmd", *argv], ranks=ranks)
 
 
 def divisors_mesh(ranks: int, per_host: int) -> tuple[int, ...]:
-    """A mesh whose axes, one or several, make groups of every size that divides the hosts and the ranks of each.
+    """A mesh whose axes, alone or together, make groups of each size that divides the hosts or the ranks of a host.
 
     >>> divisors_mesh(12, per_host=4), divisors_mesh(4, per_host=4)
     ((3, 2, 2), (2, 2))
@@ -74,8 +74,8 @@ def _primes(n: int) -> list[int]:
     return [] if least is None else [least, *_primes(n // least)]
 
 
-def play(args: argparse.Namespace, shape: tuple[int, ...]) -> None:
-    """One rank's part; the first rank of each host writes the file, rank 0 the report."""
+def run_rank(args: argparse.Namespace, shape: tuple[int, ...]) -> None:
+    """Runs one rank. The first rank of each host writes the file, and rank 0 prints the report."""
     device = join(args.device, PATIENCE)
     mesh = spmd.init_device_mesh(device.type, shape)
     load = os.getloadavg()[0]
@@ -92,12 +92,12 @@ def play(args: argparse.Namespace, shape: tuple[int, ...]) -> None:
 
 
 def report(found: Calibration, ranks: str, path: str) -> None:
-    """Prints predicted beside measured for sizes that no curve has seen, how far they part, and where the file is."""
+    """Prints predicted beside measured times for sizes that no curve has seen, their errors, and the file's path."""
     out = Console(highlight=False)
     out.print(held_out_table([point for point in found.points if point.held_out]))
     out.print(
         f"{ranks}; {len(found.machine.measured)} curves",
-        spread(found.held_out_errors),
+        error_summary(found.held_out_errors),
         f"wrote {path}; plans are priced by it where {VARIABLE}={Path(path).absolute()}",
         sep="\n",
         soft_wrap=True,
@@ -117,7 +117,7 @@ def held_out_table(points: Sequence[Point]) -> Table:
 
 
 def group_text(group: Signature) -> str:
-    """A kind of group for people.
+    """A kind of group in words.
 
     >>> group_text((4, 1, 1)), group_text((4, 2, 1)), group_text((4, 2, 4))
     ('4', '4 on each of 2 hosts', '4 on each of 2 hosts, 4 a card')
@@ -126,10 +126,10 @@ def group_text(group: Signature) -> str:
     return f"{ranks}{f' on each of {hosts} hosts' * (hosts > 1)}{f', {sharing} a card' * (sharing > 1)}"
 
 
-def spread(held_out: Sequence[float]) -> str:
-    """How large the errors are, and how much they differ.
+def error_summary(held_out: Sequence[float]) -> str:
+    """The median and the quantiles of the errors, in words.
 
-    >>> spread([0.02, 0.04, 0.06, 0.08, 0.5])
+    >>> error_summary([0.02, 0.04, 0.06, 0.08, 0.5])
     'held-out error: median 6.0%, half of them 4.0% to 8.0%, nine in ten below 33.2%, largest 50.0% (5 sizes)'
     """
     low, median, high, most = (f"{100 * part:.1f}%" for part in np.quantile(held_out, [0.25, 0.5, 0.75, 0.9]))

@@ -1,8 +1,8 @@
-"""``python -m spmd demo``: a small GPT, trained by one program on a mesh of ranks and once more on one device.
+"""``python -m spmd demo``: train a small GPT on a mesh of ranks by one program, and then again on one device.
 
-The model and its training step are plain PyTorch (``examples/gpt.py``). All that is said about ranks is ``PARAMS``
-and ``INPUTS`` below; the two runs see the same text, the same start and the same learning rates, and the
-command ends by saying how far their losses part.
+The model and its training step are plain PyTorch (``examples/gpt.py``). Only ``PARAMS`` and ``INPUTS`` below concern
+ranks. Both runs have the same text, the same initial model and the same learning rates. At the end the command prints
+how much their losses differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.table import Table
 import spmd
 from spmd import Shard
 from spmd.cli.args import UsageError, mesh_shape, positive, positive_float, seed
-from spmd.cli.launch import check_device, cores, join, launch, launched, play_rank
+from spmd.cli.launch import check_device, cores, join, launch, launched, run_launched
 
 ABOUT = "train a small GPT on a mesh of ranks, and compare its losses with those of one device"
 
@@ -47,7 +47,7 @@ PARAMS = {  # Megatron's: attention by heads, the MLP by columns and then by row
 INPUTS = {"tokens": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
 
 PATIENCE = timedelta(minutes=30)
-"""How long a rank waits for another: the one-device run must fit. A rank's death is noticed by the launcher."""
+"""How long a rank waits for another. It must cover the run on one device. The launcher notices when a rank dies."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,16 +69,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Checks all input; then plays one rank where a launcher started this process, else starts the ranks."""
+    """Checks all input. Then runs one rank if a launcher started this process, else starts the ranks."""
     job = Job(args)
     if launched():
-        play_rank(play, job)
+        run_launched(run_rank, job)
     else:
         launch(["-m", "spmd", *argv], ranks=math.prod(args.mesh))
 
 
 class Job:
-    """What is to be trained, on what. Making one checks all input: raises UsageError."""
+    """The model, the text and the options of a run. Making a Job checks all input and raises UsageError."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
@@ -94,35 +94,35 @@ class Job:
         check_device(args.device)
 
     def batches(self):
-        """The batches of a run, the same ones each time it is asked."""
+        """The batches of a run. Each call gives the same ones."""
         return self.text.batches(self.data, self.args.batch, self.args.block, self.args.seed)
 
     def start(self, device: torch.device):
-        """The model as it is before the first step, and its optimizer."""
+        """The model before the first step, and its optimizer."""
         torch.manual_seed(self.args.seed)
         model = self.gpt.GPT(self.config).to(device)
         return model, torch.optim.AdamW(model.parameters(), lr=self.args.lr)
 
     def rate(self, step: int) -> float:
-        """The share of the highest learning rate at a step: up in a tenth of the run, then down a cosine to 0.1."""
+        """The learning rate at a step as a fraction of the highest: up in a tenth of the run, then a cosine to 0.1."""
         done = step / self.args.steps
         return min(10 * done + 1 / self.args.steps, 1.0) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
 @dataclass
 class Run:
-    """What a training run leaves behind: for each step its loss, and the seconds it took."""
+    """The result of a training run: the loss of each step, and the seconds that it took."""
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def typical(self) -> float:
-        """The median time of a step, without the two that warm up (if there are others)."""
+        """The median time of a step, without the first two, which warm up (if there are others)."""
         return statistics.median(self.seconds[2:] or self.seconds)
 
 
-def play(job: Job) -> None:
-    """One rank's part: the run on the mesh, on rank 0 the run on one device as well, and the report."""
+def run_rank(job: Job) -> None:
+    """Runs one rank: the run on the mesh, and on rank 0 also the run on one device and the report."""
     mesh_size, world = math.prod(job.args.mesh), int(os.environ["WORLD_SIZE"])
     if mesh_size != world:
         dp, tp = job.args.mesh
@@ -140,14 +140,14 @@ def play(job: Job) -> None:
     ranks = train(step, job, device, out, f"{mesh_size} rank{'s' * (mesh_size > 1)}")
     if first:
         torch.set_num_threads(cores())
-        alone = train(job.gpt.train_step, job, device, out, "1 device")
-        report(step.program, ranks, alone, out, job.args.print_program)
-    dist.all_reduce(torch.zeros(1))  # the others wait here, on the CPU, while rank 0 works on
+        one_device = train(job.gpt.train_step, job, device, out, "1 device")
+        report(step.program, ranks, one_device, out, job.args.print_program)
+    dist.all_reduce(torch.zeros(1))  # the others wait here, on the CPU, for rank 0
     dist.destroy_process_group()
 
 
 def agree_on_text(data: torch.Tensor) -> None:
-    """Raises UsageError on all ranks where two have read different texts: on several machines a path may mislead."""
+    """Raises UsageError on all ranks if two have read different texts: one path may name two files on two machines."""
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(data.numpy()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -158,11 +158,11 @@ def agree_on_text(data: torch.Tensor) -> None:
 
 
 def train(step: Callable, job: Job, device: torch.device, out: Console, who: str) -> Run:
-    """Trains from the start with this step: a plain one, or one that spmd.compile made."""
+    """Trains a new model with this step: a plain one, or one that spmd.compile made."""
     model, optimizer = job.start(device)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, job.rate)
     run = Run()
-    with Bar(out, who, job.args.steps) as bar:
+    with ProgressReport(out, who, job.args.steps) as bar:
         for _, (tokens, targets) in zip(range(job.args.steps), job.batches(), strict=False):
             start = time.perf_counter()
             loss = step(model, optimizer, tokens.to(device), targets.to(device)).item()
@@ -173,8 +173,8 @@ def train(step: Callable, job: Job, device: torch.device, out: Console, who: str
     return run
 
 
-class Bar:
-    """Where a run stands: a bar on a terminal, elsewhere a line every ten steps."""
+class ProgressReport:
+    """The progress of a run: a bar on a terminal, elsewhere a line every ten steps."""
 
     def __init__(self, out: Console, who: str, steps: int):
         self.out, self.who, self.steps, self.done = out, who, steps, 0
@@ -182,7 +182,7 @@ class Bar:
         self.progress = Progress(*columns, console=out, disable=not out.is_terminal)
         self.task = self.progress.add_task(who, total=steps, now="")
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressReport:
         self.progress.start()
         return self
 
@@ -197,22 +197,22 @@ class Bar:
             self.out.print(f"{self.who}: step {self.done}/{self.steps}  {now}", soft_wrap=True)
 
 
-def report(program, ranks: Run, alone: Run, out: Console, show_program: bool) -> None:
-    """Prints what the program communicates, the times of a step, and how far the losses part."""
+def report(program, ranks: Run, one_device: Run, out: Console, show_program: bool) -> None:
+    """Prints the collectives of the program, the times of a step, and how much the losses differ."""
     if show_program:
         print(program)
     out.print(collectives_table(program.collectives))
     lines = [
         f"modelled communication time: {program.comm_time():,.0f} us a step",
         f"step: {ms(ranks.typical())} (the first, with its compilation: {ms(ranks.seconds[0])}); "
-        f"on one device: {ms(alone.typical())}",
-        f"largest relative loss difference to one device: {largest_difference(ranks.losses, alone.losses):.1e}",
+        f"on one device: {ms(one_device.typical())}",
+        f"largest relative loss difference to one device: {largest_difference(ranks.losses, one_device.losses):.1e}",
     ]
     out.print(*lines, sep="\n", soft_wrap=True)
 
 
 def collectives_table(collectives) -> Table:
-    """The collectives of a program by kind and axis: how many, and the bytes that a rank puts into them."""
+    """The collectives of a program by kind and axis: their count, and the bytes that a rank puts in."""
     sizes = defaultdict(list)
     for one in collectives:
         sizes[one.kind, one.axis].append(one.nbytes)
@@ -239,7 +239,7 @@ def ms(seconds: float) -> str:
 
 
 def example(name: str) -> ModuleType:
-    """A module of ``examples/``: part of an installed spmd, a folder beside the package in a checkout."""
+    """A module of ``examples/``, which is part of an installed spmd, and a folder beside the package in a checkout."""
     full = f"spmd.examples.{name}"
     try:
         return importlib.import_module(full)
@@ -252,6 +252,6 @@ def example(name: str) -> ModuleType:
         )
     spec = importlib.util.spec_from_file_location(full, source)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[full] = module  # where dataclasses look for it, and the next call finds it
+    sys.modules[full] = module  # dataclasses look it up here, and so does the next call
     spec.loader.exec_module(module)
     return module

@@ -1,10 +1,10 @@
-"""Starting the ranks of a job on this machine, and ending all of them when one dies.
+"""Start the ranks of a job on this machine, and stop all of them when one dies.
 
     launch(["-m", "spmd", "demo", "--mesh", "2x2"], ranks=4)
 
-starts ``python -m spmd demo --mesh 2x2`` four times through torch's elastic launcher, each with the environment
-that torchrun would give it. So a program has one way to be a rank, whoever started it. This needs no host name,
-no port chosen beforehand and no network but the loopback.
+starts ``python -m spmd demo --mesh 2x2`` four times through torch's elastic launcher. Each process gets the environment
+that torchrun would give it, so a program runs in the same way whether torchrun or this module started it. No host name
+is needed, no port has to be chosen, and only the loopback network is used.
 
 Left out: several machines and restarts. torchrun does both.
 """
@@ -33,16 +33,15 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from spmd.cli.args import UsageError
 
-RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher such as torchrun puts into the environment of a rank."""
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that a launcher such as torchrun sets for a rank."""
 
-
-LAST_WORDS = 40
-"""How many lines of what a dead rank wrote are shown."""
+LAST_LINES = 40
+"""How many of the last lines that a dead rank wrote are shown."""
 
 
 class JobFailed(Exception):
-    """A rank of the job died, and no rank is left. ``code``: what this process should exit with."""
+    """A rank of the job died, and all others have been stopped. ``code``: the exit code for this process."""
 
     def __init__(self, message: str, code: int = 1):
         super().__init__(message)
@@ -52,10 +51,10 @@ class JobFailed(Exception):
 def launched() -> bool:
     """Whether a launcher started this process as a rank of a job.
 
-    Raises UsageError where only a part of what a launcher sets is there.
+    Raises UsageError if only some of a launcher's variables are set.
     """
-    found = [name for name in RANK if name in os.environ]
-    missing = [name for name in RANK if name not in os.environ]
+    found = [name for name in LAUNCHER_VARIABLES if name in os.environ]
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing and set(found) & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
         raise UsageError(
             f"the environment has {', '.join(found)} but not {', '.join(missing)}. Start the ranks with torchrun, "
@@ -65,7 +64,7 @@ def launched() -> bool:
 
 
 def this_rank() -> int:
-    """The rank that a launcher gave this process; 0 where there was none."""
+    """The rank that a launcher gave this process; 0 if there was no launcher."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
 
@@ -76,13 +75,13 @@ def cores() -> int:
 
 
 def launch(argv: Sequence[str], ranks: int) -> None:
-    """Runs ``python *argv`` as the ranks of one job on this machine, until all have ended well.
+    """Runs ``python *argv`` as the ranks of one job on this machine, until all have ended without an error.
 
-    The ranks share this process's stdout. What rank 0 writes to stderr comes out when the job has ended; when a rank
-    dies, what that rank wrote does, and not the complaints of those it left.
+    The ranks share this process's stdout. The stderr of rank 0 is printed when the job has ended. If a rank dies, the
+    stderr of that rank is printed, and not that of the others, which only report that they lost it.
 
-    Raises JobFailed within seconds of a rank's death or of a signal to this process, when no rank is left, and
-    UsageError where that is what the rank died of.
+    Raises JobFailed within seconds after a rank dies or this process gets a signal; no rank is left then. Raises
+    UsageError if the rank died of one.
     """
     with tempfile.TemporaryDirectory(prefix="spmd-") as logs, quiet_launcher(), environment(defaults(ranks)):
         config = LaunchConfig(
@@ -102,17 +101,17 @@ def launch(argv: Sequence[str], ranks: int) -> None:
         try:
             elastic_launch(config, sys.executable)(*argv)
         except ChildFailedError as error:
-            raise obituary(error.failures, ranks, Path(logs)) from None
+            raise job_error(error.failures, ranks, Path(logs)) from None
         except SignalException as error:
             message = f"{error.sigval.name} came: all ranks were stopped."
             raise JobFailed(message, 128 + error.sigval) from None
         sys.stderr.write(stderr_of(0, Path(logs)))
 
 
-def play_rank(part: Callable[..., None], *args) -> None:
-    """This process's part in a launched job. If it dies, the launcher learns of what, and at once."""
+def run_launched(part: Callable[..., None], *args) -> None:
+    """Runs this process's part of a launched job. If it raises, the launcher gets the error at once."""
     launcher = int(os.environ.get("SPMD_LAUNCHER", os.getppid()))
-    threading.Thread(target=outlive_no_launcher, args=(launcher,), daemon=True).start()
+    threading.Thread(target=exit_with_launcher, args=(launcher,), daemon=True).start()
     try:
         record(part)(*args)
     except UsageError:
@@ -121,17 +120,17 @@ def play_rank(part: Callable[..., None], *args) -> None:
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # a process group that is still in use may abort or hang an orderly exit
+        os._exit(1)  # a normal exit may abort or hang while a process group is in use
 
 
 def check_device(kind: str) -> None:
-    """Raises UsageError where this machine has no such device."""
+    """Raises UsageError if this machine has no such device."""
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here. --device cpu works everywhere.")
 
 
 def join(kind: str, patience: timedelta) -> torch.device:
-    """Joins the process group, in which a rank waits so long for another; returns this rank's device."""
+    """Joins the process group and returns this rank's device. patience: how long a rank waits for another."""
     if kind == "cpu":
         dist.init_process_group("gloo", timeout=patience)
         return torch.device("cpu")
@@ -144,11 +143,11 @@ def join(kind: str, patience: timedelta) -> torch.device:
 
 
 def defaults(ranks: int) -> dict[str, str]:
-    """What the ranks of one machine find in their environment unless the user says otherwise."""
+    """Environment variables for the ranks of one machine, except those that the user has set."""
     loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
     wanted = {
         "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
-        "GOMP_SPINCOUNT": "30000",  # threads of a rank that wait for one another soon let others have the core
+        "GOMP_SPINCOUNT": "30000",  # a waiting thread of a rank soon gives its core to other ranks
         "GLOO_SOCKET_IFNAME": (loopback or ["lo"])[0],  # gloo would look up the host's name instead
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",  # seconds from SIGTERM to SIGKILL for the ranks that are left
         "SPMD_LAUNCHER": str(os.getpid()),
@@ -158,7 +157,7 @@ def defaults(ranks: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def environment(more: Mapping[str, str]) -> Iterator[None]:
-    """The environment with more in it, for a while."""
+    """Inside, these variables are added to the environment."""
     os.environ.update(more)
     try:
         yield
@@ -169,27 +168,27 @@ def environment(more: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_launcher() -> Iterator[None]:
-    """The elastic launcher without its log: ``launch`` itself says what went wrong."""
-    logger, deaf = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    """Inside, the elastic launcher does not log: ``launch`` itself reports errors."""
+    logger, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
     before = logger.propagate
-    logger.addHandler(deaf)
+    logger.addHandler(silent)
     logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(deaf)
+        logger.removeHandler(silent)
         logger.propagate = before
 
 
-def outlive_no_launcher(launcher: int) -> None:
-    """Ends this process when its launcher is gone without having stopped it: nobody would see it, or end it."""
+def exit_with_launcher(launcher: int) -> None:
+    """Ends this process when its launcher has died without stopping it: otherwise it would run on, unnoticed."""
     while os.getppid() == launcher:
         time.sleep(1)
     os._exit(1)
 
 
-def obituary(failures: Mapping[int, ProcessFailure], ranks: int, logs: Path) -> Exception:
-    """Who died first, how, and its last words."""
+def job_error(failures: Mapping[int, ProcessFailure], ranks: int, logs: Path) -> Exception:
+    """The error of a failed job: which rank died first, how, and the last lines that it wrote."""
     rank = first_to_die(failures)
     failure = failures[rank]
     usage = usage_error(failure)
@@ -197,35 +196,35 @@ def obituary(failures: Mapping[int, ProcessFailure], ranks: int, logs: Path) -> 
         return UsageError(usage)
     how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     others = ", and the other ranks were stopped" if ranks > 1 else ""
-    words = stderr_of(rank, logs).strip().splitlines()[-LAST_WORDS:]
-    death = f"rank {rank} of {ranks} died ({how}){others}."
-    return JobFailed("\n".join([f"{death} Its last words:", *words]) if words else death)
+    lines = stderr_of(rank, logs).strip().splitlines()[-LAST_LINES:]
+    report = f"rank {rank} of {ranks} died ({how}){others}."
+    return JobFailed("\n".join([f"{report} The last lines that it wrote:", *lines]) if lines else report)
 
 
 def first_to_die(failures: Mapping[int, ProcessFailure]) -> int:
-    """The rank whose death brought the others down.
+    """The rank whose report brought the others down.
 
-    A rank that dies without a word (by a signal, by ``os._exit``) breaks the connections of the others, and they
-    may complain before its death is seen: so the silent are suspected first, then whoever complained first.
-    SIGTERM is how the launcher stops the rest.
+    A rank that dies without an error file (by a signal or by ``os._exit``) breaks the connections of the others. They
+    may report errors before the launcher sees its death. So ranks without an error file come first, then the rank with
+    the oldest error file. Ranks that ended by SIGTERM come last: the launcher stops the remaining ranks with it.
     """
 
-    def innocence(rank: int) -> tuple[int, int]:
+    def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         if os.path.isfile(failure.error_file):
             return 1, os.stat(failure.error_file).st_mtime_ns
         return (2 if failure.exitcode == -signal.SIGTERM else 0), rank
 
-    return min(failures, key=innocence)
+    return min(failures, key=order)
 
 
 def usage_error(failure: ProcessFailure) -> str:
-    """The text of the UsageError that a rank died of; empty if it died of something else."""
+    """The text of the UsageError that a rank died of; empty if it died of another error."""
     message = failure.message["message"] if isinstance(failure.message, dict) else ""
     kind = f"{UsageError.__name__}: "
     return message[len(kind) :] if message.startswith(kind) else ""
 
 
 def stderr_of(rank: int, logs: Path) -> str:
-    """What a rank wrote to stderr."""
+    """The text that a rank wrote to stderr."""
     return "".join(log.read_text(errors="replace") for log in logs.glob(f"*/attempt_0/{rank}/stderr.log"))

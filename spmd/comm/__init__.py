@@ -2,8 +2,8 @@
 
     y = all_reduce(x, "sum", (mesh, "tp"))          # functional, differentiable, asynchronous, traceable
 
-Who carries a collective is the transport: torch.distributed's (the default) or the simulator's threads (`spmd.sim`).
-Code above that seam cannot tell which one it runs on.
+A transport carries the collectives: torch.distributed (the default) or a simulator (`spmd.sim`). Code above that seam
+cannot tell which transport it runs on.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from spmd.comm.functional import (
 from spmd.comm.group import Group, Members, members, use_groups
 from spmd.comm.mesh_collectives import mesh_broadcast, mesh_scatter, shard_dim_alltoall
 from spmd.comm.transport import C10dTransport, Transport, transport, use_transport
+from spmd.mesh.groups import OwnGroups
 
 __all__ = [
-    "AsyncTensor", "C10dTransport", "CommTensor", "Group", "Members", "Transport", "agree",
+    "AsyncTensor", "C10dTransport", "CommTensor", "Group", "Members", "OwnGroups", "Transport", "agree",
     "all_gather_into_tensor_coalesced", "all_gather_tensor", "all_reduce", "all_reduce_coalesced",
     "all_to_all_single", "broadcast", "check_metadata", "checked", "comm_tensors", "members", "mesh_broadcast",
     "mesh_scatter", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",

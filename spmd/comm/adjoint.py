@@ -1,16 +1,16 @@
 """Collectives with gradients.
 
-Over the ranks of a group a collective is one function of all their tensors, and a gradient on a rank is that of the
-sum of all ranks' losses. For the linear ones it is the transpose:
+A collective is one function of the tensors of all ranks of a group. The gradient on a rank is the gradient of the sum
+of all ranks' losses. For a linear collective this is its transpose:
 
-    all-reduce        its own
-    all-gather        reduce-scatter of a sum, and the other way round
+    all-reduce        all-reduce
+    all-gather        reduce-scatter of a sum, and vice versa
     all-to-all        all-to-all with the splits exchanged
     broadcast         a sum that only the source keeps
 
-A maximum or minimum passes the gradient on to where it was attained, in equal shares over ties; a product multiplies
-by the other ranks' factors. Every rank of the group must run the backward, for it communicates too. Adjoints are
-built of these same functions, so gradients of gradients work.
+A maximum or minimum passes the gradient to the elements that attain it, in equal parts where several do. A product
+multiplies the gradient by the other ranks' factors. Every rank of the group must run the backward, because the backward
+communicates too. Adjoints use these same functions, so gradients of gradients work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class AllReduce(Function):
     def backward(ctx, g):
         if ctx.reduce_op in LINEAR:
             return AllReduce.apply(g, ctx.reduce_op, *ctx.to), None, None, None, None
-        return _share(ctx, AllReduce.apply(g, "sum", *ctx.to), *ctx.saved_tensors), None, None, None, None
+        total = AllReduce.apply(g, "sum", *ctx.to)
+        return _nonlinear_gradient(ctx, total, *ctx.saved_tensors), None, None, None, None
 
 
 class AllGather(Function):
@@ -77,7 +78,7 @@ class ReduceScatter(Function):
             whole = whole / ctx.to[1]
         elif ctx.reduce_op != "sum":
             x, y = ctx.saved_tensors
-            whole = _share(ctx, whole, x, AllGather.apply(y, ctx.dim, *ctx.to))
+            whole = _nonlinear_gradient(ctx, whole, x, AllGather.apply(y, ctx.dim, *ctx.to))
         return whole, None, None, None, None, None
 
 
@@ -109,8 +110,8 @@ class Broadcast(Function):
     @staticmethod
     def backward(ctx, g):
         total = AllReduce.apply(g, "sum", *ctx.to)
-        # Filled and not new zeros: a gradient of this gradient must meet the other ranks again.
-        elsewhere = torch.full((), _is_other(ctx.to[2], ctx.src), dtype=torch.bool, device=total.device)
+        # masked_fill and not new zeros: the gradient of this gradient must communicate with the other ranks again.
+        elsewhere = torch.full((), _is_not_source(ctx.to[2], ctx.src), dtype=torch.bool, device=total.device)
         return total.masked_fill(elsewhere, 0), None, None, None, None
 
 
@@ -165,11 +166,14 @@ class ReduceScatterCoalesced(Function):
         return None, None, None, None, None, *whole
 
 
-# Where nothing asks for gradients, no Function either: Dynamo takes one of any number of tensors for another there.
+# Without gradients no Function is used: Dynamo confuses Functions that take any number of tensors.
 
 
 def all_reduce_coalesced(xs: Sequence[torch.Tensor], reduce_op: str, to: Members) -> list[torch.Tensor]:
-    """Sums and averages with gradients, where they are asked for; the same for the next two."""
+    """A coalesced all-reduce (sum or average), with gradients where they are needed.
+
+    The next two functions are the same for all-gather and reduce-scatter.
+    """
     if not differentiates(*xs):
         return launch.all_reduce_coalesced(xs, reduce_op, to)
     return list(AllReduceCoalesced.apply(reduce_op, *to, *xs))
@@ -190,20 +194,20 @@ def reduce_scatter_coalesced(
 
 
 def differentiates(*xs: torch.Tensor) -> bool:
-    """Whether a gradient of any of them may be asked for."""
+    """Whether any of these tensors may need a gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in xs)
 
 
 @per_rank
-def _is_other(place: int, src: int) -> int:
+def _is_not_source(place: int, src: int) -> int:
     return int(place != src)
 
 
-def _share(ctx, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient g of y, the maximum, minimum or product of all ranks' x."""
+def _nonlinear_gradient(ctx, g: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the gradient: g is the gradient of y, the maximum, minimum or product of all ranks' x."""
     if ctx.reduce_op == "product":
         place = ctx.to[2]
         every = AllGather.apply(x.unsqueeze(0), 0, *ctx.to)
-        return g * torch.cat([every[:place], every[place + 1 :]]).prod(0)  # dividing y by x would lose zeros
+        return g * torch.cat([every[:place], every[place + 1 :]]).prod(0)  # y / x would be wrong where x is 0
     attained = ((x == y) | (x.isnan() & y.isnan())).to(g.dtype)
     return g * attained / AllReduce.apply(attained, "sum", *ctx.to)

@@ -1,4 +1,4 @@
-"""Ranks compare notes before they talk: a divergence becomes an error in seconds, with a diff, and no hang.
+"""Ranks compare a text before they communicate: a divergence is an error with a diff after seconds, and no hang.
 
     try:
         program = build(step)
@@ -7,48 +7,120 @@
         raise
     agree(str(program), mesh, "the program")
 
-Everybody comes here, also the rank that failed; otherwise the others would wait for it.
+Every rank must call `agree`, also a rank that failed; otherwise the other ranks would wait for it.
+
+All comparisons of ranks begin with the same small collective (`differing`), so a rank that compares one thing notices a
+rank that compares another.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
 
-from spmd.comm.transport import transport
-from spmd.mesh import DeviceMesh
+from spmd.comm.transport import transport, uncompared
+from spmd.mesh import DeviceMesh, per_rank
 
 DIFF_LINES = 20
 
 
-def agree(value: str, mesh: DeviceMesh, what: str, error: BaseException | None = None) -> None:
+class Statement(NamedTuple):
+    """What a rank states in a comparison.
+
+    kind: what is compared; ranks that compare different things are about to part. doing: what the rank is about to do,
+    in words. lines: what must be equal on all ranks. failure: why this rank cannot go on; empty where it can. ended:
+    whether this rank will compare nothing more on this mesh.
+    """
+
+    kind: str
+    doing: str
+    lines: tuple
+    failure: str = ""
+    ended: bool = False
+
+
+def differing(key: bytes, statement: Callable[[], Statement], mesh: DeviceMesh) -> list[Statement] | None:
+    """None if all ranks have the same key, else the statements of all ranks, which are made only then.
+
+    The key is a digest of 32 bytes; zeros for a rank that failed.
+    """
+    by = uncompared()
+    if len(set(by.gather_bytes(key, mesh))) == 1 and key != FAILED:
+        return None
+    every = [Statement(*each) for each in by.gather_objects(tuple(statement()), mesh)]
+    if any(each.ended for each in every):
+        transport().stop_comparing(mesh)
+    return every
+
+
+FAILED = bytes(32)
+
+
+def digest(*texts: str) -> bytes:
+    """32 bytes that are equal for equal texts."""
+    return hashlib.sha256("\0".join(texts).encode()).digest()
+
+
+def agree(
+    value: str, mesh: DeviceMesh, what: str, error: BaseException | None = None, more: Callable[[], str] | None = None,
+    key: bytes = b"",
+) -> None:  # fmt: skip
     """Return when every rank of the mesh has the same `value`; otherwise raise, on every rank.
 
-    `what` names the thing in the message. A rank that failed passes its `error`: it gets that error back, and all
-    the others a RuntimeError that tells who failed and how. On a mesh of one rank only the error counts.
+    `what` names the value in the message. A rank that failed passes its `error`: `agree` raises that error again on
+    this rank, and on all other ranks a RuntimeError that says which rank failed and how. On a mesh of one rank there is
+    nothing to compare; only an `error` is raised again.
+
+    key, more: bytes that must be equal, too, and a function that writes them as lines, called only where they are not.
     """
-    mark = bytes(32) if error is not None else hashlib.sha256(value.encode()).digest()
-    if len(set(transport().gather_marks(mark, mesh))) == 1 and error is None:
-        return
-    # Only now the texts travel: they may be long, and this road is taken once.
     failure = "" if error is None else f"{type(error).__name__}: {error}"
-    every = transport().gather_objects((failure, value), mesh)
+
+    def mine() -> Statement:
+        return Statement(what, what, (value if more is None else _joined(value, more()),), failure)
+
+    every = differing(FAILED if error is not None else _key(digest(what, value), key), mine, mesh)
+    if every is None:
+        return
     if error is not None:
         raise error
-    _raise_if_one_failed([text for text, _ in every], mesh, what)
-    raise RuntimeError(_difference([value for _, value in every], mesh, what))
+    raise_if_one_failed(every, mesh)
+    raise_if_other_things(every, mesh)
+    raise RuntimeError(_diff_message([lines[0] for _, _, lines, *_ in every], mesh, what))
 
 
-def _raise_if_one_failed(failures: list[str], mesh: DeviceMesh, what: str) -> None:
-    failed = [(rank, text) for rank, text in zip(mesh.ranks, failures, strict=True) if text]
+@per_rank
+def _key(text: bytes, key: bytes) -> bytes:
+    return hashlib.sha256(text + key).digest() if key else text
+
+
+@per_rank
+def _joined(value: str, more: str) -> str:
+    return f"{value}\n{more}"
+
+
+def raise_if_one_failed(every: list[Statement], mesh: DeviceMesh) -> None:
+    """RuntimeError that names the first rank that failed, and why."""
+    failed = [(rank, each) for rank, each in zip(mesh.ranks, every, strict=True) if each.failure]
     if failed:
-        rank, text = failed[0]
+        rank, first = failed[0]
         others = len(failed) - 1
         also = f" (and {others} more rank{'s' if others > 1 else ''})" if others else ""
-        raise RuntimeError(f"{what}: rank {rank} failed{also}: {text}")
+        raise RuntimeError(f"{first.doing}: rank {rank} failed{also}: {first.failure}")
 
 
-def _difference(values: list[str], mesh: DeviceMesh, what: str) -> str:
+def raise_if_other_things(every: list[Statement], mesh: DeviceMesh) -> None:
+    """RuntimeError if two ranks compare different things, such as a call of a step and an exchange of a DTensor."""
+    other = next((i for i, each in enumerate(every) if each.kind != every[0].kind), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank {mesh.ranks[0]} is at {every[0].doing},\nbut rank {mesh.ranks[other]} is at {every[other].doing}.\n"
+            "All ranks must make the same calls in the same order; look for rank-dependent branches."
+        )
+
+
+def _diff_message(values: list[str], mesh: DeviceMesh, what: str) -> str:
     """The first two ranks that differ, and a short diff."""
     other = next(i for i, value in enumerate(values) if value != values[0])
     names = [f"rank {mesh.ranks[0]}", f"rank {mesh.ranks[other]}"]

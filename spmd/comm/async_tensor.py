@@ -1,16 +1,19 @@
-"""AsyncTensor: the result of a collective, launched and not waited for.
+"""AsyncTensor: the result of a collective that was launched and not yet waited for.
 
-    y = all_reduce(x, "sum", mesh)      # on its way
-    z = x * 2                           # computes meanwhile
+    y = all_reduce(x, "sum", mesh)      # launched, in flight
+    z = x * 2                           # computes in the meantime
     y.shape, y.dtype                    # known at once
+    rows = y.view(-1, 4)[1:]            # a view is in flight, too
     z + y                               # waits, once
 
-Any op that touches it waits by itself; `wait` does so by hand. What comes out of an op is a plain tensor. In a trace
-no AsyncTensors are made: there the wait stands right behind its collective, and passes move it. One that is an input
-of a trace has arrived there. Until it has arrived, what is sent must not be written to: an error says so where it was.
+A view of an AsyncTensor is an AsyncTensor, of the same memory. Every other op waits first; `wait` does so by hand. The
+results of ops are plain tensors. A trace
+makes no AsyncTensors: the wait directly follows its collective there, and passes move it. An AsyncTensor that is an
+input of a trace is waited for. Until the result has arrived, nobody may write to the tensor that is sent; such a write
+is found when the result is waited for, and is an error.
 
-Left out: what torch does not ask it for. `x.data = y` into a plain tensor x and `y.untyped_storage()` find no data;
-write `wait(y)` there.
+Left out: accesses that torch does not dispatch to the class. `x.data = y` into a plain tensor x and
+`y.untyped_storage()` find no data; write `wait(y)` there.
 """
 
 from __future__ import annotations
@@ -23,15 +26,15 @@ from spmd import _torch
 
 pytree = _torch.pytree
 
-
 Receive = Callable[[torch.Tensor], torch.Tensor]
+"""From the raw output of a launched collective to its value; waits."""
 
 
 class AsyncTensor(torch.Tensor):
-    """A tensor that is on its way; made by the functional collectives."""
+    """A tensor that is in flight; the functional collectives make it."""
 
     _sent: torch.Tensor | None
-    _receive: Callable[[torch.Tensor], torch.Tensor] | None
+    _receive: Receive | None
     _value: torch.Tensor | None
 
     @staticmethod
@@ -40,9 +43,9 @@ class AsyncTensor(torch.Tensor):
         sent: torch.Tensor,
         shape: Sequence[int],
         dtype: torch.dtype,
-        receive: Callable[[torch.Tensor], torch.Tensor],
+        receive: Receive,
     ) -> AsyncTensor:
-        """`receive(sent)` waits for what was sent and gives the value: contiguous, of this shape and dtype."""
+        """`receive(sent)` waits for the collective and returns the value: contiguous, of this shape and dtype."""
         t = _torch.wrapper_tensor(cls, sent, shape, None, False, dtype)
         t._sent, t._receive, t._value = sent, receive, None
         return t
@@ -53,14 +56,17 @@ class AsyncTensor(torch.Tensor):
     def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         if torch.Tag.inplace_view in op.tags:
             raise RuntimeError(f"{op} changes the shape of a tensor that is on its way; use spmd.comm.wait(x) first")
-        out = op(*pytree.tree_map_only(cls, _arrived, args), **pytree.tree_map_only(cls, _arrived, kwargs or {}))
-        # What wrote into the value has written into the tensor: autograd wants the same object back.
+        if _stays_in_flight(op, args):
+            return _view_in_flight(op, args, kwargs or {})
+        own_args, own_kwargs = pytree.tree_map_only(cls, _wait_for, (args, kwargs or {}))
+        out = _torch.run_with_bits(op, *own_args, **own_kwargs)
+        # An op that writes in place has written into the value. Autograd wants the AsyncTensor itself as the result.
         return args[0] if _torch.writes_first(op) and isinstance(args[0], cls) else out
 
     @property
     def arrived(self) -> torch.Tensor:
-        """Its value, waited for: what AOTAutograd, which reads attributes, hands to what it has compiled."""
-        return _arrived(self)
+        """The value, after a wait. AOTAutograd reads this attribute and gives it to the compiled function."""
+        return _wait_for(self)
 
     def __tensor_flatten__(self):
         return ["arrived"], None
@@ -72,11 +78,11 @@ class AsyncTensor(torch.Tensor):
         return t
 
     def wait(self) -> torch.Tensor:
-        """The plain tensor, arrived; gradients flow through."""
-        # An op, where somebody takes note of ops.
+        """Wait, and return the plain tensor; gradients flow through."""
+        # Traces and autograd record ops, so the wait is an op for them.
         if _torch.is_tracing(self) or (self.requires_grad and torch.is_grad_enabled()):
             return torch.ops.aten.alias.default(self)
-        return _arrived(self)
+        return _wait_for(self)
 
     @property
     def completed(self) -> bool:
@@ -85,60 +91,101 @@ class AsyncTensor(torch.Tensor):
 
     @property
     def data(self):
-        return _arrived(self).data
+        return _wait_for(self).data
 
     @data.setter
     def data(self, value):
         raise RuntimeError("x.data = y on a tensor that is on its way; use x = spmd.comm.wait(x) first")
 
     def tolist(self):
-        return _arrived(self).tolist()
+        return _wait_for(self).tolist()
 
     def numpy(self, *, force: bool = False):
-        return self.detach().numpy(force=force)
+        return self.detach().numpy(force=force)  # to detach waits
 
     def __array__(self, *args, **kwargs):
         return self.detach().__array__(*args, **kwargs)
 
     def __dlpack__(self, **kwargs):
-        return _arrived(self).__dlpack__(**kwargs)
+        return _wait_for(self).__dlpack__(**kwargs)
 
     def data_ptr(self) -> int:
-        return _arrived(self).data_ptr()
+        return _wait_for(self).data_ptr()
 
     def storage(self):
-        return _arrived(self).storage()
+        return _wait_for(self).storage()
 
     def share_memory_(self):
-        _arrived(self).share_memory_()
+        _wait_for(self).share_memory_()
         return self
 
     def __deepcopy__(self, memo):
-        return _arrived(self).__deepcopy__(memo)
+        return _wait_for(self).__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol):
-        return _arrived(self).__reduce_ex__(protocol)
+        return _wait_for(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents=None):
-        state = _arrived(self) if self.completed else f"on its way, shape={tuple(self.shape)}, dtype={self.dtype}"
+        state = _wait_for(self) if self.completed else f"on its way, shape={tuple(self.shape)}, dtype={self.dtype}"
         return f"AsyncTensor({state})"
 
 
-def _arrived(x: AsyncTensor) -> torch.Tensor:
+def _wait_for(x: AsyncTensor) -> torch.Tensor:
     if x._value is None:
         with _torch.untraced(), _torch.below_autograd():
             x._value = x._receive(x._sent)
-        x._sent = x._receive = None  # what was sent may be freed
+        x._sent = x._receive = None  # the tensor that was sent may be freed
     return x._value
 
 
+# ---- views in flight --------------------------------------------------------------------------
+
+_WAITING_VIEWS = {
+    torch.ops.aten.alias.default, torch.ops.aten.detach.default, torch.ops.aten._conj.default,
+    torch.ops.aten._neg_view.default,
+}  # fmt: skip
+"""Views that wait: they are how a wait is recorded, or set a bit that a tensor without data cannot have."""
+
+
+def _stays_in_flight(op: _torch.OpOverload, args: tuple) -> bool:
+    """Whether the op is a view of its first argument, which has not been waited for, and of no other tensor."""
+    if not _torch.is_view(op) or op in _WAITING_VIEWS or not isinstance(args[0], AsyncTensor):
+        return False
+    others = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(args[1:]))
+    return args[0]._value is None and not others and not _torch.is_tracing(args[0])
+
+
+def _view_in_flight(op: _torch.OpOverload, args: tuple, kwargs: dict) -> object:
+    """The views, in flight: who waits for one waits for the tensor, and takes the view of its value."""
+    whole, *plain = args
+    size = whole.storage_offset() + max(1, whole.numel())  # enough for a view; a meta tensor takes no memory
+    memory = torch.empty(size, dtype=whole.dtype, device="meta")
+    like = memory.as_strided(whole.shape, whole.stride(), whole.storage_offset())
+    leaves, tree = pytree.tree_flatten(op(like, *plain, **kwargs))
+
+    def received(i: int) -> Receive:
+        return lambda whole: pytree.tree_leaves(op(_wait_for(whole), *plain, **kwargs))[i]
+
+    views = []
+    for i, x in enumerate(leaves):
+        view = _torch.new_wrapper(
+            AsyncTensor, x.shape, strides=x.stride(), storage_offset=x.storage_offset(), dtype=x.dtype,
+            device=whole.device,
+        )  # fmt: skip
+        view._sent, view._receive, view._value = whole, received(i), None
+        views.append(view)
+    return pytree.tree_unflatten(views, tree)
+
+
 def unless_written(sent: torch.Tensor, receive: Receive, reader: str) -> Receive:
-    """`receive`, and an error where somebody has meanwhile written into what is sent: the old values or the new ones
-    may have gone out. `reader`: what sends it, and reads it until it has arrived.
+    """`receive`, with an error if somebody has written into the sent tensor in the meantime.
+
+    In that case either the old or the new values may have been sent. `reader`: the name of the collective, which reads
+    the sent tensor until it has arrived.
     """
-    if sent.is_inference():  # which nobody counts the writes of
+    if sent.is_inference():  # torch does not count the writes into inference tensors
         return receive
-    version = sent._version  # shared by all views of its memory
+    version = sent._version  # all views of its memory have one version counter
 
     def checked(raw: torch.Tensor) -> torch.Tensor:
         y = receive(raw)
@@ -153,7 +200,7 @@ def unless_written(sent: torch.Tensor, receive: Receive, reader: str) -> Receive
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, arrived: a plain tensor for an AsyncTensor, any other tensor as it is.
+    """Wait for an AsyncTensor and return its plain tensor; any other tensor is returned as it is.
 
     >>> x = torch.ones(2)
     >>> wait(x) is x

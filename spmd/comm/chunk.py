@@ -1,7 +1,8 @@
 """Where the blocks of a sharded dim begin and end.
 
-A dim of `size` indices is `size / unit` units; the ordered axes split the units one after the other, each by
-the sizes of `torch.chunk` (ceiling first). Nested chunks are not one flat chunk over the product:
+A dim of `size` indices has `size / unit` units. The ordered axes split the units one after the other, each as
+`torch.chunk` does: the chunk size is rounded up, and the last chunks are smaller or empty. Chunks of chunks differ from
+one split over the product of the axes:
 
 >>> [block(5, 1, (2, 4), (i, j))[1] for i in range(2) for j in range(4)]
 [1, 1, 1, 0, 1, 1, 0, 0]
@@ -45,22 +46,22 @@ def blocks(size: int, unit: int, ns: tuple[int, ...]) -> list[tuple[int, int]]:
 
 @functools.lru_cache(maxsize=65536)
 def smallest_unit(size: int, unit: int, ns: tuple[int, ...]) -> int:
-    """The smallest unit of all that give the same blocks: the canonical one, for it depends on the blocks alone.
+    """The smallest unit that gives the same blocks. It is the canonical unit, because it depends on the blocks alone.
 
     >>> smallest_unit(32, 8, (2,)), smallest_unit(30, 5, (4,)), smallest_unit(36, 6, (4,))
     (1, 5, 4)
     """
     if size % unit:
-        return unit  # it does not fit, which the spec will say
+        return unit  # the unit does not divide the size; the spec reports that
     if unit == 1 or not ns or (size // unit) % prod(ns) == 0:
         return 1
     want = blocks(size, unit, ns)
-    shared = gcd(size, *(start for start, _ in want))  # any such unit divides it, the given one too
+    shared = gcd(size, *(start for start, _ in want))  # every unit that gives these blocks divides it
     return next(u for u in divisors(shared) if blocks(size, u, ns) == want)
 
 
 def divisors(n: int) -> list[int]:
-    """All of them, the smallest first.
+    """All divisors of n, the smallest first.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]

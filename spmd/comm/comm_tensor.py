@@ -5,31 +5,33 @@
         z = y * 2
         return x + z
 
-Traced on any tensors and run on others, on all ranks, it launches the collective, multiplies, waits, and adds:
+The step is traced on some tensors and runs on others, on all ranks. The traced program launches the collective,
+multiplies, waits, and adds:
 
-    all_reduce = spmd_comm_comm_launch_all_reduce([x_1], 'sum', 'ranks:0-3')      launch; gives the work of this run
-    pair = spmd_comm_comm_launch_pair([x_1], all_reduce)                          each output with its work
+    all_reduce = spmd_comm_comm_tensor_ops_all_reduce([x_1], 'sum', 'ranks:0-3')  launch; returns the work of this run
+    pair = spmd_comm_comm_tensor_ops_pair([x_1], all_reduce)                      each output with its work
     getitem = pair[0]
     mul = torch.ops.aten.mul.Tensor(y_1, 2)
     wait_tensor = torch.ops._c10d_functional.wait_tensor.default(getitem)         before the first reader
     add = torch.ops.aten.add.Tensor(wait_tensor, mul)
 
-All collectives take these three steps (`comm_launch`); where to wait is decided when the trace ends (`comm_waits`). So
-it does not matter whether a reader holds the tensor that was wrapped or a view of it, when `work.wait()` is called,
-nor whether the call was made with `async_op`: nothing is read, and nothing returned, before it has arrived.
+Every collective becomes these three steps: launch, pair and wait (`comm_tensor_ops`). The waits are placed when the
+trace ends (`place_waits`). So a reader may hold the tensor that was wrapped or a view of it, `work.wait()` may be
+called at any time, and the call may or may not use `async_op`: no data is read or returned before it has arrived.
 
-The graph holds plain data: a reduction as a word, a group as its name. Groups that spmd made, and that of all ranks,
-spell their ranks and are found or made anew wherever the program runs. Another group keeps the name that torch gave it:
-the program talks over that very group, in the order in which the user's own code uses it, and not over a second one of
-the same ranks; to run it in another process, make the group there in the same order.
+The graph holds plain data: a reduction as a word, a group as its name. The names of the groups that spmd makes, and of
+the group of all ranks, list the ranks; such a group is found or made wherever the program runs. Every other group keeps
+the name that torch gave it. The program then communicates over that same group, in the order in which the user's own
+code uses it, and not over a second group of the same ranks. To run it in another process, make the group there in the
+same order.
 
-What a trace does with the network is what make_fx does with any op: tracing_mode "fake" and "symbolic" send nothing,
-"real" runs each collective, so all ranks must trace.
+A trace treats the network as make_fx treats every op: tracing_mode "fake" and "symbolic" send nothing; "real" runs each
+collective, so all ranks must trace.
 
-Left out: receiving from any rank, `ReduceOp.PREMUL_SUM`, sparse tensors, and gradients, which an in-place collective
-does not have (use the functional ones); AOTAutograd, torch.compile and torch.func, where nothing is in place;
-`x.data = y`, which make_fx does not see. The split sizes of `all_to_all_single` are numbers in the graph, also in a
-symbolic trace. Of two collectives on parts of one tensor the second waits for the first.
+Left out: receiving from any rank; `ReduceOp.PREMUL_SUM`; sparse tensors; gradients, which in-place collectives do not
+have (use the functional collectives); AOTAutograd, torch.compile and torch.func, where no op is in place; `x.data = y`,
+which make_fx does not see. The split sizes of `all_to_all_single` are numbers in the graph, also in a symbolic trace.
+If two collectives use parts of one tensor, the second waits for the first.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ import torch
 import torch.distributed as dist
 
 from spmd import _torch
-from spmd.comm.comm_launch import COLLECTIVES, Collective, record
-from spmd.comm.comm_waits import place_waits
+from spmd.comm.comm_tensor_ops import COLLECTIVES, Collective, record
+from spmd.comm.place_waits import place_waits
 from spmd.mesh import groups
 
 
 class CommTensor:
-    """Marks a tensor that an in-place collective is given, so that the trace around it records the collective.
+    """Marks the tensor argument of an in-place collective, so that a surrounding trace records the collective.
 
         dist.all_reduce(CommTensor(x), async_op=True)
         dist.all_gather([CommTensor(out) for out in outs], CommTensor(x))
 
-    CommTensor(x) is x itself, in a trace and outside: wrapping twice is as wrapping once, what is written to one is
-    seen by the other, and eager code pays for one look whether there is a trace. From the first CommTensor on, the
-    trace records all collectives: one wrapped tensor of a call is enough.
+    CommTensor(x) is x itself, in a trace and outside of it. So wrapping twice changes nothing, a write to one is a
+    write to the other, and eager code only pays for one check whether there is a trace. After the first CommTensor, the
+    trace records all collectives; it is enough to wrap one tensor of a call.
 
         >>> x = torch.ones(2)
         >>> CommTensor(x) is x
@@ -105,59 +107,59 @@ def _record_collectives(mode: Any) -> None:
     if getattr(dispatch, "records_collectives", False):
         return
 
-    in_flight: list[dist.Work] = []  # of a trace on tensors with data, which later ops of the trace read
+    launched: list[dist.Work] = []  # a trace on tensors with data sends them, and its later ops read the results
 
-    def land() -> None:
-        while in_flight:
-            in_flight.pop().wait()
+    def wait_for_launched() -> None:
+        while launched:
+            launched.pop().wait()
 
     def dispatch_or_record(_: Any, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "namespace", None) == "c10d":
-            results, work = _recorded(func, args, kwargs or {}, tracer)
-            in_flight.append(work)
+            results, work = _record_call(func, args, kwargs or {}, tracer)
+            launched.append(work)
             return results
-        land()
+        wait_for_launched()
         return dispatch(func, types, args, kwargs)
 
     def finish() -> None:
-        land()
-        place_waits(tracer.graph, _alike(tracer))
+        wait_for_launched()
+        place_waits(tracer.graph, _nodes_sharing_memory(tracer))
 
     dispatch_or_record.records_collectives = True
     mode.__torch_dispatch__ = MethodType(dispatch_or_record, mode)
-    _at_the_end(tracer.graph, finish)
+    _call_at_output(tracer.graph, finish)
 
 
-def _at_the_end(graph: torch.fx.Graph, finish: Callable[[], None]) -> None:
-    """Call `finish` when the graph gets its output, once."""
+def _call_at_output(graph: torch.fx.Graph, finish: Callable[[], None]) -> None:
+    """Call `finish` once, when the graph gets its output node."""
     create_node = graph.create_node
 
     def create_node_and_finish(kind: str, *args: Any, **kwargs: Any) -> torch.fx.Node:
         node = create_node(kind, *args, **kwargs)
         if kind == "output":
-            del graph.create_node  # the method of the class shows again, and nothing of the trace stays with the graph
+            del graph.create_node  # restores the method of the class; the graph keeps nothing of the trace
             finish()
         return node
 
     graph.create_node = create_node_and_finish
 
 
-def _alike(tracer: torch.fx.Tracer) -> list[tuple[torch.fx.Node, ...]]:
-    """The nodes whose tensors share memory, as far as they are alive: the inputs and constants of the trace are."""
+def _nodes_sharing_memory(tracer: torch.fx.Tracer) -> list[tuple[torch.fx.Node, ...]]:
+    """Groups of nodes whose tensors share memory, of tensors that are alive: the trace's inputs and constants are."""
     nodes = defaultdict(list)
     for x, node in _torch.traced_tensors(tracer):
         nodes[_torch.memory_of(x)].append(node)
     nodes.pop(None, None)
-    return [tuple(alike) for alike in nodes.values()]
+    return [tuple(group) for group in nodes.values()]
 
 
 # ---- from the dispatcher to the graph ---------------------------------------------------------
 
 
-def _recorded(func: _torch.OpOverload, args: tuple, kwargs: dict, tracer: torch.fx.Tracer) -> tuple[Any, dist.Work]:
-    """What the op returns, and the work, after the launch has been written down.
+def _record_call(func: _torch.OpOverload, args: tuple, kwargs: dict, tracer: torch.fx.Tracer) -> tuple[Any, dist.Work]:
+    """Record the launch; return the op's results and the work.
 
-    The caller of the op gets a work whose `wait()` does nothing: where to wait is decided when the trace is complete.
+    The caller of the op gets a work whose `wait()` does nothing: waits are placed when the trace is complete.
     """
     name = _torch.qualified_name(func).removeprefix("c10d::")
     if name not in COLLECTIVES:
@@ -165,17 +167,17 @@ def _recorded(func: _torch.OpOverload, args: tuple, kwargs: dict, tracer: torch.
             f"{name} cannot be traced. In a trace there are "
             f"{', '.join(c.launch.__name__ for c in COLLECTIVES.values())}; a recv names its source."
         )
-    work = record(COLLECTIVES[name], _plain_data(COLLECTIVES[name], _by_name(func, args, kwargs)), tracer)
+    work = record(COLLECTIVES[name], _plain_arguments(COLLECTIVES[name], _named_arguments(func, args, kwargs)), tracer)
     given = _torch.FakeWork().boxed()
     return (given if len(func._schema.returns) == 1 else (args[0], given)), work
 
 
-def _by_name(func: _torch.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _named_arguments(func: _torch.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(zip((a.name for a in _torch.arguments(func)), args, strict=False)) | kwargs
 
 
-def _plain_data(collective: Collective, given: dict[str, Any]) -> tuple:
-    """The arguments of the launch: those of the op, without objects of this run."""
+def _plain_arguments(collective: Collective, given: dict[str, Any]) -> tuple:
+    """The arguments of the launch: those of the op, with group and reduction as plain data."""
     write: dict[str, Callable] = {
         "process_group": lambda boxed: _group_name(_torch.unboxed_group(boxed)),
         "reduce_op": lambda boxed: _reduction(boxed, collective.launch.__name__),
@@ -194,14 +196,14 @@ def _reduction(boxed: torch.ScriptObject, name: str) -> str:
 
 
 def _group_name(group: dist.ProcessGroup) -> str:
-    """The name that spells the group's ranks, if it leads to this very group; otherwise the one torch gave it.
+    """The name that lists the group's ranks, if it leads to this same group; otherwise the name that torch gave it.
 
-    The default group is the one of all ranks, and always spelled.
+    The default group has all ranks, and its name always lists them.
     """
     if groups.lists_in(group.group_name) is not None:
         return group.group_name
     ranks = groups.ranks_of(group)
     if group is dist.group.WORLD:
-        return groups.named(ranks)
+        return groups.registered_name(ranks)
     name = groups.name_of(ranks)
-    return name if _torch.is_group(name) and groups.called(name) is group else group.group_name
+    return name if _torch.is_group(name) and groups.find_group(name) is group else group.group_name

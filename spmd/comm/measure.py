@@ -1,19 +1,19 @@
-"""Measuring what collectives take on the ranks that run, and the machine that follows from it.
+"""Measure how long collectives take on the running ranks, and fit a machine model to the times.
 
     found = calibrate(mesh)                         # on all ranks; seconds to minutes
-    mesh = mesh.with_topology(found.machine)        # plans are priced by it; it is the same on all ranks
+    mesh = mesh.with_topology(found.machine)        # plans use its costs; it is the same on all ranks
     spmd.mesh.calibration.save(found.machine, "machine.json")
 
-Every collective is timed on every kind of group that the mesh has: along each axis and along several as one, all
-groups of a kind at once, as in a program. Before each call the ranks meet; what counts is the slowest of them, and of
-all rounds the lower quartile, which other programs disturb less than the median: beside ten busy ones half of the
-errors are below 8%, and with medians below 14%. A round times everything once, in an order of its own, so that whatever
-else disturbs the machine for a while disturbs all of it alike.
+Every collective is timed on every kind of group that the mesh has: along each axis, and along several axes as one
+group. All groups of a kind run at once, as in a program. The ranks synchronize before each call. The time of a call is
+that of its slowest rank, and the result is the lower quartile over all rounds. Other programs disturb the lower
+quartile less than the median: beside ten busy programs half of the errors are below 8%; with medians they are below
+14%. A round times everything once, in its own order, so that a temporary disturbance affects all measurements alike.
 
-Every other size is held out: curves are fitted to the rest (`mesh/fit.py`), and how far they are from sizes that they
-have not seen is their error.
+Every other size is held out. The curves are fitted to the remaining sizes (`mesh/fit.py`), and their error is the
+distance from the held-out sizes.
 
-Left out: groups with unequally many ranks on their hosts, which go by the ring that is fitted to all others.
+Left out: groups whose hosts have different numbers of ranks. They use the ring model, which is fitted to all others.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ import torch.distributed as dist
 from spmd.comm import functional as comm
 from spmd.mesh import PRESETS, DeviceMesh, Link, Machine, Measured, MeshTopoInfo
 from spmd.mesh.fit import Sample, fit_curve, fit_ring
-from spmd.mesh.layout import Ladder, evenly
+from spmd.mesh.layout import Ladder, group_shape
 from spmd.mesh.machine import COLLECTIVES, COPY
 
 SMALLEST = 1024  # bytes
 ROUNDS = 25
-QUANTILE = 0.25  # of the rounds: what a call takes where little else runs, also while other programs do
+QUANTILE = 0.25  # of the rounds: close to the time on an idle machine, even while other programs run
 LONGEST_S, FEWEST_SIZES = 0.05, 5
 LARGEST = 2**30
-PIECES = 4  # that a copy puts side by side, as a gather on dim 1 does
+PIECES = 4  # pieces that the timed copy concatenates on dim 1, as a gather on dim 1 does
 
 Signature = tuple[int, int, int]  # ranks a host, hosts, ranks that send through one network card
 ALONE: Signature = (1, 1, 1)
@@ -50,9 +50,9 @@ ALONE: Signature = (1, 1, 1)
 
 @dataclass(frozen=True)
 class Point:
-    """What one collective took: `nbytes` is what its cost function takes, `predicted` what its curve says.
+    """The time of one collective. `nbytes`: the argument of its cost function; `predicted`: the value of its curve.
 
-    `held_out`: the curve has not seen it.
+    `held_out`: the curve was not fitted to this point.
     """
 
     collective: str
@@ -70,25 +70,29 @@ class Point:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The machine that was fitted, and all that was measured on it."""
+    """The fitted machine, and all measurements."""
 
     machine: Machine
     points: tuple[Point, ...]
 
     @property
     def held_out_errors(self) -> list[float]:
-        """The absolute relative errors at sizes that no curve has seen."""
+        """The absolute relative errors at the held-out sizes."""
         return [abs(point.error) for point in self.points if point.held_out]
 
 
 @dataclass(frozen=True)
-class Kind:
+class TimedCollective:
     """A collective on one kind of group, timed along `axes` as one group."""
 
     collective: str
     group: Signature
     axes: tuple[int, ...] = ()
     ladder: Ladder = ()
+
+
+Times = dict[TimedCollective, list[tuple[int, float]]]
+"""(bytes, microseconds) of every timed collective, one entry a size."""
 
 
 def calibrate(
@@ -99,11 +103,11 @@ def calibrate(
     rounds: int = ROUNDS,
     nics_per_host: int | None = None,
 ) -> Calibration:
-    """Time the collectives of this mesh and fit a machine to them; to be called on all ranks of the job.
+    """Time the collectives of this mesh and fit a machine to the times; call it on all ranks of the job.
 
-    The mesh has all ranks. `most_bytes`: no message is larger; None goes as far as memory allows. In both cases no
-    size is timed whose calls take longer than 50 ms; but five sizes always are. `nics_per_host` as in `Machine`. All
-    ranks get rank 0's fit.
+    The mesh must have all ranks. `most_bytes`: the largest message; None for as large as memory allows. In both cases
+    sizes whose calls take longer than 50 ms are left out, but at least five sizes are timed. `nics_per_host`: as in
+    `Machine`. All ranks get the machine that rank 0 fitted.
     """
     if mesh.size() != dist.get_world_size() or mesh.size() == 1:
         raise ValueError(
@@ -117,36 +121,36 @@ def calibrate(
         )
     topology = MeshTopoInfo.from_mesh(mesh, machine=replace(PRESETS["textbook"], nics_per_host=nics_per_host))
     timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes)
-    sizes = {kind: timer.sizes(kind) for kind in _kinds(topology)}
+    sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
     times = timer.quartiles(sizes, rounds)
     found = [_calibration(times, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
     return found[0]
 
 
-def _kinds(topology: MeshTopoInfo) -> list[Kind]:
-    """Each collective on each kind of group, along the first axes that have such groups; and the copy."""
+def _what_to_time(topology: MeshTopoInfo) -> list[TimedCollective]:
+    """Each collective on each kind of group, along the first axes that have such groups, and the copy."""
     n, found = len(topology.sizes), {}
     for axes in (each for count in range(1, n + 1) for each in combinations(range(n), count)):
         ladders = topology.crossings(axes)
-        if len(ladders) == 1 and ladders[0] and evenly(ladders[0]):
-            found.setdefault(evenly(ladders[0]), (axes, ladders[0]))
-    kinds = [Kind(collective, group, *where) for group, where in found.items() for collective in COLLECTIVES]
-    return [*kinds, Kind(COPY, ALONE)]
+        if len(ladders) == 1 and ladders[0] and group_shape(ladders[0]):
+            found.setdefault(group_shape(ladders[0]), (axes, ladders[0]))
+    timed = [TimedCollective(collective, group, *where) for group, where in found.items() for collective in COLLECTIVES]
+    return [*timed, TimedCollective(COPY, ALONE)]
 
 
 # ---- timing -----------------------------------------------------------------------------------
 
 
 class _Timer:
-    """Times calls on this rank together with all others, who ask for the same in the same order."""
+    """Times calls on this rank together with all other ranks, which time the same calls in the same order."""
 
     def __init__(self, mesh: DeviceMesh, largest: int) -> None:
         self.mesh, self.largest = mesh, largest
         self.input = torch.ones(0, device=mesh.device_type)
 
-    def sizes(self, kind: Kind) -> list[int]:
-        """What to time, from the smallest up to where memory or patience ends. Each is called, and so is warm."""
+    def sizes(self, kind: TimedCollective) -> list[int]:
+        """The sizes to time, from the smallest to where memory or time ends. Each is called once, as a warm-up."""
         sizes, step = [], 4 * PIECES**2 * self._size(kind)
         while True:
             nbytes = max(1, SMALLEST // step) * step * 2 ** len(sizes)
@@ -157,7 +161,7 @@ class _Timer:
                 return sizes
             sizes.append(nbytes)
 
-    def quartiles(self, sizes: dict[Kind, list[int]], rounds: int) -> dict[Kind, list[tuple[int, float]]]:
+    def quartiles(self, sizes: dict[TimedCollective, list[int]], rounds: int) -> Times:
         """(bytes, microseconds) of all sizes: the lower quartile over the rounds of what the slowest rank took."""
         asked = [(kind, nbytes) for kind, each in sizes.items() for nbytes in each]
         calls = [self._call(*each) for each in asked]
@@ -168,17 +172,17 @@ class _Timer:
             for i in order:
                 row[i] = self._seconds(calls[i])
         us = np.quantile(self._slowest(every), QUANTILE, axis=0) * 1e6
-        found: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in sizes}
+        found: Times = {kind: [] for kind in sizes}
         for (kind, nbytes), each in zip(asked, us.tolist(), strict=True):
             found[kind].append((nbytes, each))
         return found
 
-    def _fastest(self, kind: Kind, nbytes: int, times: int = 3) -> float:
+    def _fastest(self, kind: TimedCollective, nbytes: int, times: int = 3) -> float:
         call = self._call(kind, nbytes)
         return self._slowest(np.array([min(self._seconds(call) for _ in range(times))])).item()
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        dist.all_reduce(torch.zeros(1))  # all are here; on the CPU, so that no device is kept busy
+        dist.all_reduce(torch.zeros(1))  # synchronizes all ranks, on the CPU, so that no device is busy with it
         self._synchronize()
         start = time.perf_counter()
         call()
@@ -194,10 +198,10 @@ class _Timer:
         if self.mesh.device_type == "cuda":
             torch.cuda.synchronize()
 
-    def _size(self, kind: Kind) -> int:
+    def _size(self, kind: TimedCollective) -> int:
         return prod(self.mesh.shape[axis] for axis in kind.axes)
 
-    def _call(self, kind: Kind, nbytes: int) -> Callable[[], object]:
+    def _call(self, kind: TimedCollective, nbytes: int) -> Callable[[], object]:
         x = self._ones(nbytes // 4)
         if kind.collective == COPY:
             pieces = x.view(PIECES, -1, PIECES).unbind(0)
@@ -221,7 +225,7 @@ class _Timer:
 
 
 def _largest(mesh: DeviceMesh) -> int:
-    """A share of the free memory of the rank that has least: a collective needs a few buffers on each rank."""
+    """A part of the free memory, of the rank that has least: a collective needs a few buffers on each rank."""
     if mesh.device_type == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
@@ -234,7 +238,7 @@ def _largest(mesh: DeviceMesh) -> int:
 # ---- fitting ----------------------------------------------------------------------------------
 
 
-def _calibration(times: dict[Kind, list[tuple[int, float]]], topology: MeshTopoInfo, name: str) -> Calibration:
+def _calibration(times: Times, topology: MeshTopoInfo, name: str) -> Calibration:
     curves = {kind: _curve(kind, found) for kind, found in times.items() if found}
     samples = [Sample(k.collective, k.ladder, *each) for k, found in times.items() if k.ladder for each in found]
     copies = [each for kind, found in times.items() if kind.collective == COPY for each in found]
@@ -248,8 +252,8 @@ def _calibration(times: dict[Kind, list[tuple[int, float]]], topology: MeshTopoI
     return Calibration(machine, tuple(point for _, points in curves.values() for point in points))
 
 
-def _curve(kind: Kind, found: Sequence[tuple[int, float]]) -> tuple[Measured, list[Point]]:
-    """The curve through every other size, and the last; and how far from it all of them are."""
+def _curve(kind: TimedCollective, found: Sequence[tuple[int, float]]) -> tuple[Measured, list[Point]]:
+    """The curve fitted to every other size and the last one, and all points with their predictions."""
     seen = [i % 2 == 0 or i == len(found) - 1 for i in range(len(found))]
     lines = fit_curve(*zip(*(each for each, fitted in zip(found, seen, strict=True) if fitted), strict=True))
     predicted = [max(us + us_per_byte * nbytes for us, us_per_byte in lines) for nbytes, _ in found]

@@ -1,10 +1,10 @@
-"""Collectives along one axis of a mesh: every row of the mesh does its own.
+"""Collectives along one axis of a mesh: every group of the axis runs its own.
 
-    mesh_broadcast(weight, mesh, "tp")                  # in place: each row gets what its first rank has
-    mesh_scatter(shard, chunks(whole, 0, 2), mesh, 1)   # in place: each rank gets its entry of the first rank's list
+    mesh_broadcast(weight, mesh, "tp")                  # in place: each group gets the tensor of its first rank
+    mesh_scatter(shard, chunks(weight, 0, 2), mesh, 1)  # in place: each rank gets its entry of the first rank's list
     y = shard_dim_alltoall(x, 0, 1, mesh, "tp")         # [r, 8] on 2 ranks -> [2 * r, 4]: one all-to-all
 
-A rank of an axis is meant by its place on the axis. Nothing is done for tensors without data.
+A rank is given by its place on the axis. Broadcast and scatter do nothing for tensors without data (meta tensors).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 from spmd import _torch
 from spmd.comm import launch, wire
 from spmd.comm.async_tensor import wait
-from spmd.comm.check import check_call, checking
+from spmd.comm.check import compare_call, comparing
 from spmd.comm.functional import all_gather_tensor, all_to_all_single
 from spmd.comm.group import Members, members
+from spmd.comm.packing import checked_dim
 from spmd.comm.padding import chunks
-from spmd.comm.parcel import checked_dim
-from spmd.comm.transport import transport
+from spmd.comm.transport import Transport, transport
 from spmd.mesh import DeviceMesh, per_rank
 
 
-class Arrival:
-    """What is still to come into a tensor; like a torch.distributed Work."""
+class PendingWrite:
+    """A write into a tensor that has not finished; used like a torch.distributed Work."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> bool:
-        """Return when the tensor has what it is to get."""
+        """Return when the tensor has its new contents."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -46,18 +46,19 @@ class Arrival:
 
 def mesh_broadcast(
     tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int | str = 0, async_op: bool = False, *, group_src: int = 0
-) -> Arrival | None:
-    """Write into `tensor` what the `group_src`-th rank of the mesh axis has, on every rank of it.
+) -> PendingWrite | None:
+    """Copy the tensor of the `group_src`-th rank of the mesh axis into `tensor` on every rank of the axis.
 
-    Shape and dtype are equal on all of them. Gives something to wait for if `async_op`.
+    Shape and dtype must be equal on all of them. With `async_op` returns an object to wait for.
     """
     if tensor.is_meta:
         return None
     to = members((mesh, mesh_dim))
     _check_place("mesh_broadcast", group_src, to)
-    if checking():
-        check_call("mesh_broadcast", [tensor], (group_src,), to)
-    return _arrival(_broadcast_into(tensor.detach(), group_src, to), async_op)
+    carrier = transport()
+    if comparing(carrier):
+        carrier = compare_call(carrier, "mesh_broadcast", [tensor], (group_src,), to)
+    return _pending_write(_broadcast_into(carrier, tensor.detach(), group_src, to), async_op)
 
 
 def mesh_scatter(
@@ -68,20 +69,20 @@ def mesh_scatter(
     async_op: bool = False,
     *,
     group_src: int = 0,
-) -> Arrival | None:
-    """Write into `output` this rank's entry of the list that the `group_src`-th rank of the mesh axis has.
+) -> PendingWrite | None:
+    """Copy this rank's entry of the list of the `group_src`-th rank of the mesh axis into `output`.
 
-    scatter_list: on that rank a tensor for each rank of the axis, which may differ in size, of the dtype of `output`;
-    on others it is not read. Gives something to wait for if `async_op`.
+    scatter_list: on that rank a tensor for each rank of the axis, of the dtype of `output`; the tensors may differ in
+    size. On other ranks it is not read. With `async_op` returns an object to wait for.
     """
     if output.is_meta:
         return None
     to = members((mesh, mesh_dim))
     _check_place("mesh_scatter", group_src, to)
-    flat, sizes = _scattered(output, scatter_list, group_src, to)
+    flat, sizes = _scatter_input(output, scatter_list, group_src, to)
     expected = [output.numel() if i == group_src else 0 for i in range(to.size)]
     came = launch.all_to_all(flat, expected, sizes, to, tuple(output.shape))
-    return _arrival(lambda: output.detach().copy_(wait(came)), async_op)
+    return _pending_write(lambda: output.detach().copy_(wait(came)), async_op)
 
 
 def shard_dim_alltoall(
@@ -95,48 +96,48 @@ def shard_dim_alltoall(
 ) -> torch.Tensor:
     """[r on gather_dim, k on shard_dim] -> [sum of all r, this rank's chunk of k]: one all-to-all, also on gloo.
 
-    The ranks of the axis hold parts of `gather_dim`, which may differ in size or be empty; each gets the whole of it
-    and keeps its `torch.chunk` of `shard_dim`. (n-1)/n of the local bytes are sent. Differentiable.
+    The input is sharded on `gather_dim` over the axis; the shards may differ in size or be empty. The result has all of
+    `gather_dim` and this rank's `torch.chunk` of `shard_dim`. Each rank sends (n-1)/n of its bytes. Differentiable.
 
-    gather_sizes: how much of `gather_dim` each rank of the axis has. None: the ranks tell each other first, in a
-    collective of 8 bytes a rank; in a trace, and for tensors without data, they are taken to have equally much.
+    gather_sizes: the size of `gather_dim` on each rank of the axis. None: the ranks exchange these sizes first, in a
+    collective of 8 bytes a rank; in a trace, and for tensors without data, the sizes are assumed to be equal.
     """
     to = members((mesh, mesh_dim))
     gather, shard = (checked_dim("shard_dim_alltoall", dim, input) for dim in (gather_dim, shard_dim))
     if gather == shard:
         raise ValueError(f"shard_dim_alltoall: gather_dim and shard_dim are both dim {gather}; give two dims")
-    rows = _sizes(input, gather, to) if gather_sizes is None else _checked_sizes(gather_sizes, input, gather, to)
+    given = gather_sizes is not None
+    rows = _checked_sizes(gather_sizes, input, gather, to) if given else _gathered_sizes(input, gather, to)
     parts = chunks(input, shard, to.size)
     flat = torch.cat([part.reshape(-1) for part in parts])
-    shapes = _pieces([tuple(part.shape) for part in parts], gather, rows, to)
+    shapes = _piece_shapes([tuple(part.shape) for part in parts], gather, rows, to)
     expected = [prod(shape) for shape in shapes]
     pieces = all_to_all_single(flat, expected, [part.numel() for part in parts], to.name).split(expected)
     return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], gather)
 
 
-def _broadcast_into(x: torch.Tensor, src: int, to: Members) -> Callable[[], object]:
-    """Launches it; gives what waits for it."""
-    by = transport()
+def _broadcast_into(carrier: Transport, x: torch.Tensor, src: int, to: Members) -> Callable[[], object]:
+    """Launch the broadcast; return the function that waits for it."""
     if x.is_contiguous() and x.dtype not in wire.BYTES_ONLY:
-        sent = by.broadcast_(x, src, to.name)
-        return lambda: by.wait_tensor(sent)
+        sent = carrier.broadcast_(x, src, to.name)
+        return lambda: carrier.wait_tensor(sent)
     came = launch.broadcast(x, src, to)
     return lambda: x.copy_(wait(came))
 
 
-def _arrival(finish: Callable[[], object], async_op: bool) -> Arrival | None:
-    arrival = Arrival(finish)
+def _pending_write(finish: Callable[[], object], async_op: bool) -> PendingWrite | None:
+    pending = PendingWrite(finish)
     if async_op:
-        return arrival
-    arrival.wait()
+        return pending
+    pending.wait()
     return None
 
 
 @per_rank
-def _scattered(
+def _scatter_input(
     output: torch.Tensor, parts: Sequence[torch.Tensor] | None, src: int, to: Members
 ) -> tuple[torch.Tensor, list[int]]:
-    """What this rank sends, in one row, and how much of it to each rank."""
+    """What this rank sends, as one flat tensor, and how many elements of it go to each rank."""
     if to.place != src:
         return output.new_empty(0), [0] * to.size
     if parts is None or len(parts) != to.size:
@@ -152,8 +153,8 @@ def _scattered(
     return torch.cat([part.detach().reshape(-1) for part in parts]), [part.numel() for part in parts]
 
 
-def _sizes(x: torch.Tensor, dim: int, to: Members) -> list[int]:
-    """How much of dim each rank has, told by all; taken for even where nothing can be told."""
+def _gathered_sizes(x: torch.Tensor, dim: int, to: Members) -> list[int]:
+    """The size of dim on each rank: all ranks exchange it; in a trace the sizes are assumed to be equal."""
     if _torch.is_tracing(x):
         return [x.shape[dim]] * to.size
     mine = torch.full((1,), x.shape[dim], device=x.device)
@@ -170,8 +171,10 @@ def _checked_sizes(sizes: Sequence[int], x: torch.Tensor, dim: int, to: Members)
 
 
 @per_rank
-def _pieces(parts: Sequence[tuple[int, ...]], dim: int, rows: Sequence[int], to: Members) -> list[tuple[int, ...]]:
-    """The shapes of what comes to this rank: its part of what each rank has `rows` of on dim."""
+def _piece_shapes(
+    parts: Sequence[tuple[int, ...]], dim: int, rows: Sequence[int], to: Members
+) -> list[tuple[int, ...]]:
+    """The shapes of the pieces that this rank receives: rank r's piece has size `rows[r]` on dim."""
     mine = parts[to.place]
     return [(*mine[:dim], r, *mine[dim + 1 :]) for r in rows]
 

@@ -1,4 +1,4 @@
-"""Uneven shards made even, for collectives that want one size of all ranks.
+"""Padding makes uneven shards even, for collectives that need one size on all ranks.
 
     >>> pad_tensor(torch.ones(2, 3), 0, 1).shape, unpad_tensor(torch.ones(3, 3), 0, 1).shape
     (torch.Size([3, 3]), torch.Size([2, 3]))
@@ -14,7 +14,7 @@ from spmd.comm.chunk import chunk
 
 
 def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """The tensor with `pad_size` zeros behind it on `pad_dim`; itself for none."""
+    """The tensor with `pad_size` zeros appended on `pad_dim`; the tensor itself if `pad_size` is 0."""
     _check(tensor, pad_dim, pad_size)
     if pad_size == 0:
         return tensor
@@ -23,7 +23,7 @@ def pad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tenso
 
 
 def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Tensor:
-    """The tensor without the last `pad_size` entries of `pad_dim`: a view, itself for none."""
+    """The tensor without the last `pad_size` entries of `pad_dim`: a view; the tensor itself if `pad_size` is 0."""
     _check(tensor, pad_dim, pad_size)
     if pad_size > tensor.shape[pad_dim]:
         raise ValueError(f"unpad_tensor: dim {pad_dim} of {list(tensor.shape)} has no {pad_size} entries to take off")
@@ -31,7 +31,7 @@ def unpad_tensor(tensor: torch.Tensor, pad_dim: int, pad_size: int) -> torch.Ten
 
 
 def chunks(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
-    """n parts by the sizes of torch.chunk, those behind the end empty: what `torch.chunk` leaves out.
+    """n parts with the sizes of torch.chunk; the trailing empty parts, which torch.chunk omits, are included.
 
     >>> [len(part) for part in chunks(torch.arange(5), 0, 4)]
     [2, 2, 1, 0]
@@ -42,7 +42,7 @@ def chunks(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
 def fill_empty_tensor_to_shards(
     shards: Sequence[torch.Tensor], shard_dim: int, num_empty_tensors: int
 ) -> list[torch.Tensor]:
-    """The shards of `torch.chunk`, and behind them empty ones for the ranks that it left out."""
+    """The shards of `torch.chunk`, followed by empty shards for the ranks that it left out."""
     empty = shards[0].narrow(shard_dim, 0, 0)
     return [*shards, *(empty.clone() for _ in range(num_empty_tensors))]
 

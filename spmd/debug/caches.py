@@ -1,13 +1,13 @@
-"""What spmd keeps in order to be fast, and how much of it there may be.
+"""The caches of spmd: how many entries each has, and how many it may have.
 
-Nothing that is kept depends on what was called before, but for time: a cache may be cleared, and is bounded, so that a
-job of many shapes runs in as much memory after a million ops as after a thousand.
+Caches change nothing but the speed, so any of them may be cleared. They are bounded, so that a job with many shapes
+needs no more memory after a million ops than after a thousand.
 
     >>> import spmd.debug
     >>> all(cache.most is None or cache.entries <= cache.most for cache in spmd.debug.caches())
     True
 
-Left out: the programs of a compiled step, which are its own (`CompiledStep.programs`).
+Left out: the programs of a compiled step, which belong to the step (`CompiledStep.programs`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LRU = type(functools.lru_cache(lambda: None))
 
 @dataclass(frozen=True)
 class CacheSize:
-    """One cache: what it holds now, and at most; None where as much as there are ops, groups, or tensors alive."""
+    """One cache: its entries now, and the most it may have. None: as many as there are ops, groups or live tensors."""
 
     name: str
     entries: int
@@ -39,11 +39,11 @@ class CacheSize:
 
 
 class CacheSizes(tuple):
-    """The caches of this process, the fullest first."""
+    """The caches of this process, the one with most entries first."""
 
     @property
     def entries(self) -> int:
-        """Of all of them."""
+        """The entries of all caches together."""
         return sum(cache.entries for cache in self)
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ class CacheSizes(tuple):
 
 
 def caches() -> CacheSizes:
-    """How much is kept in each cache of this process, and how much may be; print it."""
+    """The sizes and bounds of all caches of this process. Print it for a table."""
     found = {
         "spmd.tensor.redistribute.plan.plan": (len(plan._plans), plan.MOST_PLANS),
-        "spmd.tensor.spec.Spec": (len(_interned), None),  # those alive
+        "spmd.tensor.spec.Spec": (len(_interned), None),  # the live specs
     }
     for name, module in sorted(sys.modules.items()):
         if name.startswith("spmd."):
@@ -65,13 +65,13 @@ def caches() -> CacheSizes:
 
 def _caches_of(module: ModuleType) -> Iterator[tuple[str, tuple[int, int | None]]]:
     for name, value in vars(module).items():
-        if isinstance(value, Cache) and not any(vars(m).get(name) is value for m in _before(module)):
+        if isinstance(value, Cache) and not any(vars(m).get(name) is value for m in _earlier_modules(module)):
             yield f"{module.__name__}.{name}", (len(value), value.maxsize)
         elif isinstance(value, _LRU) and value.__module__ == module.__name__:
             info = value.cache_info()
             yield f"{module.__name__}.{name}", (info.currsize, info.maxsize)
 
 
-def _before(module: ModuleType) -> Iterator[ModuleType]:
-    """Modules by whose name what this one imported is counted already."""
+def _earlier_modules(module: ModuleType) -> Iterator[ModuleType]:
+    """The modules of spmd that come before this one by name. A cache that is also in one of them is counted there."""
     return (m for name, m in sys.modules.items() if name.startswith("spmd.") and name < module.__name__)

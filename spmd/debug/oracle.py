@@ -1,8 +1,11 @@
-"""The oracle: is a row of a rule right? Ask the op itself, on simulated ranks.
+"""The oracle: test the rows of a rule by running the op itself on simulated ranks.
 
-A sample is an op with real arguments. For a row, the operands are split as the row says, the op runs on every rank's
-parts, the results are joined as the row says, and must be what the op gives on the whole operands: value, shape and
-dtype. Rows on several axes are split one axis after the other, so the same code asks whether rows compose.
+    mm, row S(0) r -> S(0):   split x by rows, run mm on each part, join the results by rows: is it mm(x, w)?
+
+A sample is an op with real arguments. For a row, the operands are split by the row's placements, the op runs on the
+parts of every rank, and the results are joined by the row's placements. They must equal the op's results on the global
+operands in value, shape and dtype. Rows on several axes are split one axis after the other, so the same code tests
+whether rows compose.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -26,11 +30,11 @@ from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec
 
-UNWRITTEN = {"empty_like", "new_empty"}
+UNWRITTEN = {"empty_like", "new_empty", "new_empty_strided"}
 """Ops whose result has no value to compare."""
 
 MESH = DeviceMesh("cpu", [0])
-"""Rules depend on shapes and dtypes; any mesh will do."""
+"""Rules depend only on shapes and dtypes, so any mesh will do."""
 
 
 @dataclass
@@ -45,8 +49,8 @@ class Sample:
         def short(x):
             return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
 
-        given = [*map(short, self.args), *(f"{k}={short(v)}" for k, v in self.kwargs.items())]
-        return f"{self.op}({', '.join(given)})"
+        arguments = [*map(short, self.args), *(f"{k}={short(v)}" for k, v in self.kwargs.items())]
+        return f"{self.op}({', '.join(arguments)})"
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Failure:
 
 
 class Tally:
-    """Rows found right, rows that cannot be asked about, and the wrong ones."""
+    """The counts of right rows and of rows that cannot be tested, and the wrong rows."""
 
     def __init__(self):
         self.right, self.skipped, self.wrong = 0, 0, []
@@ -88,7 +92,7 @@ def call_of(sample: Sample, results: Sequence) -> Call:
 
 
 class Case:
-    """A sample with its rule and its right answer, ready to be asked about rows."""
+    """A sample with its rule and its right results, ready to test rows."""
 
     def __init__(self, sample: Sample):
         self.sample = sample
@@ -99,19 +103,19 @@ class Case:
         self.ins = [x for x in _operands(sample.op, sample.args, sample.kwargs) if isinstance(x, torch.Tensor)]
 
     def check_each_row(self, ns: Sequence[int], tally: Tally) -> None:
-        """Every row, on one axis of each of these sizes."""
+        """Test every row on one axis, of each of these sizes."""
         for n, row in itertools.product(ns, rows(self.rule)):
             self.check([row], (n,), tally)
 
     def check_pairs(self, n_pairs: int, rng: random.Random, tally: Tally) -> None:
-        """Random pairs of rows on a 2 x 2 grid."""
+        """Test random pairs of rows on a 2 x 2 mesh."""
         pairs = list(itertools.product(rows(self.rule), repeat=2))
         for pair in rng.sample(pairs, min(n_pairs, len(pairs))):
             self.check(pair, (2, 2), tally)
 
     def check(self, chosen: Sequence[Row], ns: tuple[int, ...], tally: Tally) -> None:
-        """Ask about one row per axis."""
-        why = self._ask(chosen, ns)
+        """Test one row for each axis."""
+        why = self._error_of(chosen, ns)
         tally.ops.add(self.call.name)
         if why is None:
             tally.right += 1
@@ -120,7 +124,7 @@ class Case:
         else:
             tally.wrong.append(Failure(self.sample, chosen, ns, why))
 
-    def _ask(self, chosen: Sequence[Row], ns: tuple[int, ...]) -> str | None:
+    def _error_of(self, chosen: Sequence[Row], ns: tuple[int, ...]) -> str | None:
         ins = [[row.ins[i] for row in chosen] for i in range(len(self.ins))]
         outs = [[row.outs[j] for row in chosen] for j in range(len(self.want))]
         if not all(map(commute, ins + outs)) or self._leaves_a_rank_empty(chosen, ns):
@@ -130,7 +134,7 @@ class Case:
         for at in itertools.product(*map(range, ns)):
             local = iter([p[at] for p in parts])
             try:
-                got[at] = run(self.sample.op, *self._local_arguments(local, outs[0], ns, at))
+                got[at] = self._run_on(local, outs, ns, at)
             except Exception as e:
                 return f"rank {at} raises {type(e).__name__}: {str(e).splitlines()[0]}"
         return self._compare(got, outs, ns)
@@ -139,22 +143,33 @@ class Case:
         return self.call.name in UNWRITTEN or close(a, b, self.tolerance)
 
     def _leaves_a_rank_empty(self, chosen: Sequence[Row], ns) -> bool:
-        """Whether a factor that must not be empty would be, somewhere."""
+        """Whether a factor that must not be empty would be empty on some rank that has a result."""
         return any(
             not all(length for _, length in blocks(x.shape[d], f.unit, _axes(chosen, ns, f.name)))
             for dims, x in zip(self.rule.ins, self.ins, strict=True)
             for d, f in enumerate(dims)
-            if f is not None and f.name in self.rule.nonempty and _axes(chosen, ns, f.name)
+            if f is not None
+            and f.name in self.rule.nonempty
+            and not self.rule.is_free(f.name)
+            and _axes(chosen, ns, f.name)
         )
 
+    def _run_on(self, local, outs: Sequence[Sequence[Placement]], ns, at) -> list:
+        """The results of one rank. Where they are empty, an op that refuses empty blocks is not called."""
+        results = zip(self.call.outs, outs, strict=True)
+        shapes = [None if x is None else local_shape(x.shape, p, ns, at) for x, p in results]
+        if any(map(self.rule.is_free, self.rule.nonempty)) and not any(s is not None and prod(s) for s in shapes):
+            return [x if x is None else x.new_empty(s) for x, s in zip(self.want, shapes, strict=True)]
+        return run(self.sample.op, *self._local_arguments(local, outs[self.rule.sized], ns, at))
+
     def _local_arguments(self, local, out: Sequence[Placement], ns, at):
-        """The arguments of one rank: its parts, and the size of its result where the op is told it."""
+        """The arguments of one rank: its parts, and the local size if the size of a result is an argument."""
         op = self.sample.op
         args, kwargs = pytree.tree_map(
             lambda x: next(local) if isinstance(x, torch.Tensor) else x, in_order(self.sample)
         )
         if self.rule.sizes is not None:
-            shape = list(local_shape(self.want[0].shape, out, ns, at))
+            shape = list(local_shape(self.want[self.rule.sized].shape, out, ns, at))
             names = [a.name for a in _torch.arguments(op)]
             if self.rule.sizes in kwargs:
                 kwargs[self.rule.sizes] = shape
@@ -189,7 +204,7 @@ def _brief(x: torch.Tensor) -> str:
 
 
 def commute(placements: Sequence[Placement]) -> bool:
-    """One kind of Partial on one tensor, or sums and averages together."""
+    """Whether these placements of one tensor commute: one kind of Partial, or sums and averages together."""
     kinds = {p.reduce_op for p in placements if isinstance(p, Partial)}
     return len(kinds) < 2 or kinds == {"sum", "avg"}
 
@@ -204,9 +219,9 @@ def _cloned(sample: Sample):
 
 
 def _operands(op, args, kwargs) -> list:
-    """The leaves of the arguments in the order of the schema, as `Call.tensors` has them."""
-    given = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
-    return pytree.tree_leaves([given[a.name] for a in _torch.arguments(op) if a.name in given])
+    """The leaves of the arguments in the order of the schema, as in `Call.tensors`."""
+    arguments = dict(zip((a.name for a in _torch.arguments(op)), args, strict=False)) | kwargs
+    return pytree.tree_leaves([arguments[a.name] for a in _torch.arguments(op) if a.name in arguments])
 
 
 def in_order(sample: Sample):
@@ -219,7 +234,7 @@ def in_order(sample: Sample):
 
 
 def split(x: torch.Tensor, placements: Sequence[Placement], ns: tuple[int, ...]) -> dict[tuple, torch.Tensor]:
-    """What each coordinate holds of x, placed so: one axis after the other."""
+    """The block of x at each coordinate, by these placements: one axis after the other."""
     if not ns:
         return {(): x}
     parts = [x.clone() for _ in range(ns[0])]
@@ -241,7 +256,7 @@ def local_shape(shape, placements, ns, at) -> list[int]:
 
 
 def noise(x: torch.Tensor) -> torch.Tensor:
-    """Random numbers of the shape and dtype of x, small, none of them zero, of few digits: their sums are exact."""
+    """Small random numbers with the shape and dtype of x. None is zero, and all have few digits: sums are exact."""
     if x.dtype == torch.bool:
         return torch.rand(x.shape) < 0.5
     if not x.is_floating_point() and not x.is_complex():
@@ -269,7 +284,7 @@ def _product(x, n):
 
 
 def _extreme(worse):
-    """Each element is right on one rank, and worse, or the same, on the others."""
+    """Splits a tensor so that each element is right on one rank and the same or worse on the others."""
 
     def split(x, n):
         holder = torch.randint(0, n, x.shape)
@@ -293,7 +308,7 @@ SPLIT = {
 
 
 def join(parts: dict[tuple, torch.Tensor], placements, ns, same) -> torch.Tensor | str:
-    """The tensor of which these are the parts, or what is wrong with them."""
+    """The tensor that these parts make up, or an error in words."""
     if not ns:
         return parts[()]
     found = []
@@ -306,10 +321,10 @@ def join(parts: dict[tuple, torch.Tensor], placements, ns, same) -> torch.Tensor
     if isinstance(p, Partial):
         return REDUCE[p.reduce_op](torch.stack(found)) if len({t.shape for t in found}) == 1 else "shapes differ"
     if isinstance(p, Shard):
-        whole = torch.cat(found, p.dim)
-        lengths = [length for _, length in blocks(whole.shape[p.dim], p.unit, ns[:1])]
+        total = torch.cat(found, p.dim)
+        lengths = [length for _, length in blocks(total.shape[p.dim], p.unit, ns[:1])]
         here = [t.shape[p.dim] for t in found]
-        return whole if here == lengths else f"blocks of {here}, not {lengths}"
+        return total if here == lengths else f"blocks of {here}, not {lengths}"
     equal = all(t.shape == found[0].shape and same(t, found[0]) for t in found)
     return found[0] if equal else "replicated, but ranks differ"
 
@@ -320,7 +335,7 @@ def _as_bool(reduce):
 
 REDUCE = {
     "sum": lambda s: s.sum(0, dtype=s.dtype), "product": lambda s: s.prod(0, dtype=s.dtype),
-    "avg": lambda s: s.sum(0) / len(s),  # of integers this is a float, which is then found to be wrong
+    "avg": lambda s: s.sum(0) / len(s),  # integers become floats here, and the wrong dtype is reported
     "max": _as_bool(lambda s: s.amax(0)), "min": _as_bool(lambda s: s.amin(0)),
 }  # fmt: skip
 
@@ -331,7 +346,7 @@ TOLERANCE = {
 
 
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Integers are equal; floats close for the size of the largest; NaN is NaN."""
+    """Whether integers are equal and floats close, relative to the largest of them. NaN equals NaN."""
     if not a.is_floating_point() and not a.is_complex():
         return torch.equal(a, b)
     finite = b[torch.isfinite(b)].abs()
@@ -343,7 +358,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def sweep(samples: Iterable[Sample]) -> Tally:
-    """Every row of the rule of every sample on 2 and 3 ranks, and a pair of rows on a 2 x 2 grid."""
+    """Test every row of every sample's rule on 2 and 3 ranks, and one pair of rows on a 2 x 2 mesh."""
     tally, rng = Tally(), random.Random(0)
     for case in map(Case, samples):
         if case.rule is not None:

@@ -1,9 +1,9 @@
-"""prove_rule: is a rule right? Ask the op itself, on samples that the user gives.
+"""prove_rule: test a rule by running its op on samples that the user gives.
 
     spmd.debug.prove_rule(scaled_mm, [(torch.randn(5, 4), torch.randn(4, 3), 2.0)])
 
-It is the oracle that proves spmd's own rules (`spmd.debug.oracle`): the operands are split as a row says, the op runs
-on the parts of 2 and of 3 ranks and of a 2 x 2 grid, and the joined results must be the op's own.
+This is the oracle that tests spmd's own rules (`spmd.debug.oracle`). The operands are split as a row says, for 2 ranks,
+for 3 ranks and for a 2 x 2 mesh. The op runs on the parts, and the joined results must equal the op's own results.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.debug.oracle import Case, Sample, Tally
 from spmd.tensor.call import TensorMeta
-from spmd.tensor.meta import out_metas
+from spmd.tensor.rules.meta import out_metas
 from spmd.tensor.rules.rule import rows
 
 PAIRS = 8
 
 
 class WrongRow(AssertionError):
-    """A row of a rule gives other numbers than the op; `tally` has all that were asked."""
+    """A row of a rule gives other results than the op. tally: the counts of all tested rows."""
 
     def __init__(self, text: str, tally: Tally):
         super().__init__(text)
@@ -33,10 +33,10 @@ class WrongRow(AssertionError):
 
 
 def prove_rule(op: Any, samples: Iterable[tuple | dict[str, Any]]) -> Tally:
-    """Run every row of an op's rule against the op itself; the tally of rows that were found right.
+    """Run every row of an op's rule against the op itself. Returns the tally of the tested rows.
 
-    op: as for `spmd.register_rule`. samples: calls of the op, each the tuple of its arguments, or a dict of them by
-    name. Small tensors do; sizes that 2 and 3 do not divide, and a size below 3, ask about uneven and empty shards.
+    op: as for `spmd.register_rule`. samples: calls of the op, each a tuple of its arguments, or a dict of them by
+    name. Small tensors are enough. Sizes that 2 and 3 do not divide, and a size below 3, test uneven and empty shards.
 
     >>> import spmd
     >>> def double(x: torch.Tensor) -> torch.Tensor:
@@ -47,23 +47,24 @@ def prove_rule(op: Any, samples: Iterable[tuple | dict[str, Any]]) -> Tally:
     >>> print(prove_rule(double, [(torch.randn(5, 2),)]))
     16 rows right, 0 skipped, 0 wrong, of 1 ops
 
-    Raises `WrongRow` with the row, the sample and both results; ValueError where there is nothing to ask: no rule, no
-    sample, or none that a row would shard; and where the op's fake kernel does not give the shapes that the op gives.
+    Raises `WrongRow` with the row, the sample and both results. Raises ValueError if there is nothing to test: no rule,
+    no sample, or no sample that a row would shard. Raises ValueError too if the op's fake kernel gives other shapes
+    than the op.
     """
     overload = _overload(op)
-    tally, rng, asked = Tally(), random.Random(0), 0
+    tally, rng, tested = Tally(), random.Random(0), 0
     for given in samples:
         sample = _sample(overload, given)
         case = Case(sample)
         _check_shapes(sample, case)
         if case.rule is None:
             raise ValueError(f"prove_rule: {overload} has no rule for {sample}; see spmd.register_rule")
-        asked += len(rows(case.rule)) - 1
+        tested += len(rows(case.rule)) - 1
         case.check_each_row((2, 3), tally)
         case.check_pairs(PAIRS, rng, tally)
-    if not asked:
+    if not tested:
         raise ValueError(
-            f"prove_rule: nothing was asked of {overload}: give samples that its rule can shard, such as "
+            f"prove_rule: nothing was tested of {overload}: give samples that its rule can shard, such as "
             "[(torch.randn(5, 4), ...)]"
         )
     if tally.wrong:
@@ -84,8 +85,8 @@ def _overload(op: Any):
 def _sample(op, given: tuple | dict[str, Any]) -> Sample:
     if not isinstance(given, (tuple, dict)):
         raise TypeError(
-            f"prove_rule: a sample is the tuple of an op's arguments, or a dict of them, not {type(given).__name__}; "
-            "of one argument write (x,)"
+            f"prove_rule: a sample is a tuple of an op's arguments, or a dict of them, not {type(given).__name__}; "
+            "for one argument write (x,)"
         )
     args, kwargs = ((), given) if isinstance(given, dict) else (given, {})
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
@@ -93,19 +94,19 @@ def _sample(op, given: tuple | dict[str, Any]) -> Sample:
 
 
 def _check_shapes(sample: Sample, case: Case) -> None:
-    """The op's fake kernel says of its results what they are: a DTensor has its shape from there."""
+    """Check that the op's fake kernel gives the op's shapes: DTensors take their shapes from it."""
     want = tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in case.want)
     try:
         found = out_metas(sample.op, case.call.args, case.call.kwargs, torch.device("cpu"))
     except _torch.UNKNOWN_SHAPE as error:
         raise ValueError(
-            f"prove_rule: {sample.op} says no shapes before it runs, so it runs on whole tensors whatever its rule; "
-            "add them with register_fake"
+            f"prove_rule: {sample.op} has no fake kernel that gives the shapes of its results, so it runs on "
+            "replicated tensors whatever its rule; add one with register_fake"
         ) from error
     if found != want:
         raise ValueError(
-            f"prove_rule: of {sample} the fake kernel gives {_brief(found)}, but the op gives {_brief(want)}; correct "
-            "what register_fake was given"
+            f"prove_rule: for {sample} the fake kernel gives {_brief(found)}, but the op gives {_brief(want)}; correct "
+            "the function that register_fake was given"
         )
 
 

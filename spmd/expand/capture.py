@@ -1,20 +1,21 @@
-"""Capture: the single-device function as one functional graph on global shapes.
-
-The function runs once under make_fx, on fake tensors of the *global* sizes: forward, backward and optimiser step as
-the user wrote them. Parameters, buffers, gradients and optimiser state are inputs and outputs of the graph;
-in-place writes are made functional; floats - the learning rate - are symbols; the step count is read from its
-tensor. Nothing of this knows of a mesh, but for functions of blocks (`mapped`).
+"""Capture: record the single-device function as one functional graph on global shapes.
 
     graph(model.w, optimizer.step[model.w], ..., tokens, lr) -> loss, new model.w, ...
+
+The function runs once under make_fx, on fake tensors of the *global* sizes: forward, backward and optimiser step, as
+the user wrote them. Parameters, buffers, gradients and optimiser state are inputs and outputs of the graph. In-place
+writes are made functional. Floats, such as the learning rate, are symbols. The step count is read from its tensor. The
+mesh plays no role here, except for functions of blocks (`local_map`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import traceback
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,24 +26,26 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.mapped import captured_calls, one_at_a_time
-from spmd.expand.state import PLAIN, Slot, State, Tensors, named_leaves
-from spmd.expand.whole import IN_A_TRACE, Whole, renamed
+from spmd.expand.dense_views import DENSE_VIEWS
+from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
+from spmd.expand.local_map import capture_local_maps, tracing_lock
+from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
+from spmd.expand.python_state import Contents, PythonState, made
+from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call
-from spmd.tensor.dtensor import DTensor
-from spmd.tensor.random import Draw
+from spmd.tensor.recipes.random import Draw
 from spmd.tensor.rules.decompositions import decompositions
-from spmd.tensor.rules.draws import FILLS
 from spmd.tensor.rules.lists import list_decompositions
-from spmd.tensor.spec import contiguous
+from spmd.tensor.rules.random_ops import RANDOM_FILLS
+from spmd.tensor.spec import contiguous, spec_of_value
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An input of the graph that the caller passes: a tensor, or a number that may change between calls."""
+    """An input of the graph that is an argument of the call: a tensor, or a number that may change between calls."""
 
     path: str
 
@@ -52,7 +55,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Draws:
-    """An input of the graph: the seed of the random numbers, and the number of the first of so many draws."""
+    """The input of the graph for random numbers: the seed and the number of the first draw. count: how many draws."""
 
     count: int
 
@@ -64,9 +67,11 @@ class Draws:
 class Captured:
     """A single-device function as a graph.
 
-    inputs: one `Slot` or `Argument` per placeholder, and `Draws` last where the function draws. results: where each
-    output goes: a `Slot`, or the index of a leaf of what the function returns. leaves and tree: that return value, None
-    where a tensor goes. fixed: float arguments that could not stay symbols, with the values that the graph is for.
+    inputs: one `Slot` or `Argument` for each placeholder, and `Draws` last if the function draws random numbers.
+    outputs: for each output its `Slot`, or the index of a leaf of the return value. leaves, tree: the flattened return
+    value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
+    that it changes, by name. fixed: the float arguments that could not stay symbols, with the values that the graph is
+    right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
     """
 
     graph: fx.Graph
@@ -77,9 +82,10 @@ class Captured:
     tree: Any
     symbols: _torch.Symbols
     fixed: dict[str, float]
+    changes: Contents = field(default_factory=list, repr=False)
 
     def holds(self, numbers: dict[str, float]) -> bool:
-        """Whether the graph is right for these numbers too: the trace would have taken the same branches."""
+        """Whether the graph is right for these numbers too: a trace with them would take the same branches."""
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
         return fixed and self.symbols.still_hold(numbers)
 
@@ -91,27 +97,64 @@ def capture(
     state: State,
     mesh: DeviceMesh | None = None,
 ) -> Captured:
-    """Trace `call(args)`, which calls fn with the named arguments. mesh: on which functions of blocks run in it.
+    """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
 
-    Raises RuntimeError where fn touches a tensor that is neither an argument nor inside one, where it decides on a
-    value that only the run knows, or where it changes what would be frozen; NotImplementedError where it draws random
-    numbers that cannot be numbered, or makes tensors of sizes that only the run knows. The arguments and what is in
-    them are left as they are.
+    The arguments, and the modules and optimisers among them, are unchanged afterwards.
+
+    A step may change the Python state of a module, such as a flag that says that something was done once. It is
+    captured again with the changes made, until it changes nothing any more. The first graph is the one that counts, and
+    its `changes` are to be made after it has run.
+
+    Raises RuntimeError if fn uses a tensor that is neither an argument nor inside one, if it branches on a value that
+    is known only when the program runs, or if it changes a Python value every time, which the program would freeze.
+    Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
+    are known only when the program runs.
     """
     _check_hooks(state)
+    captured = _capture_once(fn, args, call, state, mesh)
+    changes = captured.changes
+    with contextlib.ExitStack() as undo:
+        for _ in range(MOST_CHANGING_CAPTURES):
+            if not changes:
+                return captured
+            undo.enter_context(made(changes))
+            constants = state.constants()
+            changes = _capture_once(fn, args, call, state, mesh).changes
+            undo.enter_context(made(changes))
+            path = _first_changed(constants, state.constants())
+    raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
+
+
+_FROZEN = (
+    "the step changes a Python value in {} ({}); it would be frozen in the program. Keep tensors with register_buffer, "
+    "counts in tensors, and set flags outside the step."
+)
+
+
+MOST_CHANGING_CAPTURES = 3
+"""How often a step may change Python state, one capture after the other, until it is given up."""
+
+
+def _capture_once(
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None
+) -> Captured:
     floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
     try:
-        captured = _captured(fn, args, call, state, {}, mesh)
+        captured = _trace(fn, args, call, state, {}, mesh)
     except Exception:
         if not floats:
             raise
     else:
         if not floats or _only_arithmetic(captured.graph):
             return captured
-    return _captured(fn, args, call, state, floats, mesh)
+    return _trace(fn, args, call, state, floats, mesh)
 
 
-def _captured(
+def _first_changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> str:
+    return next((path for path in {**before, **now} if before.get(path) != now.get(path)), "a module")
+
+
+def _trace(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None
 ) -> Captured:
     name = getattr(fn, "__name__", str(fn))
@@ -119,15 +162,16 @@ def _captured(
     mode = symbols.fake_mode()
     slots = state.tensors()
     leaves = dict(named_leaves(args))
-    inputs: dict[Slot | Argument, Any] = {slot: _fake(mode, t) for slot, t in slots.items()}
-    inputs |= {Argument(path): _fake(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    inputs: dict[Slot | Argument, Any] = {slot: _fake_of(mode, t) for slot, t in slots.items()}
+    inputs |= {Argument(path): _fake_of(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
-    trace = _Trace(call, args, state, slots, tuple(inputs))
+    flat = _FlatFunction(call, args, state, slots, tuple(inputs))
     try:
-        with one_at_a_time, captured_calls(mesh) as settle:
-            gm = make_fx(trace, decomposition_table=decompositions, tracing_mode="fake")(list(inputs.values()))
-            settle(gm.graph)
+        with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts):
+            table = decompositions | DENSE_VIEWS
+            gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
+            insert_calls(gm.graph)
     except AssertionError as error:
         if "token for effect" in str(error):
             raise NotImplementedError(
@@ -140,30 +184,31 @@ def _captured(
             f"{name} uses a tensor that is not among its arguments, nor in a module or optimiser among them; "
             f"pass it as an argument{_in_user_code(error)}"
         ) from error
-    except _torch.UNKNOWN_VALUE as error:
+    except _torch.unknown_value_errors() as error:
         raise RuntimeError(
             f"{name} decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
             f"torch.where, or move it out of the step{_in_user_code(error)}"
         ) from error
-    constants = _attributes(gm)
-    renamed(gm.graph)
-    _clean(gm.graph)
+    constants = _constants(gm)
+    restore_torch_ops(gm.graph)
+    _remove_noops(gm.graph)
     inputs = (*inputs, *_number_draws(gm.graph))
-    return Captured(gm.graph, constants, inputs, trace.outputs, trace.leaves, trace.tree, symbols, fixed)
+    return Captured(gm.graph, constants, inputs, flat.outputs, flat.leaves, flat.tree, symbols, fixed, flat.changes)
 
 
 ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos}
 
 
 def _only_arithmetic(graph: fx.Graph) -> bool:
-    """Whether nothing is done to numbers that a symbol does otherwise than a float, such as rounding."""
+    """Whether numbers are only used in arithmetic. Other functions, such as rounding, treat symbols and floats
+    differently."""
     numbers = (n for n in graph.nodes if n.op == "call_function" and _torch.is_symbol(n.meta.get("val")))
     return all(n.target in ARITHMETIC or isinstance(n.target, _torch.OpOverload) for n in numbers)
 
 
 @dataclass
-class _Trace:
-    """The function that make_fx runs: flat tensors in, flat tensors out; what it returns otherwise is kept here."""
+class _FlatFunction:
+    """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields."""
 
     call: Callable
     args: dict[str, Any]
@@ -173,49 +218,59 @@ class _Trace:
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
+    changes: Contents = field(default_factory=list)
 
-    def __call__(self, flat: list) -> list:
+    def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
-            given = dict(zip(self.inputs, flat, strict=True))
-            wrapped = {k: _torch.functional(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            new = {slot: self._as_before(slot, wrapped[slot]) for slot in self.slots}
+            given = dict(zip(self.inputs, flat_inputs, strict=True))
+            wrapped = {k: _torch.to_functional(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
-                constants = self.state.constants()
-                with _Normal(), Whole(), _torch.data_is_written():
-                    result = self.call(_with_leaves(self.args, numbers))
-                after = self.state.tensors()
-                self._check_unchanged(constants, numbers)
-                self._check_places(after)
+                constants, python = self.state.constants(), PythonState(self.state.submodules())
+                arguments = _with_leaves(self.args, numbers)
+                passed = closed(arguments)
+                try:
+                    with _Normalise(), KeepProducts(), _torch.assignable_data(), _torch.seen_as_compiling():
+                        result = self.call(passed)
+                    after = self.state.tensors()
+                    self._note_changes(constants, python, numbers)
+                finally:
+                    python.restore()
+                self._check_state(after)
         self._check_arguments_unwritten(given, wrapped)
-        return self._flat_outputs(result, after)
+        now = opened(passed)
+        changed = {name: x for name, x in now.items() if differs(arguments[name], x)}
+        return self._flat_outputs((opened(result), changed), after)
 
-    def _as_before(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
+    def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind == "parameter":
             return nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
         return x
 
-    def _check_unchanged(self, constants: dict[str, Hashable], numbers: dict[str, Any]) -> None:
-        """A Python value that the step changes would be frozen at what it is now: say so instead."""
-        present = dict(self.state._hyper())
+    def _note_changes(self, constants: dict[str, Hashable], python: PythonState, numbers: dict[str, Any]) -> None:
+        """Note what the step changes in modules. Raise for Python values that it changes elsewhere, or to tensors."""
+        present = dict(self.state.hyper_parameters())
         for path, symbol in numbers.items():
             if path in present and present[path] is not symbol:
                 raise RuntimeError(f"the step changes {path} itself; change it between steps, outside the step")
         now = self.state.constants()
         changed = [path for path in {**constants, **now} if constants.get(path) != now.get(path)]
-        if changed:
-            raise RuntimeError(
-                f"the step changes a Python value in {changed[0]} (a flag, a count kept as a number, a tensor kept as "
-                "an attribute); it would be frozen in the program. Keep tensors with register_buffer, counts in "
-                "tensors, and set flags outside the step."
-            )
+        if not changed:
+            return
+        elsewhere = [path for path in changed if not self.state.is_of_module(path)]
+        if elsewhere or python.has_new_tensor():
+            what = "a flag, a count kept as a number" if elsewhere else "a tensor kept as an attribute"
+            raise RuntimeError(_FROZEN.format((elsewhere or changed)[0], what))
+        self.changes = python.changes()
 
-    def _check_places(self, after: Tensors) -> None:
-        """Tensors of modules do not come and go, and what lasts keeps its shape and dtype."""
+    def _check_state(self, after: Tensors) -> None:
+        """Raise if the step adds or removes tensors of a module, or changes the shape or dtype of a tensor of state."""
         before = {slot for slot in self.slots if slot.kind in ("parameter", "buffer")}
-        parted = before ^ {slot for slot in after if slot.kind in ("parameter", "buffer")}
-        if parted:
-            raise RuntimeError(f"the step adds or removes {min(parted)}; register what a module holds before the step")
+        differing = before ^ {slot for slot in after if slot.kind in ("parameter", "buffer")}
+        if differing:
+            slot = min(differing)
+            raise RuntimeError(f"the step adds or removes {slot}; register what a module holds before the step")
         for slot in self.slots.keys() & after.keys():
             old, new = self.slots[slot], after[slot]
             if (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -226,33 +281,33 @@ class _Trace:
 
     def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
         for i, x in wrapped.items():
-            if isinstance(i, Argument) and isinstance(x, torch.Tensor) and _torch.settled(x) is not given[i]:
+            if isinstance(i, Argument) and isinstance(x, torch.Tensor) and _torch.from_functional(x) is not given[i]:
                 raise RuntimeError(f"the step writes into its argument {i}; let it return the new value instead")
 
     def _flat_outputs(self, result: Any, after: Tensors) -> list:
         leaves, self.tree = pytree.tree_flatten(result)
         traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.is_symbol(x)]
-        strange = next((x for x in leaves if not isinstance(x, PLAIN) and not _torch.is_symbol(x)), None)
-        if strange is not None:
+        foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
+        if foreign is not None:
             raise TypeError(
-                f"the step returns a {type(strange).__name__}; it may return tensors, numbers, strings, None, and "
-                "lists, tuples or dicts of them"
+                f"the step returns a {type(foreign).__name__}; it may return tensors, numbers, strings, None, and "
+                "lists, tuples, dicts or objects of them"
             )
         self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
         self.outputs = (*traced, *after)
         values = [leaves[i] for i in traced] + list(after.values())
-        return [_torch.settled(v) if isinstance(v, torch.Tensor) else v for v in values]
+        return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def _fake(mode, t: torch.Tensor) -> torch.Tensor:
-    """A fake of the global tensor, with the strides it has when it is placed."""
-    stride = t.stride() if isinstance(t, DTensor) else contiguous(t.shape)
+def _fake_of(mode, t: torch.Tensor) -> torch.Tensor:
+    """A fake global tensor, with the strides that the tensor has after it is placed on the mesh."""
+    stride = contiguous(t.shape) if spec_of_value(t) is None else t.stride()
     with mode:
         return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
 
 
 def _check_hooks(state: State) -> None:
-    """A trace runs on tensors of its own, so hooks on the parameters would not run."""
+    """Refuse hooks on parameters. A trace runs on other tensors, so the hooks would not run."""
     for path, p in state.parameters().items():
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise NotImplementedError(f"{path} has a gradient hook, which a compiled step would not run; remove it")
@@ -264,51 +319,53 @@ def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     return pytree.tree_unflatten([new.get(path, x) for path, x in zip(paths, found, strict=True)], tree)
 
 
-def _attributes(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
 
 
-# ---- ops as the expander wants them -----------------------------------------------------------
+# ---- ops before functionalisation -------------------------------------------------------------
 
 
-class _Normal(_torch.TorchDispatchMode):
-    """List ops and fused optimiser steps go tensor by tensor, before functionalisation meets them.
+class _Normalise(_torch.TorchDispatchMode):
+    """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
-    Draws that cannot be numbered are refused, and sizes that only the run knows.
+    Refuses draws that cannot be numbered, and ops whose result sizes depend on values.
     """
 
-    table = list_decompositions()
+    table = list_decompositions() | DENSE_VIEWS
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if Call(op, args, kwargs, ()).draws:
             _check_draw(op, kwargs)
         _check_written(op, args)
-        out = self.table.get(op, IN_A_TRACE.get(op, op))(*args, **kwargs)
+        out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
+        if out is NotImplemented:
+            out = op(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
-                f"{op}: the size of its result is in the values, which only the run knows; write it with ops that keep "
-                f"sizes, such as torch.where{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+                f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
+                f"keep sizes, such as torch.where{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
             )
         return out
 
 
 def _check_draw(op, kwargs: dict[str, Any]) -> None:
-    """Random numbers in a program are those of `spmd.manual_seed`, in the order in which the function draws."""
+    """Refuse a draw that cannot be numbered. A program's random numbers are those of `spmd.manual_seed`, in order."""
     why = None
     if _torch.in_backward():
-        why = "draws in a backward pass, as activation checkpointing does that computes again what drew; leave it out"
+        why = "draws in a backward pass, as activation checkpointing does when it computes a draw again; leave it out"
     elif kwargs.get("generator") is not None:
         why = "draws from a generator of its own, which would be frozen; use spmd.manual_seed, or draw outside the step"
-    elif op not in FILLS and op not in decompositions:
+    elif op not in RANDOM_FILLS and op not in decompositions:
         why = "draws in its kernel, which is not supported in a compiled step; use uniform_, normal_ or dropout"
     if why is not None:
         raise NotImplementedError(f"{op}: {why}{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}")
 
 
 def _check_written(op, args: tuple) -> None:
-    """Refuse what functionalisation gets wrong: a write into memory that stands for several elements."""
-    for i in _torch.written_places(op):
+    """Refuse a write into an expanded tensor, whose elements share memory: functionalisation gets it wrong."""
+    for i in _torch.written_positions(op):
         x = args[i] if i < len(args) else None
         if isinstance(x, torch.Tensor) and 0 in x.stride() and any(
             n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
@@ -325,10 +382,13 @@ def _has_symbolic_size(out: Any) -> bool:
     return any(_torch.is_symbol(n) for t in tensors for n in t.shape)
 
 
-# ---- where in the user's code -----------------------------------------------------------------
+# ---- the user's line, for errors --------------------------------------------------------------
 
-NOT_USERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
+LIBRARY_FOLDERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
 """Folders of torch, spmd and Python's own library."""
+
+SPMD_FOLDER = str(Path(__file__).parents[1]) + os.sep
+OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
 
 
 def _in_user_code(error: BaseException) -> str:
@@ -336,11 +396,20 @@ def _in_user_code(error: BaseException) -> str:
 
 
 def _at_user_line(frames: Iterable[FrameType]) -> str:
-    """The innermost of these frames that is neither torch's nor ours, for an error message."""
+    """For an error message: the innermost of these frames that belongs neither to torch nor to spmd.
+
+    Where another library's or torch's own Python code is further in, such as an optimiser's, its line is named, too.
+    """
+    inside = ""
     for frame in frames:
         where = frame.f_code.co_filename
-        if os.path.isfile(where) and not where.startswith(NOT_USERS):
-            return f"\n  at {where}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if not os.path.isfile(where) or where.startswith(SPMD_FOLDER):
+            continue
+        line = f"{where}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if not where.startswith(LIBRARY_FOLDERS):
+            return f"\n  at {line}{inside}"
+        if not inside and where.startswith(OPTIMIZERS):
+            inside = f"\n  which runs {line}"
     return ""
 
 
@@ -348,8 +417,8 @@ def _at_user_line(frames: Iterable[FrameType]) -> str:
 
 
 def _number_draws(graph: fx.Graph) -> tuple[Draws, ...]:
-    """Number the draws of a graph in their order; the numbers count from an input, which moves on between calls."""
-    drawing = [n for n in graph.nodes if n.target in FILLS]
+    """Number the draws of a graph in order. An input has the number of the first one; it grows from call to call."""
+    drawing = [n for n in graph.nodes if n.target in RANDOM_FILLS]
     if not drawing:
         return ()
     last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
@@ -364,16 +433,16 @@ def _number_draws(graph: fx.Graph) -> tuple[Draws, ...]:
 
 # ---- cleaning ---------------------------------------------------------------------------------
 
-SAME_VALUE = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
-"""In a functional graph these only rename."""
+RETURNS_OPERAND = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
+"""In a functional graph, these ops return their operand."""
 
 
-def _clean(graph: fx.Graph) -> None:
-    """Drop profiler marks, renamings and dead code."""
+def _remove_noops(graph: fx.Graph) -> None:
+    """Remove profiler marks, ops that return their operand, and dead code."""
     for node in reversed(graph.nodes):
         if node.target in _torch.PROFILER_OPS:
             graph.erase_node(node)
-        elif node.target in SAME_VALUE:
+        elif node.target in RETURNS_OPERAND:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()

@@ -1,18 +1,17 @@
-"""compile: the user's door. A single-device train step in, a callable that runs it on a mesh out.
+"""`spmd.compile`: turns a single-device train step into a callable that runs it on a mesh.
 
     step = spmd.compile(train_step, mesh,
                         params={"*.attn.[qkv].weight": {"tp": Shard(0)}},
                         inputs={"tokens": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}})
     loss = step(model, optimizer, tokens, targets)
 
-A call finds the state in its arguments, places it on the mesh if it is not there yet, looks up the program for the
-arguments it has (or captures, expands and binds it), runs it on this rank's blocks and puts the results back.
+A call finds the state in its arguments and places it on the mesh if it is not there yet. It looks up the program for
+these arguments, or captures, expands and binds one. It runs the program on this rank's blocks and stores the results.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,22 +22,29 @@ from torch import nn
 
 from spmd._torch import pytree
 from spmd.comm import agree, transport
+from spmd.comm.listen import is_heard, tell_of_program
+from spmd.comm.user_line import caller
 from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, Draws, capture
+from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.expand import expand
-from spmd.expand.likeness import ambient, likeness
+from spmd.expand.given_specs import block_of, input_spec, reduced_spec, state_specs
+from spmd.expand.guards import guard_key, modes_guard
+from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.in_place import reuse_memory
-from spmd.expand.passes.separate import separate_outputs
-from spmd.expand.placing import Patterns, check_patterns, placed_spec, placements_for, require_matches
+from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.program import Program
+from spmd.expand.python_state import put
+from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.state import Slot, State, Tensors, named_leaves
-from spmd.mesh import DeviceMesh, per_rank
-from spmd.tensor import deterministic, explicit, random
-from spmd.tensor.dtensor import DTensor, distribute_tensor
-from spmd.tensor.redistribute.between import between
-from spmd.tensor.redistribute.plan import plan
-from spmd.tensor.spec import Spec, replicated
+from spmd.mesh import DeviceMesh
+from spmd.tensor.annotations.patterns import Patterns, check_patterns, placements_for, require_matches
+from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.eager.identity import become, check_can_become, placed
+from spmd.tensor.modes import deterministic, explicit
+from spmd.tensor.recipes import stream
+from spmd.tensor.spec import Spec
 
 
 def compile(
@@ -49,23 +55,24 @@ def compile(
     inputs: Patterns | None = None,
     bucket_mb: float | None = 25.0,
 ) -> CompiledStep:
-    """Make a single-device function run on a mesh, with the numbers of one device.
+    """Make a single-device function run on a mesh, with the same numbers as on one device.
 
     fn: a function of modules, optimisers, tensors and plain values, such as a train step: forward, `loss.backward()`,
-    `optimizer.step()`. It is traced on global shapes; Python in it runs at the first call only.
-    params: placements of parameters by name pattern; those that no pattern matches replicate.
+    `optimizer.step()`. It is traced on global shapes; its Python code runs at the first call only. Modules and
+    optimisers that its code names as variables around it, globals or attributes of `self` count as arguments.
+    params: placements of parameters by name pattern; a parameter that no pattern matches is replicated.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
-    or DTensors; sizes need not divide.
-    bucket_mb: all-reduces that can wait, such as those of gradients, are sent together up to so many megabytes; None
-    sends each alone.
+    or DTensors; the sizes need not be divisible.
+    bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
+    sends each one alone.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
     Returns a `CompiledStep`. Its first call turns the parameters, buffers and optimiser state into DTensors. Tensors
     that fn returns come back as DTensors.
 
-    Raises ValueError for an unknown axis, at once; and at the first call, before anything is changed, for a pattern
-    that matches nothing or a placement on a dim that a tensor has not.
+    Raises ValueError at once for an unknown axis. The first call raises ValueError, before anything is changed, for a
+    pattern that matches nothing or a placement on a dim that the tensor does not have.
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
@@ -75,19 +82,21 @@ def compile(
 
 
 MOST_PROGRAMS = 64
-"""How many programs a compiled step keeps."""
+"""The most programs that a compiled step keeps."""
 
 
 class CompiledStep:
-    """A function compiled for a mesh; `program` is what the last call ran."""
+    """A function compiled for a mesh. `program` is the program that the last call ran."""
 
     def __init__(self, fn: Callable, mesh: DeviceMesh, params: Patterns, inputs: Patterns, bucket_mb: float | None):
         self.fn, self.mesh, self.bucket_mb = fn, mesh, bucket_mb
         self._params = check_patterns(mesh, params, "params")
         self._inputs = check_patterns(mesh, inputs, "inputs")
-        self._signature = inspect.signature(fn)
-        self._bound: dict[tuple, list[_Bound]] = {}
-        self._last: _Bound | None = None
+        self._signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+        self._bound: dict[tuple, list[_BoundProgram]] = {}
+        self._last: _BoundProgram | None = None
+        self._site = caller()
+        self._check_every = calls_between_checks()
 
     @property
     def program(self) -> Program:
@@ -98,115 +107,133 @@ class CompiledStep:
 
     @property
     def programs(self) -> list[Program]:
-        """All programs kept, the one used last at the end.
+        """All programs that are kept, the last used one at the end.
 
-        A call with other shapes, or with new optimiser state, makes another.
+        A call with other shapes, or with new optimiser state, makes another program.
         """
         return [b.program for bounds in self._bound.values() for b in bounds]
 
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
-        """The program that a call with these arguments would run. Nothing is run, moved or sent, and no rank asked.
+        """The program that a call with these arguments would run.
 
-        It needs no process group: a mesh of any size can be planned on one machine.
+        Nothing is run, moved or sent, and no other rank takes part. No process group is needed: one machine can plan
+        for a mesh of any size.
         """
-        return self._expanded(_Call.of(self._named(args, kwargs), self.mesh, self._params, self._inputs, first=True))[1]
+        call = self._call(args, kwargs, first=True)
+        return self._capture_and_expand(call)[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, error = self._prepared(args, kwargs)
-        bound = self._find(call) if call else None
-        self._agree_to_run(bound, call, error)
-        bound = bound or self._build(call)
-        self._bound[call.key] = self._bound.pop(call.key)  # what was used last is forgotten last
+        call, error = self._prepare(args, kwargs)
+        bound = self._find_program(call) if call else None
+        calls = self._agree_to_run(bound, call, error)
+        bound = bound or self._make_program(call)
+        if call.key in self._bound:
+            self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
         self._last = bound
-        _check_explicit(self._what, bound.program)
-        return bound.run(call.state, call.placed_state(self.mesh), call.placed_leaves(), call.numbers)
+        _check_explicit(self._title, bound.program)
+        tensors = call.placed_state(self.mesh)
+        if self._check_every and calls % self._check_every == 0:
+            check_equal(self._call_title, self.mesh, call.leaves, tensors)
+        result, changed = bound.run(call.state, tensors, call.placed_leaves(), call.numbers)
+        for name, new in changed.items():
+            write_back(call.given[name], new)
+        return closed(result)
 
-    def _prepared(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
-        """What the call is about and where it all lies or shall lie, or why it cannot be; nothing is moved yet."""
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
+        """The arguments, state and specs of a call, or the error that they raise. Nothing is moved yet."""
         try:
-            named = self._named(args, kwargs)
-            return _Call.of(named, self.mesh, self._params, self._inputs, first=not self._bound), None
+            call = self._call(args, kwargs, first=self._last is None)
+            check_can_become(self._title, call.held())
+            return call, None
         except Exception as error:
             return None, error
 
-    def _agree_to_run(self, bound: _Bound | None, call: _Call | None, error: Exception | None) -> None:
-        """Every rank says which program it is about to run, and with which numbers; where they part, all raise.
-
-        One small exchange a call: without it ranks that were called differently would wait for each other, or train
-        apart.
-        """
-        what = f"the call of {getattr(self.fn, '__name__', 'the step')}"
+    def _agree_to_run(self, bound: _BoundProgram | None, call: _Call | None, error: Exception | None) -> int:
+        """How often the step was called before. The ranks compare their calls; if they differ, all raise."""
         if error is not None:
-            agree("", self.mesh, what, error)
+            agree("", self.mesh, self._call_title, error)
         text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
         text += _random_state(bound.captured) if bound else ""
-        agree("\n".join([text, *(f"{path}: {value!r}" for path, value in call.numbers.items())]), self.mesh, what)
+        where = self._site, self._call_title, self.mesh
+        return agree_on_call(self, *where, text, call.state, call.tensors, call.specs, call.numbers)
 
     @property
-    def _what(self) -> str:
+    def _call_title(self) -> str:
+        return f"the call of {getattr(self.fn, '__name__', 'the step')}"
+
+    @property
+    def _title(self) -> str:
         return f"the program of {getattr(self.fn, '__name__', 'the step')}"
 
-    def _find(self, call: _Call) -> _Bound | None:
+    def _find_program(self, call: _Call) -> _BoundProgram | None:
         return next((b for b in self._bound.get(call.key, []) if b.holds(call.numbers)), None)
 
-    def _build(self, call: _Call) -> _Bound:
-        """Capture, expand and bind; a rank that fails tells the others, and all compare what they made."""
+    def _make_program(self, call: _Call) -> _BoundProgram:
+        """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
         text, error = "", None
         try:
-            captured, program = self._expanded(call)
+            captured, program = self._capture_and_expand(call)
             text = str(program) + _random_state(captured)
         except Exception as e:
             error = e
-        agree(text, self.mesh, self._what, error)
-        bound = _Bound.of(program, captured, self.mesh)
-        self._keep(call.key, bound)
+        agree(text, self.mesh, self._title, error)
+        bound = _BoundProgram.of(program, captured, self.mesh)
+        if not captured.changes:  # what changes Python state is right for this call alone
+            self._keep_program(call.key, bound)
         return bound
 
-    def _keep(self, key: tuple, bound: _Bound) -> None:
-        """Keep a program; of too many forget the one that was used longest ago, which is the same on all ranks."""
+    def _keep_program(self, key: tuple, bound: _BoundProgram) -> None:
+        """Keep a program. If there are too many, forget the least recently used one, the same on all ranks."""
         if sum(map(len, self._bound.values())) >= MOST_PROGRAMS:
             oldest = next(iter(self._bound))
             self._bound[oldest].pop(0)
             if not self._bound[oldest]:
                 del self._bound[oldest]
             warnings.warn(
-                f"{self._what} is kept in {MOST_PROGRAMS} versions, and the oldest is forgotten. Each shape has one, "
+                f"{self._title} is kept in {MOST_PROGRAMS} versions, and the oldest is forgotten. Each shape has one, "
                 "and each value of an argument that is no tensor and no float: pass ints that count as such.",
                 stacklevel=4,
             )
         self._bound.setdefault(key, []).append(bound)
 
-    def _expanded(self, call: _Call) -> tuple[Captured, Program]:
+    def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         try:
-            captured = capture(self.fn, call.named, self._run_plain, call.state, self.mesh)
+            with only_optimizers(call.state.optimizers, getattr(self.fn, "__name__", "the step")):
+                captured = capture(self.fn, call.named, self._call_fn, call.state, self.mesh)
         except AttributeError as error:
-            raise _as_global(error) from error
-        program = _expanded(self.fn, self.mesh, captured, call)
+            raise _explained(error) from error
+        program = _expand(self.fn, self.mesh, captured, call)
         if self.bucket_mb is not None:
             program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
         return captured, program
 
-    def _named(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return dict(self._signature.bind(*args, **kwargs).arguments)
+    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
+        named, closed_over = self._by_name(args, kwargs), find_closed_over(self.fn)
+        return _Call.of(named, closed_over, self.mesh, self._params, self._inputs, first)
 
-    def _run_plain(self, named: dict[str, Any]) -> Any:
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        given = self._signature.bind(*args, **kwargs).arguments
+        optional = [p.name for p in self._signature.parameters.values() if p.default is None]
+        return {**dict.fromkeys(optional), **given}
+
+    def _call_fn(self, named: dict[str, Any]) -> Any:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
 
 
-def _as_global(error: AttributeError) -> AttributeError:
-    """Says so where a method of DTensors was asked of a tensor that is traced."""
+def _explained(error: AttributeError) -> AttributeError:
+    """The error, with an explanation if a method of DTensor was called on a traced tensor."""
     if not isinstance(error.obj, torch.Tensor) or not hasattr(DTensor, str(error.name)):
         return error
     return AttributeError(
-        f"tensors in a compiled step are global ones of torch, and have no {error.name}: say where arguments lie with "
-        "inputs= and params=, and leave the rest to the compiler; move between meshes before the step or after it"
+        f"tensors in a compiled step are plain global tensors and have no {error.name}: place the arguments by inputs= "
+        "and params=, and leave the rest to the compiler; move between meshes before the step or after it"
     )
 
 
 def _check_explicit(what: str, program: Program) -> None:
-    """A program that sends nothing may run in explicit mode: nobody wrote down what the others send."""
+    """In explicit mode, refuse a program that sends: the user wrote none of its collectives."""
     if program.collectives:
         nbytes = sum(c.nbytes for c in program.collectives)
         explicit.check_message(
@@ -216,9 +243,9 @@ def _check_explicit(what: str, program: Program) -> None:
 
 
 def _random_state(captured: Captured) -> str:
-    """What ranks compare before they draw random numbers."""
+    """The state of the random numbers as text, empty for a program without draws. The ranks compare it."""
     draws = any(isinstance(i, Draws) for i in captured.inputs)
-    return f"\nrandom numbers: {random.get_rng_state()}" if draws else ""
+    return f"\nrandom numbers: {stream.get_rng_state()}" if draws else ""
 
 
 # ---- one call ---------------------------------------------------------------------------------
@@ -228,9 +255,12 @@ def _random_state(captured: Captured) -> str:
 class _Call:
     """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
 
-    Looking at a call changes nothing; `placed_state` and `placed_leaves` put things where their specs say.
+    given: the arguments as they came. named: the same with objects that hold tensors opened.
+
+    Making this changes nothing. `placed_state` and `placed_leaves` then place the tensors as their specs say.
     """
 
+    given: dict[str, Any]
     named: dict[str, Any]
     state: State
     tensors: Tensors
@@ -241,129 +271,54 @@ class _Call:
     key: tuple
 
     @classmethod
-    def of(cls, named: dict[str, Any], mesh: DeviceMesh, params, inputs, first: bool) -> _Call:
-        state = State.of(named)
+    def of(cls, arguments: dict[str, Any], closed_over: Held, mesh: DeviceMesh, params, inputs, first: bool) -> _Call:
+        named = opened(arguments)
+        state = State.of(named, closed_over)
         tensors = state.tensors()
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
-        require_matches(inputs, list(given), "inputs")
-        specs = _state_specs(state, tensors, mesh, params, first)
-        leaf_specs = {k: _input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
+        require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
+        specs = state_specs(state, tensors, mesh, params, first)
+        leaf_specs = {k: input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
         tree = str(pytree.tree_structure(named))
-        key = (tree, ambient(), deterministic.is_on(), *_key(state, tensors, specs, leaves, leaf_specs))
-        return cls(named, state, tensors, specs, leaves, leaf_specs, numbers, key)
+        key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
+        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
 
     def placed_state(self, mesh: DeviceMesh) -> Tensors:
-        """The tensors of the state, on the mesh; the state is given those it needs to be."""
+        """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first."""
         if any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
-            self.state.install({slot: _placed(slot, t, self.specs[slot]) for slot, t in self.tensors.items()})
+            with torch.inference_mode(False):  # the state outlives the mode
+                new = {slot: placed(t, self.specs[slot]) for slot, t in self.tensors.items()}
+                for slot, t in self.held():
+                    become(t, new[slot])
+            self.state.install(new | dict(self.held()))
             self.tensors = self.state.tensors()
         return self.tensors
 
+    def held(self) -> list[tuple[Slot, torch.Tensor]]:
+        """The tensors that stay the objects that they are when they are placed: others may hold them."""
+        return [(slot, t) for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer", "hyper")]
+
     def placed_leaves(self) -> dict[str, Any]:
-        """The plain arguments; of tensors this rank's blocks."""
-        return {k: _block(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
+        """The plain arguments, with this rank's block in place of each tensor."""
+        return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
 
-def _key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves: dict[str, Any], leaf_specs) -> tuple:
-    """What a program depends on, but for the branches that numbers decide."""
+def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves: dict[str, Any], leaf_specs) -> tuple:
+    """The key of a program: everything that it depends on, except branches on numbers (`_BoundProgram.holds`)."""
     layout = tuple((slot, specs[slot], t.requires_grad) for slot, t in tensors.items())
     arguments = tuple(
-        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else likeness(v))
+        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else guard_key(v))
         for k, v in leaves.items()
     )
     return layout, arguments, tuple(state.constants().items())
 
 
-# ---- where things lie -------------------------------------------------------------------------
-
-
-def _state_specs(state: State, tensors: Tensors, mesh: DeviceMesh, patterns, first: bool) -> dict[Slot, Spec]:
-    """Where every tensor of the state belongs: where it lies, once it was placed; else where the patterns say."""
-    if not first and all(isinstance(t, DTensor) for t in tensors.values()):
-        return {slot: t._spec for slot, t in tensors.items()}
-    names = state.parameter_names()
-    require_matches(patterns, [n for several in names.values() for n in several], "params")
-    _check_memory(tensors)
-    specs: dict[Slot, Spec] = {}
-    for slot, t in tensors.items():
-        _check_mesh(str(slot), t, mesh)
-        specs[slot] = _home(slot, t, mesh, patterns, names, specs)
-    return specs
-
-
-def _home(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, Spec]) -> Spec:
-    """Where a tensor of the state belongs: what goes with a parameter lies as the parameter does."""
-    if slot.kind in ("grad", "kept"):
-        parameter = specs[Slot("parameter", slot.path)]
-        if parameter.shape == tuple(t.shape):
-            return parameter.with_tensor(t.shape, t.dtype)
-    placements = placements_for(patterns, names[slot.path]) if slot.kind == "parameter" else None
-    if placements is None and isinstance(t, DTensor):
-        return _settled(t._spec)
-    return placed_spec(mesh, placements, t, str(slot))
-
-
-def _input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec:
-    """Where an argument shall lie; one on another mesh of the step's ranks is brought to the step's."""
-    elsewhere = isinstance(x, DTensor) and x._spec.mesh != mesh and set(x._spec.mesh.ranks) <= set(mesh.ranks)
-    if not elsewhere:
-        _check_mesh(path, x, mesh)
-    if x.requires_grad:
-        raise ValueError(
-            f"argument {path} requires a gradient, which a compiled step would not leave in it: pass {path}.detach(), "
-            "and take the gradient inside the step with torch.autograd.grad"
-        )
-    lies = placements is None and isinstance(x, DTensor) and not elsewhere
-    return x._spec if lies else placed_spec(mesh, placements, x, path)
-
-
-def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
-    if isinstance(t, DTensor) and t._spec.mesh != mesh:
-        raise ValueError(
-            f"{name} lies on {t._spec.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
-        )
-
-
-@per_rank
-def _check_memory(tensors: Tensors) -> None:
-    """Tensors that share memory would be parted on the mesh: what is written into one would not show in the other."""
-    plain = [(slot, t) for slot, t in tensors.items() if not isinstance(t, DTensor) and t.numel() and not t.is_meta]
-    spans = sorted((t.device.type, t.data_ptr(), t.data_ptr() + _extent(t), str(slot)) for slot, t in plain)
-    for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(spans):
-        if device == other_device and start < end:
-            raise ValueError(f"{one} and {other} share memory; tie them by registering one tensor under both names")
-
-
-def _extent(t: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    return (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
-
-
-def _placed(slot: Slot, t: torch.Tensor, spec: Spec) -> torch.Tensor:
-    with torch.no_grad():
-        if not isinstance(t, DTensor):
-            out = distribute_tensor(t.detach(), spec.mesh, spec.placements)
-        else:
-            out = t if t._spec is spec else DTensor(_block(t, spec), spec)
-    return nn.Parameter(out, requires_grad=t.requires_grad) if slot.kind == "parameter" else out
-
-
-def _block(x: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """This rank's block of a tensor: of a DTensor by moves, of a global one, the same on all ranks, by taking it."""
-    x = x.detach()
-    if isinstance(x, DTensor) and x._spec.mesh != spec.mesh:
-        return between(x._local_tensor, x._spec, spec)
-    if isinstance(x, DTensor):
-        return plan(x._spec, spec).run(x._local_tensor)
-    return plan(replicated(spec), spec).run(x.contiguous())
-
-
 # ---- building ---------------------------------------------------------------------------------
 
 
-def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> Program:
+def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> Program:
     def given(i: Slot | Argument | Draws) -> Spec | None:
         if isinstance(i, Draws):
             return None
@@ -375,10 +330,10 @@ def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
         home = call.specs.get(slot) if isinstance(slot, Slot) else None
-        if home is None and isinstance(slot, Slot) and slot.kind in ("grad", "kept"):
+        if home is None and isinstance(slot, Slot) and slot.kind in ("grad", "optimizer"):
             parameter = call.specs[Slot("parameter", slot.path)]
             home = parameter if parameter.shape == spec.shape else None
-        return _settled(spec) if home is None else spec.with_layout(home.dims, home.units)
+        return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
     gradients = [i for i, o in enumerate(captured.outputs) if isinstance(o, Slot) and o.kind == "grad"]
@@ -388,31 +343,29 @@ def _expanded(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -
     )  # fmt: skip
 
 
-def _settled(spec: Spec) -> Spec:
-    """The same layout with all reductions done."""
-    return spec.with_layout(spec.dims, spec.units)
-
-
 # ---- running ----------------------------------------------------------------------------------
 
 
 @dataclass
-class _Bound:
-    """A program bound to this rank, with where its inputs come from and its outputs go."""
+class _BoundProgram:
+    """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
+
+    dropped: the gradients that the program gets and does not read. They are freed before it runs.
+    """
 
     program: Program
     captured: Captured
     module: Callable[..., Any]
     dropped: tuple[Slot, ...]
-    _held: dict[tuple, bool] = field(default_factory=dict)
+    _holds_cache: dict[tuple, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _Bound:
+    def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _BoundProgram:
         slots = [i if isinstance(i, Slot) and i.kind != "grad" else None for i in captured.inputs]
         owned = [slot is not None and slot in captured.outputs for slot in slots]
         at = {i: k for k, i in enumerate(captured.inputs)}
         homes = [at.get(o) if isinstance(o, Slot) else None for o in captured.outputs]
-        passes = (lambda graph: reuse_memory(graph, owned)), (lambda graph: separate_outputs(graph, homes))
+        passes = (lambda graph: reuse_memory(graph, owned)), (lambda graph: unshare_outputs(graph, homes))
         run = transport().bound(lambda: bind(program, mesh.get_coordinate(), transport(), passes))
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         unread = {n for n in placeholders if not n.users}
@@ -424,52 +377,60 @@ class _Bound:
         return cls(program, captured, run, dropped)
 
     def holds(self, numbers: dict[str, float]) -> bool:
-        """Whether the branches that the trace took on numbers are those it would take now."""
+        """Whether the trace took the branches that it would take with these numbers."""
         key = tuple(numbers.values())
-        if key not in self._held:
-            self._held.clear()
-            self._held[key] = self.captured.holds(numbers)
-        return self._held[key]
+        if key not in self._holds_cache:
+            self._holds_cache.clear()
+            self._holds_cache[key] = self.captured.holds(numbers)
+        return self._holds_cache[key]
 
     def run(self, state: State, tensors: Tensors, leaves: dict[str, Any], numbers: dict[str, float]) -> Any:
-        """Run the program on this rank's blocks, and put back what it changed."""
-        flat = [self._input(i, tensors, leaves, numbers) for i in self.captured.inputs]
-        for slot in self.dropped:  # gradients of the step before, which nobody reads: free them now
+        """Run the program on this rank's blocks, and write the new state back.
+
+        Returns what the function returns, and the arguments that it changes, by name.
+        """
+        flat = [self._input_value(i, tensors, leaves, numbers) for i in self.captured.inputs]
+        for slot in self.dropped:  # gradients of the previous step that nothing reads: free them now
             _parameter(tensors, slot).grad = None
+        if is_heard():
+            tell_of_program(self.module, [each.nbytes for each in self.program.collectives])
         with torch.no_grad():
             out = self.module(*flat)
         del flat
         results: dict[int, Any] = {}
         new: Tensors = {}
         for where, value, (_, spec) in zip(self.captured.outputs, out, self.program.outputs, strict=True):
-            wrapped = value if spec is None else self._put(where, value, spec, tensors)
+            wrapped = value if spec is None else self._as_output(where, value, spec, tensors)
             (new if isinstance(where, Slot) else results)[where] = wrapped
-        self._settle_state(state, tensors, new)
+        self._update_state(state, tensors, new)
+        put(self.captured.changes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
         return pytree.tree_unflatten(values, self.captured.tree)
 
-    def _input(self, i: Slot | Argument | Draws, tensors: Tensors, leaves, numbers) -> Any:
+    def _input_value(self, i: Slot | Argument | Draws, tensors: Tensors, leaves, numbers) -> Any:
         if i in self.dropped:
             return None
         if isinstance(i, Draws):
-            return random.take(self.program.mesh, i.count)
+            return stream.reserve_draws(self.program.mesh, i.count)
         if isinstance(i, Slot):
             return tensors[i]._local_tensor
         return numbers[i.path] if i.path in numbers else leaves[i.path]
 
-    def _put(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
-        """A result as a DTensor; what had a home is written into it."""
+    def _as_output(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
+        """A result as a DTensor. If it has a home, the result is written into the home."""
         home = tensors.get(where) if isinstance(where, Slot) and where.kind != "grad" else None
         if home is None:
             return DTensor(value, spec)
         if value is not home._local_tensor:
             home._local_tensor.copy_(value)
+        if home._memory is not None:  # views that are copies are gathered again
+            home._memory.writes += 1
         return home
 
-    def _settle_state(self, state: State, before: Tensors, new: Tensors) -> None:
-        """Gradients are new tensors each step; state that appeared or went is installed."""
-        kept = {s for s in new if s.kind == "kept"}
-        if kept != {s for s in before if s.kind == "kept"}:
+    def _update_state(self, state: State, before: Tensors, new: Tensors) -> None:
+        """Set the gradients, which are new in each step, and install optimiser state that was added or removed."""
+        kept = {s for s in new if s.kind == "optimizer"}
+        if kept != {s for s in before if s.kind == "optimizer"}:
             state.install(new)
         for slot, t in before.items():
             if slot.kind == "parameter":

@@ -1,13 +1,17 @@
 """Expand: a captured global graph becomes a program, node by node, through the lowering core.
 
-Each op is lowered with the specs that its operands have; its moves are written before it, its sizes made local,
-its results given their specs. What is spelled in other ops for operands that lie so (`spelled`) is written as those,
-and what looks up along a sharded dim as its recipe: the decisions are those of eager calls. A value that was moved once
-is not moved again for the next reader, and one that was reduced is from then on the reduced one.
+    mm(f32[8@dp, 4], f32[4, 6])    ->  mm on blocks: f32[8@dp, 6]
+    sum(f32[8@dp, 6])              ->  sum on blocks: f32[] +sum@dp, then an all-reduce over dp
 
-Reductions are written right after the value they reduce, so that they can run while the rest is computed; gathers
-right before their reader, so that whole tensors do not live long. What has to lie in one way at the end, as gradients
-do, is moved there when it is made, and what the optimiser then reads is that.
+Each op is lowered with the specs of its operands. Its moves are written before it, its sizes are made local, and its
+results get their specs. An op that is decomposed for such operands (`decompose`) is written as the ops of its
+decomposition. An op with a recipe, such as a look-up along a sharded dim, is written as its recipe. The decisions are
+those of eager calls. A value that was moved for one reader is not moved again for the next one. After a value has been
+reduced, all later readers read the reduced value.
+
+A reduction is written right after the value that it reduces, so that it can run while the rest is computed. A gather
+is written right before its reader, so that a replicated tensor does not live long. A value whose final spec is given,
+such as a gradient, gets this spec as soon as it is made, and the optimiser reads it from there.
 """
 
 from __future__ import annotations
@@ -22,27 +26,27 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.mapped import Gradients, Mapped
+from spmd.expand.decompose import SpecTensor, decomposed
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program, UnlessEmpty
-from spmd.expand.spelled import Stand, spelled_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
-from spmd.tensor.call import SCALAR, Call, TensorMeta
-from spmd.tensor.dispatch import READS_VALUE
-from spmd.tensor.lower import Lowering, lower
-from spmd.tensor.meta import out_metas
-from spmd.tensor.random import Draw
+from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
+from spmd.tensor.lower import Lowering, is_cheaper_by_rule, lower
 from spmd.tensor.recipes import recipe_for
-from spmd.tensor.redistribute.moves import AllReduce, ReduceInOrder, ReduceScatter
+from spmd.tensor.recipes.random import Draw
+from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
+from spmd.tensor.rules.meta import out_metas
 from spmd.tensor.spec import Spec, replicated
 
 OutputSpec = Callable[[int, Spec], Spec]
-"""Given the index of an output and the spec it comes with, the spec it shall have."""
+"""Given the index of an output and the spec that its value has, returns the spec that the output must have."""
 
-SpecTree = Spec | tuple[Spec | None, ...] | None
+ResultSpecs = Spec | tuple[Spec | None, ...] | None
+"""Of a node: a spec, one for each of several results, or None for a number."""
 
 
 def expand(
@@ -53,15 +57,16 @@ def expand(
     inputs: Sequence[tuple[str, Spec | None]],
     output_names: Sequence[str],
     output_spec: OutputSpec,
-    settled_early: Sequence[int] = (),
+    moved_when_made: Sequence[int] = (),
 ) -> Program:
-    """The program of a global graph whose placeholders lie as `inputs` say (a name and a spec; None for a number).
+    """The program of a global graph.
 
-    settled_early: the outputs that lie as `output_spec` says from when they are made.
+    inputs: a name and a spec for each placeholder; the spec of a number is None. moved_when_made: the outputs that get
+    the spec of `output_spec` as soon as they are made, and not at the end of the program.
     """
     returned = graph.output_node().args[0]
-    homes = {returned[i]: lambda spec, i=i: output_spec(i, spec) for i in settled_early}
-    expander = _Expander(mesh, constants, homes)
+    final_specs = {returned[i]: lambda spec, i=i: output_spec(i, spec) for i in moved_when_made}
+    expander = _Expander(mesh, constants, final_specs)
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
@@ -73,171 +78,185 @@ def expand(
             outputs = expander.output(node, output_names, output_spec)
         else:
             expander.call(node)
-        expander.settle(node)
+        expander.move_to_final_spec(node)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
     return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), tuple(expander.gathered))
 
 
 @dataclass
 class _Expander:
-    """The graph being written, and where each node of the global graph is in it."""
+    """The program's graph while it is written.
+
+    local: for each node of the global graph, the node of its value in `graph`. moved: for a node of `graph` and a spec,
+    the node of the same value with this spec. reduced: for a node of `graph`, the node of its last reduction.
+    gathered: ops that no rule knows, with the bytes gathered for them. results: for a decomposed op with several
+    results, these. decomposition_graph: holds the ops of decompositions as nodes of global tensors.
+    """
 
     mesh: DeviceMesh
     constants: dict[str, torch.Tensor]
-    homes: dict[fx.Node, Callable[[Spec], Spec]]
+    final_specs: dict[fx.Node, Callable[[Spec], Spec]]
     graph: fx.Graph = field(default_factory=fx.Graph)
-    at: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    local: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec], fx.Node] = field(default_factory=dict)
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
-    results: dict[fx.Node, Sequence[Stand | None]] = field(default_factory=dict)
-    spelled: fx.Graph = field(default_factory=fx.Graph)
+    results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
+    decomposition_graph: fx.Graph = field(default_factory=fx.Graph)
 
     # ---- nodes without operands ---------------------------------------------------------------
     def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
         new = self.graph.placeholder(node.name)
-        self._done(node, new, spec)
+        self._record(node, new, spec)
 
     def constant(self, node: fx.Node) -> None:
         t = self.constants[node.target]
         new = self.graph.create_node("get_attr", node.target, (), {}, name=node.name)
-        self._done(node, new, Spec.of(self.mesh, t.shape, t.dtype, stride=t.stride()))
+        self._record(node, new, Spec.of(self.mesh, t.shape, t.dtype, stride=t.stride()))
 
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
         if isinstance(node.target, Draw):
             self._draw(node)
-        elif isinstance(node.target, Mapped):
-            self._blocks(node, node.target.blocks.ins, node.target.outs)
-        elif isinstance(node.target, Gradients):
-            self._blocks(node, (*node.target.of.outs, *node.target.of.cotangents), node.target.of.grads)
+        elif isinstance(node.target, LocalMapOp):
+            self._block_function(node, node.target.call.ins, node.target.outs)
+        elif isinstance(node.target, LocalMapGradientOp):
+            self._block_function(node, (*node.target.of.outs, *node.target.of.cotangents), node.target.of.grads)
         elif not isinstance(node.target, _torch.OpOverload):
-            self._plain(node)
+            self._python_call(node)
         elif not any(self._spec(n) is not None for n in node.all_input_nodes):
             self._factory(node)
         elif node.target in READS_VALUE:
-            self._value(node)
-        elif not self._spell(node):
+            self._read_value(node)
+        elif not self._decompose(node):
             self._op(node)
 
-    def _plain(self, node: fx.Node) -> None:
-        """getitem of a result, or arithmetic on numbers."""
+    def _python_call(self, node: fx.Node) -> None:
+        """A Python function: getitem of a result, or arithmetic on numbers."""
         if node.args[0] in self.results:
-            self.at[node] = self.at[self.results[node.args[0]][node.args[1]].node]
+            self.local[node] = self.local[self.results[node.args[0]][node.args[1]].node]
             return
-        new = self.graph.node_copy(node, self._now)
+        new = self.graph.node_copy(node, self._current)
         source = node.args[0]
         spec = self._spec(source) if isinstance(source, fx.Node) else None
-        self._done(node, new, spec[node.args[1]] if isinstance(spec, tuple) else None)
+        self._record(node, new, spec[node.args[1]] if isinstance(spec, tuple) else None)
 
     def _factory(self, node: fx.Node) -> None:
-        """A tensor made from nothing is the same on every rank."""
-        new = self.graph.node_copy(node, self._now)
-        metas = _metas(node)
-        specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metas)
-        self._done(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
+        """A tensor that is made without operands is the same on every rank."""
+        new = self.graph.node_copy(node, self._current)
+        metadata = _result_metadata(node)
+        specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metadata)
+        self._record(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
 
-    def _value(self, node: fx.Node) -> None:
-        def whole(n: fx.Node) -> fx.Node:
+    def _read_value(self, node: fx.Node) -> None:
+        """An op that reads a number from a tensor gets the replicated tensor."""
+
+        def replicate(n: fx.Node) -> fx.Node:
             spec = self._spec(n)
-            return self._now(n) if spec is None else self.move(self._now(n), plan(spec, replicated(spec)))
+            return self._current(n) if spec is None else self.move(self._current(n), plan(spec, replicated(spec)))
 
-        self._done(node, self.graph.node_copy(node, whole), None)
+        self._record(node, self.graph.node_copy(node, replicate), None)
 
     def _draw(self, node: fx.Node) -> None:
-        """Random numbers in the shape of the first operand, which is not read."""
+        """Random numbers in the shape of the first operand. Its values are not read."""
         x, rng, *args = node.args
         draw, specs = node.target, fx.map_arg((x, *args), lambda n: self._spec(n) or SCALAR)
-        lowering = lower(Call(draw.op, specs, dict(node.kwargs), _metas(node)))
-        operands = self.move(self._now(x), lowering.plans[0]), self._now(rng), *fx.map_arg(args, self._now)
+        lowering = lower(Call(draw.op, specs, dict(node.kwargs), _result_metadata(node)))
+        operands = self.move(self._current(x), lowering.plans[0]), self._current(rng), *fx.map_arg(args, self._current)
         target = replace(draw, spec=lowering.outs[0])
         new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
-        self._done(node, new, lowering.outs[0])
+        self._record(node, new, lowering.outs[0])
 
-    def _blocks(self, node: fx.Node, ins: Sequence[Spec], outs: tuple[Spec, ...]) -> None:
-        """A function of blocks, or its gradient: operands lie as is said, and so do results."""
+    def _block_function(self, node: fx.Node, ins: Sequence[Spec], outs: tuple[Spec, ...]) -> None:
+        """A function of blocks, or its gradient. The specs of its operands and results are given."""
         targets = iter(ins)
-        args = fx.map_arg(node.args, lambda n: self.move(self._now(n), plan(self._spec(n), next(targets))))
-        self._done(node, self.graph.create_node("call_function", node.target, args, {}, name=node.name), outs)
+        args = fx.map_arg(node.args, lambda n: self.move(self._current(n), plan(self._spec(n), next(targets))))
+        self._record(node, self.graph.create_node("call_function", node.target, args, {}, name=node.name), outs)
 
-    # ---- spelled in other ops -------------------------------------------------------------------
-    def _spell(self, node: fx.Node) -> bool:
-        """Write the node as its decomposition, if it has one for operands that lie so. Numbers have no stands."""
+    # ---- decomposed -----------------------------------------------------------------------------
+    def _decompose(self, node: fx.Node) -> bool:
+        """Write the node as its decomposition, if it has one for operands with these specs.
+
+        A number cannot be a SpecTensor, so ops with symbolic numbers are not decomposed.
+        """
         if node.target not in decompositions or any(self._spec(n) is None for n in node.all_input_nodes):
             return False
-        stands = {n: Stand(n, self._spec(n), self._write) for n in node.all_input_nodes}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), stands.__getitem__)
-        out = spelled_out(node.target, args, kwargs)
+        tensors = {n: SpecTensor(n, self._spec(n), self._emit) for n in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), tensors.__getitem__)
+        out = decomposed(node.target, args, kwargs)
         if out is NotImplemented:
             return False
-        if isinstance(out, Stand):
-            self.at[node] = self.at[out.node]
+        if isinstance(out, SpecTensor):
+            self.local[node] = self.local[out.node]
         else:
             self.results[node] = out
         return True
 
-    def _write(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Write an op of a decomposition, given the nodes of its operands: stands of its results."""
+    def _emit(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Write an op of a decomposition, given the nodes of its operands. Returns SpecTensors of its results."""
         specs = fx.map_arg((args, kwargs), self._spec)
-        node = self.spelled.create_node("call_function", op, args, kwargs)
+        node = self.decomposition_graph.create_node("call_function", op, args, kwargs)
         node.meta["val"] = out_metas(op, *specs, torch.device(self.mesh.device_type))
         many = _torch.returns_many(op)
         if not many:
             (node.meta["val"],) = node.meta["val"]
         self.call(node)
         if not many:
-            return Stand(node, self._spec(node), self._write)
-        return [None if meta is None else self._write_item(node, i) for i, meta in enumerate(node.meta["val"])]
+            return SpecTensor(node, self._spec(node), self._emit)
+        return [None if meta is None else self._emit_item(node, i) for i, meta in enumerate(node.meta["val"])]
 
-    def _write_item(self, node: fx.Node, i: int) -> Stand:
-        item = self.spelled.create_node("call_function", operator.getitem, (node, i))
+    def _emit_item(self, node: fx.Node, i: int) -> SpecTensor:
+        item = self.decomposition_graph.create_node("call_function", operator.getitem, (node, i))
         self.call(item)
-        return Stand(item, self._spec(item), self._write)
+        return SpecTensor(item, self._spec(item), self._emit)
 
     # ---- lowered --------------------------------------------------------------------------------
     def _op(self, node: fx.Node) -> None:
-        way = self._way(node)
-        plans, now = iter(way.plans), {n: self._now(n) for n in node.all_input_nodes}
+        lowering = self._lowering(node)
+        plans, before = iter(lowering.plans), {n: self._current(n) for n in node.all_input_nodes}
 
         def operand(n: fx.Node) -> fx.Node:
-            # From where it was when the op was lowered: what the same tensor in another place of it needs, moves it on.
-            return now[n] if now[n].meta["spec"] is None else self.move(now[n], next(plans))
+            # Each plan begins at the spec that the tensor had when the op was lowered. If a tensor is an operand twice,
+            # a reduction for the one changes what `_current` gives, so the values are looked up before any move.
+            return before[n] if before[n].meta["spec"] is None else self.move(before[n], next(plans))
 
         args, kwargs = _in_schema_order(node, operand)
-        if way.gathered:
-            self.gathered.append((str(node.target), way.nbytes_gathered))
-            fallback.note(node.target, way.nbytes_gathered)
-        if way.sizes:
-            shape = LocalShape(way.outs[0])
-            args, kwargs = _torch.with_argument(node.target, args, kwargs, way.sizes, shape)
-        local = way.local or SAFE_LOCALLY.get(node.target, node.target)
-        if way.empties:
-            local = UnlessEmpty(local, way.outs)
+        if lowering.gathered:
+            self.gathered.append((str(node.target), lowering.nbytes_gathered))
+            fallback.note(node.target, lowering.nbytes_gathered)
+        if lowering.sizes:
+            shape = LocalShape(lowering.outs[lowering.sized])
+            args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)
+        local = lowering.local or SAFE_LOCALLY.get(node.target, node.target)
+        if lowering.skips_empty:
+            local = UnlessEmpty(local, lowering.outs)
         new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
-        self._done(node, new, way.outs if many else way.outs[0])
+        self._record(node, new, lowering.outs if many else lowering.outs[0])
 
-    def _way(self, node: fx.Node) -> Lowering:
+    def _lowering(self, node: fx.Node) -> Lowering:
         def spec(n: fx.Node) -> Any:
             found = self._spec(n)
             return SCALAR if found is None else found
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
-        which = _which(self._operands(node))
-        key = (node.target, frozen(args), frozen(kwargs), which)
-        return self.lowerings.get(key, lambda: _lowered(Call(node.target, args, dict(kwargs), _metas(node), which)))
+        repeats = _first_positions(self._operands(node))
+        key = (node.target, frozen(args), frozen(kwargs), repeats)
+        return self.lowerings.get(
+            key, lambda: _lowered(Call(node.target, args, dict(kwargs), _result_metadata(node), repeats))
+        )
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
-        """The tensors among the arguments, in schema order, as often as they stand there."""
+        """The tensors among the arguments, in schema order. A tensor that occurs twice is listed twice."""
         found: list[fx.Node] = []
         _in_schema_order(node, lambda n: found.append(n) if self._spec(n) is not None else None)
         return found
 
     # ---- moves ----------------------------------------------------------------------------------
-    def move(self, value: fx.Node, way: Plan) -> fx.Node:
-        """The value after the plan; steps that were made before for another reader are used again."""
-        for step in way.as_made.steps:
+    def move(self, value: fx.Node, moves: Plan) -> fx.Node:
+        """The value after the moves of a plan. Moves that were written before, for another reader, are used again."""
+        for step in moves.effective.steps:
             key = (value, step.after)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
@@ -253,49 +272,50 @@ class _Expander:
         new.meta["spec"] = step.after
         return new
 
-    def settle(self, node: fx.Node) -> None:
-        """Move a value that has a home there; it is from then on the one that lies so."""
-        if node in self.homes and node.op == "call_function":
-            value, spec = self._now(node), self._spec(node)
-            home = self.move(value, plan(spec, self.homes[node](spec)))
-            if home is not self._now(node):
-                self.reduced[self._now(node)] = home
+    def move_to_final_spec(self, node: fx.Node) -> None:
+        """Move a value whose final spec is given; all later readers read the moved value."""
+        if node in self.final_specs and node.op == "call_function":
+            value, spec = self._current(node), self._spec(node)
+            final = self.move(value, plan(spec, self.final_specs[node](spec)))
+            if final is not self._current(node):
+                self.reduced[self._current(node)] = final
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
         values, outputs = [], []
         for i, (name, source) in enumerate(zip(names, node.args[0], strict=True)):
             spec = self._spec(source)
-            value = self._now(source)
+            value = self._current(source)
             if spec is not None:
-                way = plan(spec, output_spec(i, spec))
-                value, spec = self.move(value, way), way.dst
+                moves = plan(spec, output_spec(i, spec))
+                value, spec = self.move(value, moves), moves.dst
             values.append(value)
             outputs.append((name, spec))
         self.graph.output(tuple(values))
         return outputs
 
-    # ---- the books ------------------------------------------------------------------------------
-    def _now(self, node: fx.Node) -> fx.Node:
-        """Where the value of a node of the global graph is: its last reduction, if it was reduced."""
-        value = self.at[node]
+    # ---- bookkeeping ----------------------------------------------------------------------------
+    def _current(self, node: fx.Node) -> fx.Node:
+        """The node that has the value of a node of the global graph now: its last reduction, if it was reduced."""
+        value = self.local[node]
         while value in self.reduced:
             value = self.reduced[value]
         return value
 
-    def _spec(self, node: fx.Node) -> SpecTree:
-        return self._now(node).meta["spec"]
+    def _spec(self, node: fx.Node) -> ResultSpecs:
+        return self._current(node).meta["spec"]
 
-    def _done(self, node: fx.Node, new: fx.Node, spec: SpecTree) -> None:
+    def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
         new.meta["spec"] = spec
-        self.at[node] = new
+        self.local[node] = new
 
 
 def _lowered(call: Call) -> Lowering:
-    """The decisions of `spmd.tensor.dispatch`, which asks in the same order."""
+    """Decides as `spmd.tensor.eager.dispatch` does: first a recipe, then a rule."""
     recipe = recipe_for(call)
-    if recipe is not None:
-        return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
+    plans = () if recipe is None else recipe.plans_from(call.tensors)
+    if recipe is not None and not is_cheaper_by_rule(call, plans, recipe.outs):
+        return Lowering(plans, recipe.outs, local=recipe)
     return lower(call, skips_empty=call.makes_new)
 
 
@@ -303,26 +323,26 @@ def _reduces(step: Step) -> bool:
     return isinstance(step.move, (AllReduce, ReduceInOrder, ReduceScatter))
 
 
-def _which(operands: Sequence[fx.Node]) -> tuple[int, ...]:
-    """For each operand, the first place where the same tensor stands."""
+def _first_positions(operands: Sequence[fx.Node]) -> tuple[int, ...]:
+    """For each operand, the first position at which the same tensor occurs."""
     return tuple(operands.index(n) for n in operands)
 
 
 def _in_schema_order(node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> tuple[tuple, dict]:
-    """Map the operands of a call in the order of `Call.tensors`: positional first, then keywords by schema."""
+    """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""
     args = fx.map_arg(node.args, operand)
     order = sorted(node.kwargs, key=lambda name: _torch.argument_index(node.target, name))
     return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
 
 
-def _metas(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+def _result_metadata(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     value = node.meta["val"]
     leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(map(_meta, leaves))
+    return tuple(map(_metadata, leaves))
 
 
-def _meta(value: Any) -> TensorMeta | None:
-    """Of a fake tensor that the capture met, or as it was found out for an op of a decomposition."""
+def _metadata(value: Any) -> TensorMeta | None:
+    """Of a fake tensor from the capture, or the metadata that was computed for an op of a decomposition."""
     if isinstance(value, torch.Tensor):
         return TensorMeta.of(value)
     return value if isinstance(value, TensorMeta) else None

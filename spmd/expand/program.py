@@ -1,13 +1,13 @@
-"""A program: what a single-device function becomes on a mesh, the same for all ranks.
+"""Programs: a single-device function expanded for a mesh, the same for all ranks.
 
-It is an fx graph of local ops and moves. Each node carries its spec (`node.meta["spec"]`: a `Spec`, a tuple of them
-for an op with several results, None for a number). Moves are still moves - a `Step` of a plan as the target -
-and not chunks and waits; sizes that differ between ranks are `LocalShape`s. `bind` (`spmd.expand.bind`) turns it into
-plain torch code for one rank.
+    print(program)                the program as code, with specs in the margin
+    program.collectives           the collectives it sends: kind, axis, bytes, modelled time
+    program.comm_time()           modelled microseconds of all collectives, one after the other
 
-    print(program)                what it does, with specs in the margin
-    program.collectives           what it sends: kind, axis, bytes, modelled time
-    program.comm_time()           modelled microseconds of all of it, one after the other
+A program is an fx graph of local ops and moves. Each node has its spec in `node.meta["spec"]`: a `Spec`, a tuple of
+specs for an op with several results, None for a number. A move is one node with a `Step` of a plan as its target. It is
+not yet written as chunks and waits. A size that differs between ranks is a `LocalShape`. `spmd.expand.bind` turns a
+program into plain torch code for one rank.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SAFE_LOCALLY = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
-"""Ops that look at strides, by those that do not: a move leaves a block contiguous, whatever the trace saw."""
+"""For ops that depend on strides, ops that do not. A move makes a block contiguous, whatever strides the trace saw."""
 
 
 @dataclass(frozen=True)
 class LocalShape:
-    """Stands in an argument list for the local shape of a spec, which a rank's coordinate decides."""
+    """An argument that stands for the local shape of a spec, which depends on a rank's coordinate."""
 
     spec: Spec
 
@@ -46,24 +46,25 @@ class LocalShape:
 
 @dataclass(frozen=True)
 class UnlessEmpty:
-    """An op that refuses an empty block: ranks whose results are empty, which lie so, do not call it."""
+    """An op that raises on an empty block. Ranks whose results are empty do not call it. outs: specs of the results."""
 
     op: _torch.OpOverload
     outs: tuple[Spec, ...]
 
     @property
     def __name__(self) -> str:
-        return f"unless_empty[{_target(self.op)}]"
+        return f"unless_empty[{_target_text(self.op)}]"
 
     def __call__(self, *_: Any) -> Any:
-        raise AssertionError("it is an op or nothing when the program is bound")
+        raise AssertionError("bind replaces this by the op or by an empty tensor")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program. nbytes: what a rank hands to it; us: its modelled time; tensors: how many it moves.
+    """One collective of a program.
 
-    spec: how they lie before it; a tuple where they are several.
+    nbytes: the bytes that a rank puts in. us: its modelled time. tensors: how many tensors it moves. spec: the spec
+    before it; a tuple for several tensors.
     """
 
     kind: str
@@ -75,18 +76,18 @@ class Collective:
     name: str
 
     def __str__(self):
-        return f"{self.kind:<14} {self.axis:<6} {self.nbytes:>12,} bytes {self.us:>10.1f} us  {self._what()}"
+        return f"{self.kind:<14} {self.axis:<6} {self.nbytes:>12,} bytes {self.us:>10.1f} us  {self._spec_text()}"
 
-    def _what(self) -> str:
+    def _spec_text(self) -> str:
         return f"{self.tensors} tensors" if isinstance(self.spec, tuple) else str(self.spec)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A graph of local ops and moves, with what goes in and what comes out.
+    """A graph of local ops and moves, with the names and specs of its inputs and outputs.
 
-    inputs: a (name, spec) per placeholder, spec None for a number. outputs: a (name, spec) per result. gathered:
-    the ops that had to run on whole tensors because no rule is known, with the bytes they gather.
+    inputs: a (name, spec) for each placeholder; the spec of a number is None. outputs: a (name, spec) for each result.
+    gathered: the ops that run on replicated tensors because no rule knows them, with the bytes gathered for them.
     """
 
     name: str
@@ -105,7 +106,7 @@ class Program:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """What is sent, in order."""
+        """The collectives that the program sends, in order."""
         return tuple(
             Collective(
                 s.kind, ",".join(map(self.mesh.axis_name, s.axes)), s.nbytes, s.cost, s.tensors, s.before, node.name
@@ -115,14 +116,14 @@ class Program:
         )
 
     def comm_time(self, topology: MeshTopoInfo | None = None) -> float:
-        """Modelled microseconds of all collectives, one after the other, under the mesh's links or other ones."""
+        """Modelled microseconds of all collectives, one after the other, on the mesh's topology or on another one."""
         if topology is None:
             return sum(c.us for c in self.collectives)
         return sum(s.priced(topology) for _, s in self.steps() if s.sends)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the text: equal on all ranks, or they are not running one program."""
+        """A hash of the text. If it differs between ranks, they do not run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self):
@@ -151,14 +152,14 @@ def _lines(program: Program) -> Iterator[str]:
                 yield _margin(f"        {value},", f"{spec or 'number'}   {name}")
             yield "    )"
         elif node.op != "placeholder":
-            yield _margin(f"    {node.name} = {_expression(program, node)}", _note(node))
+            yield _margin(f"    {node.name} = {_code(program, node)}", _margin_note(node))
 
 
 def _margin(code: str, note: str) -> str:
     return f"{code:<{MARGIN}}  # {note}" if note else code
 
 
-def _note(node: fx.Node) -> str:
+def _margin_note(node: fx.Node) -> str:
     spec = node.meta.get("spec")
     if isinstance(node.target, Bucket):
         text = f"{node.target.tensors} tensors"
@@ -169,32 +170,32 @@ def _note(node: fx.Node) -> str:
     return text
 
 
-def _expression(program: Program, node: fx.Node) -> str:
+def _code(program: Program, node: fx.Node) -> str:
     if node.op == "get_attr":
-        return f"constant({_constant(program.constants[node.target])})"
+        return f"constant({_constant_text(program.constants[node.target])})"
     if isinstance(node.target, (Step, Bucket)):
-        return node.target.show(program.mesh, _value(node.args[0]))
+        return node.target.show(program.mesh, _value_text(node.args[0]))
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{node.args[0]}[{node.args[1]}]"
-    args = [*map(_value, node.args), *(f"{k}={_value(v)}" for k, v in node.kwargs.items())]
-    return f"{_target(node.target)}({', '.join(args)})"
+    args = [*map(_value_text, node.args), *(f"{k}={_value_text(v)}" for k, v in node.kwargs.items())]
+    return f"{_target_text(node.target)}({', '.join(args)})"
 
 
-def _constant(value: torch.Tensor) -> str:
-    """Its numbers where they are few, else a hash of them: part of what ranks compare."""
+def _constant_text(value: torch.Tensor) -> str:
+    """The numbers of a small constant, a hash of those of a large one. Ranks compare this text."""
     if value.numel() <= 8:
         return str(value.tolist())
     return f"<{hashlib.sha256(str(value.tolist()).encode()).hexdigest()[:16]}>"
 
 
-def _target(target: Any) -> str:
+def _target_text(target: Any) -> str:
     if isinstance(target, _torch.OpOverload):
         name = str(target)
         return name.removesuffix(".default")
     return getattr(target, "__name__", str(target))
 
 
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(_value_text, value))}]"
     return str(value) if isinstance(value, (fx.Node, torch.dtype, torch.device)) else repr(value)

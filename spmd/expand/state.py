@@ -1,14 +1,14 @@
-"""What a train step reads and writes beside its plain arguments: parameters, buffers, gradients, optimiser state.
+"""The state of a train step: the parameters, buffers, gradients and optimiser state that it reads and writes.
 
-`State.of(args)` finds the modules and optimisers among the arguments of a call. Each tensor that lives in them has
-a `Slot`, tied ones one slot for all their names:
+`State.of(args)` finds the modules and optimisers among the arguments of a call. Each tensor in them has a `Slot`. A
+tied tensor has several names and one slot:
 
     model.blocks.0.attn.q.weight                        a parameter, under its first name
     model.blocks.0.attn.q.weight.grad                   its gradient, where there is one
-    optimizer.exp_avg[model.blocks.0.attn.q.weight]     what the optimiser keeps for it
+    optimizer.exp_avg[model.blocks.0.attn.q.weight]     optimiser state of this parameter
     optimizer.param_groups.0.lr                         a hyper-parameter, where it is a tensor
 
-`install` puts other tensors in the slots, `swap` does so for the length of a block.
+`install` puts other tensors into the slots. `swap` does so for the length of a `with` block.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
-from spmd.expand.likeness import attributes, likeness
-
-PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
+from spmd.expand.guards import guard_key, module_guard
+from spmd.expand.objects import NAMED, PLAIN
 
 
 class Slot(NamedTuple):
-    """A place where a tensor lives. kind: parameter, buffer, grad, hyper, or kept (by `owner`, under `key`)."""
+    """The place of a tensor in the arguments of a step.
+
+    kind: parameter, buffer, grad, hyper (a hyper-parameter), or optimizer (state of the optimiser `owner` for the
+    parameter `path`, under `key`).
+    """
 
     kind: str
     path: str
@@ -37,7 +40,7 @@ class Slot(NamedTuple):
     key: str = ""
 
     def __str__(self):
-        if self.kind == "kept":
+        if self.kind == "optimizer":
             return f"{self.owner}.{self.key}[{self.path}]"
         return self.path + (".grad" if self.kind == "grad" else "")
 
@@ -49,48 +52,57 @@ Tensors = dict[Slot, torch.Tensor]
 class State:
     """The modules and optimisers of a call, each under the path of its argument.
 
-    Tensors are looked up afresh at every question, for a step may put new ones in place.
+    Every method looks the tensors up anew, because a step may replace them.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: dict[str, Any]) -> State:
-        """The state held by the arguments, given by name. TypeError for an argument that cannot be traced through."""
+    def of(cls, args: dict[str, Any], closed_over: dict[str, nn.Module | Optimizer] | None = None) -> State:
+        """The state held by the arguments, given by name, and by what the step uses without being given it.
+
+        TypeError for an argument that cannot be traced through.
+        """
         state = cls()
         for path, leaf in named_leaves(args):
             if isinstance(leaf, nn.Module):
                 state.modules[path] = leaf
             elif isinstance(leaf, Optimizer):
                 state.optimizers[path] = leaf
-            elif not isinstance(leaf, PLAIN):
+            elif not isinstance(leaf, (*PLAIN, *NAMED)):
                 raise TypeError(
                     f"argument {path} is a {type(leaf).__name__}: a compiled step takes modules, optimisers, tensors, "
-                    "numbers, strings and lists, tuples or dicts of them. Keep anything else, such as a learning-rate "
-                    "scheduler, outside the step."
+                    "numbers, strings and lists, tuples, dicts or objects of them. Keep anything else, such as a "
+                    "learning-rate scheduler, outside the step."
                 )
+        given = {id(x) for x in (*state.modules.values(), *state.optimizers.values())}
+        for path, held in (closed_over or {}).items():
+            if id(held) not in given:
+                (state.modules if isinstance(held, nn.Module) else state.optimizers)[path] = held
         return state
 
-    # ---- what there is ----------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------
     def tensors(self) -> Tensors:
-        """Every tensor of the state, in an order that depends on names alone."""
+        """Every tensor of the state, in an order that depends only on names."""
         params = self.parameters()
         found: Tensors = {Slot("parameter", path): p for path, p in params.items()}
         found |= {Slot("buffer", path): b for path, b in self.buffers().items()}
         found |= {Slot("grad", path): p.grad for path, p in params.items() if p.grad is not None}
         for root, optimizer in self.optimizers.items():
             for path, p in params.items():
-                kept = optimizer.state.get(p, {})  # a defaultdict: asking by [] would make an entry
-                found |= {Slot("kept", path, root, k): v for k, v in kept.items() if isinstance(v, torch.Tensor)}
-        return found | {Slot("hyper", path): v for path, v in self._hyper() if isinstance(v, torch.Tensor)}
+                entries = optimizer.state.get(p, {})  # a defaultdict: [] would make an entry
+                kept = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
+                found |= {Slot("optimizer", path, root, k): v for k, v in kept.items()}
+        hyper = {path: v for path, v in self.hyper_parameters() if isinstance(v, torch.Tensor)}
+        return found | {Slot("hyper", path): v for path, v in hyper.items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under its first name."""
-        return _first_names(self._all_parameters())
+        return _by_first_name(self._all_parameters())
 
     def parameter_names(self) -> dict[str, list[str]]:
-        """All names of each parameter, by its first: tied parameters have several."""
+        """All names of each parameter, by its first name. Tied parameters have several names."""
         first = {id(p): path for path, p in self.parameters().items()}
         names: dict[str, list[str]] = {}
         for path, p in self._all_parameters():
@@ -108,7 +120,7 @@ class State:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer once, under its first name."""
-        return _first_names(
+        return _by_first_name(
             (f"{root}.{name}", b)
             for root, module in self.modules.items()
             for name, b in module.named_buffers(remove_duplicate=False)
@@ -116,25 +128,37 @@ class State:
 
     def numbers(self) -> dict[str, float]:
         """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
-        return {path: v for path, v in self._hyper() if isinstance(v, float)}
+        return {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
 
     def constants(self) -> dict[str, Hashable]:
-        """What else a trace takes for granted, by path: other hyper-parameters, attributes, wanted gradients."""
-        hyper = self._hyper()
-        found = {path: likeness(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
-        for root, module in self.modules.items():
-            found |= {f"{root}.{name}".rstrip("."): attributes(m) for name, m in module.named_modules()}
-        found |= {f"{path}.requires_grad": p.requires_grad for path, p in self.parameters().items()}
-        return found | {path: likeness(v) for path, v in self._kept_constants()}
+        """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
-    def _hyper(self) -> Iterator[tuple[str, Any]]:
+        A trace reads these values, and the program is right for no others.
+        """
+        hyper = self.hyper_parameters()
+        found = {path: guard_key(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
+        for root, module in self.modules.items():
+            found |= {f"{root}.{name}".rstrip("."): module_guard(m) for name, m in module.named_modules()}
+        found |= {f"{path}.requires_grad": p.requires_grad for path, p in self.parameters().items()}
+        return found | {path: guard_key(v) for path, v in self._optimizer_constants()}
+
+    def submodules(self) -> list[nn.Module]:
+        """Every module, with all that are in it, once."""
+        return list({id(m): m for root in self.modules.values() for m in root.modules()}.values())
+
+    def is_of_module(self, path: str) -> bool:
+        """Whether a path of `constants` names the attributes of a module, not an optimiser's values."""
+        return not any(path.startswith(f"{root}.") for root in self.optimizers) and not path.endswith(".requires_grad")
+
+    def hyper_parameters(self) -> Iterator[tuple[str, Any]]:
+        """The options of every parameter group, by path: numbers, tensors, flags and anything else."""
         for root, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
                 rest = {k: v for k, v in group.items() if k != "params"}
                 for path, v in named_leaves(rest):
                     yield f"{root}.param_groups.{g}.{path}", v
 
-    def _kept_constants(self) -> tuple[tuple[str, Any], ...]:
+    def _optimizer_constants(self) -> tuple[tuple[str, Any], ...]:
         return tuple(
             (f"{root}.state.{i}.{key}", value)
             for root, optimizer in self.optimizers.items()
@@ -147,7 +171,7 @@ class State:
     def install(self, new: Tensors) -> None:
         """Put these tensors into their slots; parameters must be given as parameters.
 
-        A parameter that is given gets the gradient and the optimiser state that are given with it, and no other.
+        Each parameter gets the gradient and the optimiser state that are given for it, and no other.
         """
         by_id = {id(p): new[Slot("parameter", path)] for path, p in self.parameters().items()}
         path_of = {id(p): path for path, p in self.parameters().items()}
@@ -157,25 +181,25 @@ class State:
                 for places in (m._parameters, m._buffers):
                     places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
         for root, optimizer in self.optimizers.items():
-            _install_kept(root, optimizer, by_id, path_of, new)
+            _install_optimizer_state(root, optimizer, by_id, path_of, new)
         for path in path_of.values():
             new[Slot("parameter", path)].grad = new.get(Slot("grad", path))
-        self._set_hyper({slot.path: t for slot, t in new.items() if slot.kind == "hyper"})
+        self._set_hyper_parameters({slot.path: t for slot, t in new.items() if slot.kind == "hyper"})
 
     @contextlib.contextmanager
     def swap(self, new: Tensors, numbers: dict[str, Any]) -> Iterator[None]:
-        """Other tensors and other hyper-parameters in place, and all as it was however the block ends."""
+        """Put other tensors and hyper-parameters in place; on leaving, even by an error, put the old ones back."""
         undo = self._snapshot()
         try:
             self.install(new)
-            self._set_hyper(numbers)
+            self._set_hyper_parameters(numbers)
             yield
         finally:
             for put_back in undo:
                 put_back()
 
-    def _set_hyper(self, new: dict[str, Any]) -> None:
-        """Other values for the hyper-parameters of these paths."""
+    def _set_hyper_parameters(self, new: dict[str, Any]) -> None:
+        """Set the hyper-parameters of these paths to other values."""
         for root, optimizer in self.optimizers.items() if new else ():
             for g, group in enumerate(optimizer.param_groups):
                 for key, value in list(group.items()):
@@ -189,7 +213,7 @@ class State:
                 dicts += [vars(m), m._parameters, m._buffers]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
-        return [_restorer(d) for d in dicts]
+        return [_restore_later(d) for d in dicts]
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -207,7 +231,7 @@ def _key_text(key: Any) -> str:
     return repr(text) if isinstance(text, str) and not text.isidentifier() else str(text)
 
 
-def _first_names(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+def _by_first_name(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     found, seen = {}, set()
     for path, value in named:
         if id(value) not in seen:
@@ -224,8 +248,10 @@ def _with_values(value: Any, path: str, new: dict[str, Any]) -> Any:
     return value
 
 
-def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors):
-    """Point the optimiser at the new parameters and key what it keeps by them."""
+def _install_optimizer_state(
+    root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors
+) -> None:
+    """Give the optimiser the new parameters, and key its state by them."""
     others = {
         path_of[id(p)]: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)}
         for p, kept in optimizer.state.items()
@@ -234,7 +260,7 @@ def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_o
         group["params"] = [by_id[id(p)] for p in group["params"]]
     given: dict[str, dict[str, Any]] = {}
     for slot, t in new.items():
-        if slot.kind == "kept" and slot.owner == root:
+        if slot.kind == "optimizer" and slot.owner == root:
             given.setdefault(slot.path, {})[slot.key] = t
     optimizer.state.clear()
     for pid, path in path_of.items():
@@ -242,7 +268,7 @@ def _install_kept(root: str, optimizer: Optimizer, by_id: dict[int, Any], path_o
             optimizer.state[by_id[pid]] = {**given.get(path, {}), **others.get(path, {})}
 
 
-def _restorer(d: dict) -> Callable[[], None]:
+def _restore_later(d: dict) -> Callable[[], None]:
     kept = dict(d)
 
     def restore() -> None:

@@ -1,12 +1,12 @@
-"""Ranks, the links between them, and what talking over those links costs: plain data.
+"""Ranks, the links between them, and the cost of collectives over those links: plain data.
 
     >>> from spmd.mesh import init_device_mesh
     >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     >>> mesh.ranks_along("tp", (1, 0))
     (4, 5, 6, 7)
 
-A mesh is a value. It needs no process group to exist, to be compared, planned on or printed; the groups are made
-when `get_group` first asks for one.
+A mesh is a value. It needs no process group to exist, to be compared, planned on or printed. Groups are made when
+`get_group` first asks for one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from spmd.mesh.cost import (
     scatter_cost,
     ways_cost,
 )
+from spmd.mesh.current import current_mesh, or_current
 from spmd.mesh.device_mesh import DeviceMesh, init_device_mesh
 from spmd.mesh.layout import HostGrid
 from spmd.mesh.machine import Link, Machine, Measured, Way
@@ -46,9 +47,11 @@ __all__ = [
     "as_rank",
     "broadcast_cost",
     "copy_cost",
+    "current_mesh",
     "current_rank",
     "exchange_cost",
     "init_device_mesh",
+    "or_current",
     "per_rank",
     "permute_cost",
     "reduce_scatter_cost",

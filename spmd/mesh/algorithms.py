@@ -1,4 +1,4 @@
-"""What an algorithm does on each level of links that a group crosses: how many hops, and what share of the bytes.
+"""The hops, and the share of the bytes, that an algorithm takes on each level of links that a group crosses.
 
 On one level of n ranks:
 
@@ -13,8 +13,8 @@ On one level of n ranks:
 
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH"; a tree is NCCL's:
 a chain inside a host, and pieces that go up and down at once.) Over several levels a collective works level by level,
-and each rank then moves its part only: one of `rung.below`. Ranks behind one network card wait for each other, which
-counts their bytes `rung.senders` times.
+and each rank then moves its part only: one of `rung.below`. Ranks with one network card wait for each other: their
+bytes count `rung.senders` times.
 
     >>> from spmd.mesh.machine import Link
     >>> way = Way("ring", base_us=6.0, links=(Link(hop_us=0.5, gb_per_s=100.0),))
@@ -29,12 +29,12 @@ from collections.abc import Callable
 from spmd.mesh.layout import Ladder, Rung
 from spmd.mesh.machine import Way
 
-Line = tuple[float, float]  # microseconds, microseconds a byte
+Line = tuple[float, float]  # microseconds, microseconds for each byte
 Step = Callable[[Rung, Ladder], tuple[float, float]]  # (hops, share of the bytes) of one level
 
 
 def line(collective: str, way: Way, ladder: Ladder) -> Line:
-    """The microseconds, and the microseconds a byte, that a way takes on all levels of a ladder."""
+    """The microseconds, and the microseconds for each byte, of a way on all levels of a ladder."""
     step = STEPS[collective, way.algorithm]
     us, us_per_byte = way.base_us, 0.0
     for rung in ladder:
@@ -49,7 +49,7 @@ def _doublings(size: int) -> int:
 
 
 def _part(rung: Rung) -> float:
-    """The share of a byte of the whole that one rank moves at this level: a ring over the parts below."""
+    """The share of the bytes that one rank moves at this level: a ring over the parts below."""
     return (rung.size - 1) / rung.size / rung.below * rung.senders
 
 
@@ -70,13 +70,13 @@ def _twice(step: Step) -> Step:
 
 
 def _tree(rung: Rung, ladder: Ladder) -> tuple[float, float]:
-    """Up and down a tree between hosts, in pieces; inside a host it is a chain."""
+    """Up and down a tree between hosts, in pieces; inside a host the tree is a chain."""
     hops = rung.size - 1 if rung.level == 0 else _doublings(rung.size)
     return 2 * hops, 2 / rung.below * rung.senders
 
 
 def _staged(rung: Rung, ladder: Ladder) -> tuple[float, float]:
-    """An all-to-all at each level, of all bytes: more bytes inside, and fewer and larger pieces between hosts."""
+    """An all-to-all at each level, of all bytes: more bytes inside a host, and fewer, larger pieces between hosts."""
     return rung.size - 1, (rung.size - 1) / rung.size * rung.senders
 
 
@@ -85,13 +85,13 @@ def _bruck(rung: Rung, ladder: Ladder) -> tuple[float, float]:
 
 
 def _direct(rung: Rung, ladder: Ladder) -> tuple[float, float]:
-    """A piece to each rank beyond this level's part below."""
+    """One piece to each rank outside the own part below this level."""
     peers = rung.upto - rung.below
     return peers, peers / ladder[-1].upto * rung.senders
 
 
 def _from_one(rung: Rung, ladder: Ladder) -> tuple[float, float]:
-    """As `_direct`, but one rank of each group sends."""
+    """Like `_direct`, but one rank of each group sends."""
     peers = rung.upto - rung.below
     return peers, peers / ladder[-1].upto * rung.groups
 
@@ -105,7 +105,7 @@ def _binomial(rung: Rung, ladder: Ladder) -> tuple[float, float]:
 
 
 def _across(rung: Rung, ladder: Ladder) -> tuple[float, float]:
-    """One hop over the outermost links, where the slowest pair is."""
+    """One hop over the outermost links, which the slowest pair uses."""
     return (1, rung.senders) if rung is ladder[-1] else (0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Machines in files: what a calibration measured, written as JSON and read again.
+"""Files of machines: writes the machine that a calibration measured as JSON, and reads it again.
 
     >>> import pathlib, tempfile
     >>> from spmd.mesh.presets import TEXTBOOK
@@ -7,9 +7,9 @@
     >>> load(path) == TEXTBOOK
     True
 
-A file looks like this; `ways` says what any group takes, `measured` what some groups took when they were timed.
+A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed.
 `nics_per_host`, `ranks_per_host`, `memory`, `protocol`, `measured`, `sharing` and `residual` may be left out. The
-fields are those of `machine.py`: microseconds, and 1e9 bytes a second.
+fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
      "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
@@ -40,13 +40,13 @@ VERSION = 1
 
 
 def machine_from_environment() -> Machine:
-    """The machine that $SPMD_TOPOLOGY names, a preset or a file; the textbook where it is unset."""
+    """The machine that $SPMD_TOPOLOGY names, as a preset or a file; the textbook where it is unset."""
     said = os.environ.get(VARIABLE)
     return machine_named(said, f"${VARIABLE}") if said else TEXTBOOK
 
 
 def machine_named(name: str, source: str = "topology") -> Machine:
-    """A preset by its name, or the machine in a file. `source`: who says so, for the error.
+    """A preset by its name, or the machine in a file. `source`: where the name comes from, for the error.
 
     >>> machine_named("hopper").name
     'hopper'
@@ -61,14 +61,14 @@ def machine_named(name: str, source: str = "topology") -> Machine:
 
 
 def save(machine: Machine, path: str | os.PathLike[str]) -> None:
-    """Write a machine as JSON; a reader sees all of the file or none."""
+    """Write a machine as JSON; another process sees all of the file or none."""
     beside = Path(f"{os.fspath(path)}.{os.getpid()}.part")
     beside.write_text(json.dumps({"spmd_topology": VERSION, **asdict(machine)}, indent=1) + "\n", encoding="utf-8")
     beside.replace(path)
 
 
 def load(path: str | os.PathLike[str]) -> Machine:
-    """The machine in a file that `save`, or a person, wrote. ValueError says what in the file is wrong."""
+    """The machine in a file that `save`, or a person, wrote. ValueError names the mistake in the file."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         _expect(isinstance(content, dict), content, "the file", "an object")
@@ -80,7 +80,7 @@ def load(path: str | os.PathLike[str]) -> Machine:
 
 
 def _value(kind: type, content: Any, where: str) -> Any:
-    """An object in the file as a value of `kind`, whose fields it has."""
+    """An object in the file as a value of the dataclass `kind`, whose fields it has."""
     known = [field.name for field in fields(kind)]
     _expect(isinstance(content, dict), content, where, f"an object with {', '.join(known)}")
     missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in content]

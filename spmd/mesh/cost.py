@@ -1,17 +1,17 @@
-"""What a collective along some mesh axes costs, in microseconds.
+"""The cost of a collective along some mesh axes, in microseconds.
 
 A way (`machine.py`) over a group's ladder (`layout.py`) takes
 
     base latency + sum over levels of (hops * alpha + share of the bytes * beta)
 
-and the fastest way is the one that runs; where groups differ, the slowest group counts. What was measured goes before
-all this. The hops and shares are in `algorithms.py`; over several levels a collective works level by level: an
-all-gather over g ranks on each of h hosts first gathers a g-th of the bytes between hosts and then all of them
-inside, so the slow links carry (h-1)/h of a g-th. Ranks that share a network card wait for each other: bytes between
-hosts count once for each rank that sends through the busiest card, in all groups that talk at once.
+and the fastest way runs. Where groups differ, the slowest group counts. Measured times replace all this. The hops and
+shares are in `algorithms.py`. Over several levels a collective works level by level: an all-gather over g ranks on each
+of h hosts first gathers a g-th of the bytes between hosts and then all of them inside, so the slow links carry (h-1)/h
+of a g-th. Ranks that share a network card wait for each other: bytes between hosts count once for each rank that sends
+through the busiest card, in all groups that send at once.
 
-An axis of one rank costs nothing. Costs grow with the bytes and never jump, so a plan that moves less is never priced
-higher; views of a mesh that have the same groups (a slice, a transposed mesh, axes of one rank) price alike.
+An axis of one rank costs nothing. Costs grow with the bytes and never jump, so a plan that moves less never costs more.
+Views of a mesh that have the same groups (a slice, a transposed mesh, axes of one rank) have the same costs.
 
     >>> from spmd.mesh import HostGrid, MeshTopoInfo
     >>> topo = MeshTopoInfo(HostGrid((2, 4), "0*4 1*4"))
@@ -20,9 +20,9 @@ higher; views of a mesh that have the same groups (a slice, a transposed mesh, a
     >>> round(all_gather_cost(1_000_000, (0, 1), topo), 2)   # + one hop of 2.7, and 125 kB / 19.294 GB/s
     26.13
 
-A collective is priced alone: `copy_cost` is what putting its pieces in order takes before it or after it, as a gather
-on a dim other than the first does; a move (`tensor/redistribute/moves.py`) costs both. Left out: what collectives on
-other axes do to the links meanwhile.
+These are the costs of a collective alone. `copy_cost` is the cost of putting its pieces in order before or after it, as
+a gather on a dim other than the first does; a move (`tensor/redistribute/moves.py`) costs both. Left out: collectives
+on other axes that use the links at the same time.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from collections.abc import Sequence
 from math import prod
 
 from spmd.mesh.algorithms import STEPS, Line, line
-from spmd.mesh.layout import Ladder, evenly
+from spmd.mesh.layout import Ladder, group_shape
 from spmd.mesh.machine import COPY, Machine, Way
 from spmd.mesh.topology import Axes, MeshTopoInfo
 
-Price = tuple[tuple[Line, ...], ...]  # for each kind of group its lines, of which the least counts; the most of these
+Price = tuple[tuple[Line, ...], ...]  # the maximum over kinds of groups of the minimum over their lines
 
 
 def all_gather_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
@@ -54,28 +54,28 @@ def all_reduce_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
 
 
 def all_to_all_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the local input: a rank keeps one n-th of it, which is why it is cheaper than a gather."""
+    """`nbytes`: bytes of the local input. A rank keeps one n-th of it, so it is cheaper than a gather."""
     return _cost("all_to_all", nbytes, axes, topo)
 
 
 def broadcast_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the tensor, passed on along the ring in small pieces, so each link carries all of it."""
+    """`nbytes`: bytes of the tensor. It passes along the ring in small pieces, so each link carries all of it."""
     return _cost("broadcast", nbytes, axes, topo)
 
 
 def scatter_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the whole tensor on the rank that scatters it, of which it keeps one n-th."""
+    """`nbytes`: bytes of the global tensor on the rank that scatters it; this rank keeps one n-th."""
     return _cost("scatter", nbytes, axes, topo)
 
 
 def permute_cost(nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes that each rank sends to one other, at worst over the outermost links. Also a send and receive."""
+    """`nbytes`: bytes that each rank sends to one other, at worst over the outermost links. Also for a send."""
     return _cost("permute", nbytes, axes, topo)
 
 
 def exchange_cost(nbytes: Sequence[float], axes: Axes, topo: MeshTopoInfo) -> float:
-    """An all-to-all of unequal pieces. `nbytes`: for each rank the bytes that it sends to others, or that it receives
-    from them where that is more. The slowest rank counts, with its bytes spread over the others.
+    """An all-to-all of unequal pieces. `nbytes`: for each rank the bytes that it sends to others, or the bytes that it
+    receives where these are more. The slowest rank counts, with its bytes spread over the others.
 
         >>> from spmd.mesh import HostGrid
         >>> topo = MeshTopoInfo(HostGrid((4,)))
@@ -90,8 +90,8 @@ def exchange_cost(nbytes: Sequence[float], axes: Axes, topo: MeshTopoInfo) -> fl
 
 
 def copy_cost(nbytes: float, topo: MeshTopoInfo) -> float:
-    """`nbytes`: bytes of the result of a local copy: a cat, a transposition, a pad, or a reordering of pieces. Nothing
-    where the machine does not say what its memory does, as the textbook.
+    """`nbytes`: bytes of the result of a local copy: a cat, a transposition, a pad, or a reordering of pieces. Copies
+    are free on a machine without `memory`, such as the textbook.
 
     >>> from spmd.mesh import HostGrid
     >>> round(copy_cost(1_000_000, MeshTopoInfo(HostGrid((4,)), "hopper")), 2)     # 2 + 1 MB / 1423.8 GB/s
@@ -104,13 +104,13 @@ def copy_cost(nbytes: float, topo: MeshTopoInfo) -> float:
     return max([us + nbytes * us_per_byte for us, us_per_byte in lines], default=0.0)
 
 
-def copies_cost(topo: MeshTopoInfo) -> bool:
-    """Whether copies have a price here."""
+def copies_are_priced(topo: MeshTopoInfo) -> bool:
+    """Whether copies cost anything."""
     return bool(_copies(topo.machine))
 
 
 def residual(collective: str, axes: Axes, topo: MeshTopoInfo) -> float:
-    """By what share the price of a collective is usually wrong, where it was measured; else nothing is known: 0.
+    """The usual relative error of the cost of a collective, where it was measured; else 0, for nothing is known.
 
     >>> from spmd.mesh import HostGrid
     >>> residual("all_gather", 0, MeshTopoInfo(HostGrid((4,)), "hopper"))
@@ -119,12 +119,12 @@ def residual(collective: str, axes: Axes, topo: MeshTopoInfo) -> float:
     curves = [curve for curve in topo.machine.measured if curve.residual]
     if not curves:
         return 0.0
-    groups = {(collective, *(evenly(ladder) or ())) for ladder in topo.crossings(axes) if ladder}
+    groups = {(collective, *(group_shape(ladder) or ())) for ladder in topo.crossings(axes) if ladder}
     return max([curve.residual for curve in curves if curve.group in groups], default=0.0)
 
 
 def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> dict[str, float]:
-    """The modelled microseconds of every way that can run a collective, to see which one wins.
+    """The modelled microseconds of every way that can run a collective, to see which is the fastest.
 
     >>> from spmd.mesh import HostGrid
     >>> ways_cost("permute", 1000, 0, MeshTopoInfo(HostGrid((2,)), "textbook"))
@@ -158,8 +158,8 @@ def _price(collective: str, axes: Axes, topo: MeshTopoInfo) -> Price:
 
 
 def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line, ...]]:
-    """For one kind of group: the curve that was measured, each of its lines by itself, or else all ways together."""
-    group = (collective, *(evenly(ladder) or ()))
+    """For one kind of group: each line of the measured curve by itself, or else the lines of all ways together."""
+    group = (collective, *(group_shape(ladder) or ()))
     for curve in machine.measured:
         if curve.group == group:
             return [(each,) for each in curve.lines]
@@ -167,7 +167,7 @@ def _lines(collective: str, ladder: Ladder, machine: Machine) -> list[tuple[Line
 
 
 def _copies(machine: Machine) -> tuple[Line, ...]:
-    """The curve that was measured, the highest of whose lines counts, or else the one of the memory, if it is known."""
+    """The lines of the measured curve, whose maximum counts, or else the line of the memory, where it is known."""
     found = [curve.lines for curve in machine.measured if curve.collective == COPY]
     if found or machine.memory is None:
         return found[0] if found else ()
@@ -179,7 +179,7 @@ def _ways(collective: str, machine: Machine) -> list[Way]:
 
 
 def _undominated(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """The lines that are the least at some number of bytes, or may be."""
+    """The lines that may be the least at some number of bytes."""
     kept: list[Line] = []
     for us, us_per_byte in sorted(lines):
         if not kept or us_per_byte < kept[-1][1]:

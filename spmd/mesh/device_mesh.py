@@ -7,14 +7,16 @@
     ((1, 0), (1, 3))
     >>> mesh["tp", "dp"]                                       # transposed
     DeviceMesh('cpu', [[0, 2], [1, 3]], mesh_dim_names=('tp', 'dp'))
-    >>> mesh.slices("tp")[1]                                   # what mesh["tp"] is on ranks 2 and 3
+    >>> mesh.slices("tp")[1]                                   # mesh["tp"] on ranks 2 and 3
     DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
     >>> mesh.flatten()
     DeviceMesh('cpu', [0, 1, 2, 3], mesh_dim_names=('dp_tp',))
+    >>> mesh["dp_tp"] == mesh.flatten()                        # axes joined by "_" are one axis
+    True
 
-Names and meanings are those of torch.distributed.device_mesh. Where they differ: a mesh never needs nor creates a
+Names and meanings are those of torch.distributed.device_mesh. Three things differ. A mesh neither needs nor creates a
 process group until one is asked for, so it can be planned on, traced with and simulated in any process. Axes may be
-sliced in any order. A mesh is a value: flattening gives another mesh, and the first does not learn of it.
+sliced in any order. A mesh is a value: flattening gives another mesh, and leaves the first as it is.
 
 Left out: splitting an axis into several, joining meshes, and process group options for each axis.
 """
@@ -29,7 +31,9 @@ from math import prod
 import torch
 from torch.distributed import ProcessGroup
 
-from spmd.mesh import groups
+from spmd.mesh import current, groups
+from spmd.mesh.arguments import checked_device, checked_groups, checked_names, flat_ranks, nested
+from spmd.mesh.foreign import check_caller
 from spmd.mesh.layout import HostGrid
 from spmd.mesh.machine import Machine
 from spmd.mesh.rank import current_rank, per_rank
@@ -37,6 +41,10 @@ from spmd.mesh.topology import MeshTopoInfo
 
 Axis = int | str
 Coordinate = tuple[int, ...]
+
+
+MOST_SHOWN = 64
+"""The ranks of a mesh of at most so many are listed in its repr."""
 
 
 class DeviceMesh:
@@ -47,8 +55,8 @@ class DeviceMesh:
         ((2, 3), 6, 3, 1, 'dp')
 
     `topology` says how fast its links are: a MeshTopoInfo, or a machine, a preset's name or a file for
-    `MeshTopoInfo.from_mesh`; None looks in the environment (`topology.py`). It is part of what makes meshes equal
-    because plans are priced by it, and a plan must not depend on which mesh came first.
+    `MeshTopoInfo.from_mesh`; None looks in the environment (`topology.py`). Equal meshes have equal topologies, because
+    plans are priced by them, and a plan must not depend on which mesh came first.
     """
 
     __slots__ = ("_at", "_hash", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape")
@@ -61,10 +69,10 @@ class DeviceMesh:
         mesh_dim_names: Sequence[str] | None = None,
         topology: MeshTopoInfo | Machine | str | None = None,
     ) -> None:
-        shape, ranks = _flat(mesh)
-        self._fill(_checked_device(device_type), shape, ranks, _checked_names(mesh_dim_names, shape), topology)
+        shape, ranks = flat_ranks(mesh)
+        self._set_slots(checked_device(device_type), shape, ranks, checked_names(mesh_dim_names, shape), topology)
 
-    def _fill(
+    def _set_slots(
         self,
         device_type: str,
         shape: tuple[int, ...],
@@ -86,16 +94,16 @@ class DeviceMesh:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"cannot set {name}: a DeviceMesh is a value. Make another one.")
 
-    # What it is
+    # Ranks and links
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks as an int64 CPU tensor, made afresh: a fake-tensor mode or a writer leaves no trace in the mesh."""
+        """The ranks as an int64 CPU tensor, a new one each time: fake-tensor modes and writes leave the mesh alone."""
         return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.shape)
 
     @property
     def topology(self) -> MeshTopoInfo:
-        """How fast its links are; a slice, a transposed and a flattened mesh have their parent's."""
+        """How fast its links are; a slice, a transposed and a flattened mesh have the topology of their parent."""
         return self._topology
 
     def with_topology(self, topology: MeshTopoInfo | Machine | str) -> DeviceMesh:
@@ -110,17 +118,17 @@ class DeviceMesh:
         return _rebuild(self.device_type, self.shape, self.ranks, self.mesh_dim_names, topology)
 
     def size(self, mesh_dim: Axis | None = None) -> int:
-        """How many ranks along one axis, or in all."""
+        """The number of ranks along one axis, or of all ranks."""
         return len(self.ranks) if mesh_dim is None else self.shape[self.axis(mesh_dim)]
 
     # Axes
 
     def axis(self, mesh_dim: Axis) -> int:
-        """The number of an axis given by its name or number; negative numbers count from the end."""
+        """The number of an axis that is given by name or number; negative numbers count from the end."""
         if isinstance(mesh_dim, int) and -self.ndim <= mesh_dim < self.ndim:
             return mesh_dim % self.ndim
         names = self.axis_names
-        # A ValueError and no KeyError, which would print its message in quotes.
+        # A ValueError, for a KeyError would print its message in quotes.
         if mesh_dim in names:
             return names.index(mesh_dim)
         near = difflib.get_close_matches(str(mesh_dim), names, cutoff=0.5)
@@ -137,7 +145,7 @@ class DeviceMesh:
         return self.mesh_dim_names or tuple(f"dim{i}" for i in range(self.ndim))
 
     def __iter__(self) -> Iterator[str]:
-        """The names of its axes, which are what it is indexed by."""
+        """The names of its axes, for a mesh is indexed by them."""
         return iter(self.axis_names)
 
     def __contains__(self, item: object) -> bool:
@@ -152,24 +160,24 @@ class DeviceMesh:
     # Ranks and coordinates
 
     def get_rank(self) -> int:
-        """The global rank this code plays, in the mesh or not."""
+        """The global rank that this code runs as, in the mesh or not."""
         return current_rank()
 
     @per_rank
     def get_coordinate(self) -> Coordinate | None:
-        """Where the current rank is; None when it is not in the mesh."""
+        """The coordinate of the current rank; None when it is not in the mesh."""
         return self._at.get(current_rank())
 
     @per_rank
     def get_local_rank(self, mesh_dim: Axis | None = None) -> int:
-        """The current rank's place along one axis, which a 1-D mesh need not name."""
+        """The current rank's place along one axis; a 1-D mesh needs no `mesh_dim`."""
         if mesh_dim is None and self.ndim != 1:
             raise ValueError(f"get_local_rank: say which axis of {', '.join(self.axis_names)} is meant")
-        return self._my_coordinate("get_local_rank")[self.axis(0 if mesh_dim is None else mesh_dim)]
+        return self._own_coordinate("get_local_rank")[self.axis(0 if mesh_dim is None else mesh_dim)]
 
     @per_rank
     def coordinate_of(self, rank: int) -> Coordinate:
-        """Where a rank is. ValueError when it is not in the mesh."""
+        """The coordinate of a rank. ValueError when it is not in the mesh."""
         if rank not in self._at:
             raise ValueError(f"rank {rank} is not in {self!r}")
         return self._at[rank]
@@ -184,9 +192,9 @@ class DeviceMesh:
 
     @per_rank
     def ranks_along(self, axis: Axis | tuple[Axis, ...], coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The ranks of the group on `axis` that goes through `coordinate`, in order of their place on the axis.
+        """The ranks of the group along `axis` through `coordinate`, in the order of the axis.
 
-        Of several axes the group that spans them, the first outermost.
+        With several axes: the group that spans them, the first axis outermost.
 
         >>> init_device_mesh("cpu", (2, 2, 2)).ranks_along((0, 2), (1, 1, 0))
         (2, 3, 6, 7)
@@ -217,8 +225,9 @@ class DeviceMesh:
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """The part of the mesh along the named axes, in that order, through the current rank, with the same links.
 
-        All axes in another order are the transposed mesh. On a rank outside the mesh there is no part to give
-        (RuntimeError), unless all ranks have the same; `slices` has all parts, on any rank.
+        All axes in another order give the transposed mesh. A name such as "dp_tp", of axes joined by "_", gives these
+        as one axis, as `flatten` names it. RuntimeError on a rank outside the mesh, which has no part, unless all ranks
+        have the same part; `slices` gives all parts, on any rank.
 
             >>> from spmd.mesh import as_rank
             >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -226,10 +235,16 @@ class DeviceMesh:
             ...     mesh["tp"]
             DeviceMesh('cpu', [2, 3], mesh_dim_names=('tp',))
         """
+        joined = self._joined_axes(mesh_dim_names)
+        if joined is not None:
+            part = self[tuple(name for names in joined for name in names)]
+            for names in joined:
+                part = part.flatten(axes=names) if len(names) > 1 else part
+            return part
         axes = self._named_axes((mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names)
         parts = self.groups_along(*axes)
         if len(parts) > 1:
-            self._my_coordinate(f"mesh[{mesh_dim_names!r}]")
+            self._own_coordinate(f"mesh[{mesh_dim_names!r}]")
             parts = [ranks for ranks in parts if current_rank() in ranks]
         return self._part(axes, parts[0], self._topology.take(axes))
 
@@ -243,12 +258,21 @@ class DeviceMesh:
         topology = self._topology.take(axes)
         return [self._part(axes, ranks, topology) for ranks in self.groups_along(*axes)]
 
+    def _joined_axes(self, wanted: object) -> list[tuple[str, ...]] | None:
+        """The axes that each name joins: [("dp", "tp"), ("pp",)] for ("dp_tp", "pp"). None if no name joins several."""
+        own = self.mesh_dim_names or ()
+        names = (wanted,) if isinstance(wanted, str) else wanted
+        if not isinstance(names, (tuple, list)) or all(name in own for name in names):
+            return None
+        split = [(name,) if name in own else _split(name, own) for name in names]
+        return split if all(split) else None
+
     def _named_axes(self, wanted: object) -> tuple[int, ...]:
         if not isinstance(wanted, (tuple, list)) or not wanted or not all(isinstance(name, str) for name in wanted):
             raise ValueError(f"cannot slice by {wanted!r}; give the names of one axis or more, as in mesh['tp', 'dp']")
         if self.mesh_dim_names is None:
             raise ValueError(f"cannot slice {tuple(wanted)} out of a mesh without names; give it mesh_dim_names=")
-        return tuple(self.axis(name) for name in _checked_names(wanted, wanted))
+        return tuple(self.axis(name) for name in checked_names(wanted, wanted))
 
     def _part(self, axes: tuple[int, ...], ranks: tuple[int, ...], topology: MeshTopoInfo) -> DeviceMesh:
         if axes == tuple(range(self.ndim)):
@@ -257,11 +281,11 @@ class DeviceMesh:
         return _rebuild(self.device_type, shape, ranks, tuple(map(self.axis_name, axes)), topology)
 
     def flatten(self, name: str | None = None, *, axes: Sequence[Axis] | None = None) -> DeviceMesh:
-        """The mesh with several axes made into one, the first of them outermost. Works on any rank.
+        """The mesh with several axes merged into one, the first of them outermost. Works on any rank.
 
-        `axes`: all of them where None; the new axis stands where the first of them stood. `name`: the names joined
-        by "_" where None; a mesh without names stays without. Other than torch's `_flatten` it leaves no mark on the
-        mesh it was cut from: keep the result.
+        `axes`: None means all; the new axis takes the place of the first of them. `name`: None means their names joined
+        by "_"; a mesh without names stays without. Unlike torch's `_flatten` it leaves the mesh itself as it is: keep
+        the result.
 
             >>> mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
             >>> mesh.flatten("fsdp", axes=("dp", "cp"))
@@ -276,7 +300,7 @@ class DeviceMesh:
         order = [axis for part in parts for axis in part]
         [ranks] = self.groups_along(*order)
         shape = tuple(prod(self.shape[axis] for axis in part) for part in parts)
-        names = _checked_names(self._flat_names(name, parts, merged), shape)
+        names = checked_names(self._flat_names(name, parts, merged), shape)
         return _rebuild(self.device_type, shape, ranks, names, self._topology.view(parts))
 
     def _flat_names(
@@ -288,6 +312,21 @@ class DeviceMesh:
             return None if name is None else (name,)
         joined = "_".join(self.mesh_dim_names[axis] for axis in merged) if name is None else name
         return tuple(joined if part is merged else self.mesh_dim_names[part[0]] for part in parts)
+
+    # Blocks
+
+    def __enter__(self) -> DeviceMesh:
+        """Inside, functions that are given no mesh take this one."""
+        current.enter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        current.leave()
+
+    def __bool__(self) -> bool:
+        """True. TypeError where a function of torch asks, which would take it for a mesh of torch's."""
+        check_caller()
+        return True
 
     # Process groups
 
@@ -304,10 +343,10 @@ class DeviceMesh:
     ) -> DeviceMesh:
         """A mesh over process groups that exist: `get_group` and all collectives use them.
 
-        One group makes a 1-D mesh of its ranks. A list makes an n-D mesh, a group for each axis: those of this rank,
-        whose ranks must be what `mesh` has along the axis through it. ValueError where they are not.
+        One group makes a 1-D mesh of its ranks. A list makes an n-D mesh. It has a group of this rank for each axis,
+        with the ranks that `mesh` has along the axis through this rank; ValueError where it has others.
         """
-        given = [group] if isinstance(group, ProcessGroup) else _checked_groups(group)
+        given = [group] if isinstance(group, ProcessGroup) else checked_groups(group)
         if mesh is None and len(given) != 1:
             raise ValueError(f"from_group: {len(given)} groups do not say how their ranks form a mesh; give mesh=")
         ranks = groups.ranks_of(given[0]) if mesh is None else mesh
@@ -333,20 +372,20 @@ class DeviceMesh:
                 )
 
     def get_group(self, mesh_dim: Axis | None = None) -> ProcessGroup:
-        """The process group along one axis, which a 1-D mesh need not name; made on first need (`mesh/groups.py`)."""
+        """The process group along one axis, made at first use (`mesh/groups.py`); a 1-D mesh needs no `mesh_dim`."""
         if mesh_dim is None and self.ndim != 1:
             raise ValueError(f"get_group: say which axis of {', '.join(self.axis_names)} is meant")
         return groups.axis_group(self, self.axis(0 if mesh_dim is None else mesh_dim))
 
     def get_all_groups(self) -> list[ProcessGroup]:
-        """The process groups of all axes through the current rank, in order of the axes."""
+        """The process groups of all axes through the current rank, in the order of the axes."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def make_groups(self) -> None:
         """Make the process groups of all axes now."""
         groups.make_groups(self)
 
-    # A value
+    # Equality, pickles and repr
 
     @property
     def _content(self) -> tuple:
@@ -365,13 +404,21 @@ class DeviceMesh:
         return _rebuild, (self.device_type, self.shape, self.ranks, self.mesh_dim_names, self._topology)
 
     def __repr__(self) -> str:
-        """What makes this mesh again, with its topology unless that is the textbook on one host."""
+        """An expression that makes this mesh; its topology is left out where it is the textbook on one host.
+
+        Of a large mesh whose ranks are not 0, 1, 2, ... it shows the first and the last ranks, and makes none.
+        """
         names = f", mesh_dim_names={self.mesh_dim_names!r}" if self.mesh_dim_names else ""
         plain = self._topology == MeshTopoInfo(HostGrid(self.shape))
         links = "" if plain else f", topology={self._topology!r}"
-        return f"DeviceMesh({self.device_type!r}, {_nested(self.ranks, self.shape)!r}{names}{links})"
+        if len(self.ranks) <= MOST_SHOWN:
+            return f"DeviceMesh({self.device_type!r}, {nested(self.ranks, self.shape)!r}{names}{links})"
+        if self.ranks == tuple(range(len(self.ranks))):
+            return f"init_device_mesh({self.device_type!r}, {self.shape!r}{names}{links})"
+        first, last = ", ".join(map(str, self.ranks[:3])), self.ranks[-1]
+        return f"<DeviceMesh {self.device_type!r} of shape {self.shape!r}, ranks {first}, ..., {last}{names}{links}>"
 
-    def _my_coordinate(self, asked: str) -> Coordinate:
+    def _own_coordinate(self, asked: str) -> Coordinate:
         here = self.get_coordinate()
         if here is None:
             raise RuntimeError(
@@ -387,6 +434,22 @@ class DeviceMesh:
         for c, n in zip(coordinate, self.shape, strict=True):
             index = index * n + c
         return index
+
+
+def _split(name: object, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes of which the name is made by joining them with "_"; empty if it is not.
+
+    >>> _split("dp_tp_r", ("tp_r", "dp")), _split("dp_x", ("dp", "tp"))
+    (('dp', 'tp_r'), ())
+    """
+    for axis in axes if isinstance(name, str) else ():
+        if name == axis:
+            return (axis,)
+        if name.startswith(axis + "_"):
+            rest = _split(name[len(axis) + 1 :], [other for other in axes if other != axis])
+            if rest:
+                return (axis, *rest)
+    return ()
 
 
 def init_device_mesh(
@@ -405,71 +468,15 @@ def init_device_mesh(
     shape = tuple(int(n) if isinstance(n, int) else 0 for n in sizes)
     if not shape or min(shape) < 1:
         raise ValueError(f"mesh_shape is {mesh_shape!r}; give at least one axis, each of at least 1 rank")
-    ranks = _nested(tuple(range(prod(shape))), shape)
+    ranks = nested(tuple(range(prod(shape))), shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, topology=topology)
 
 
 def _rebuild(*state: object) -> DeviceMesh:
-    """A mesh from what another mesh has checked: slices, copies and pickles."""
+    """A mesh from values that another mesh has checked: slices, copies and pickles."""
     mesh = DeviceMesh.__new__(DeviceMesh)
-    mesh._fill(*state)
+    mesh._set_slots(*state)
     return mesh
-
-
-def _flat(mesh: torch.Tensor | Sequence) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and row-major ranks of nested sequences or a tensor."""
-    array = mesh if isinstance(mesh, torch.Tensor) else _array(mesh)
-    if array.dtype.is_floating_point or array.dtype.is_complex or array.dtype == torch.bool:
-        raise ValueError(f"mesh is of {array.dtype}: {mesh!r:.200}; ranks are integers")
-    ranks = tuple(int(rank) for rank in array.flatten().tolist())
-    if not ranks or array.ndim == 0:
-        raise ValueError(f"mesh is {mesh!r}; give a list (of lists) with at least one rank")
-    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []
-    if twice or min(ranks) < 0:
-        wrong = f"ranks {twice} appear twice" if twice else f"rank {min(ranks)} is negative"
-        raise ValueError(f"mesh: {wrong}; each rank may appear once, counted from 0")
-    return tuple(array.shape), ranks
-
-
-def _array(mesh: Sequence) -> torch.Tensor:
-    try:
-        array = torch.tensor(mesh, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"mesh is {mesh!r:.200}; give ranks as lists of lists, equally long: {error}") from None
-    return array if array.numel() else array.to(torch.int64)
-
-
-def _checked_device(device_type: str) -> str:
-    if isinstance(device_type, torch.device):
-        device_type = device_type.type if device_type.index is None else str(device_type)
-    if not isinstance(device_type, str) or not device_type.isidentifier():
-        raise ValueError(f"device_type is {device_type!r}; give a type without a number, such as 'cpu' or 'cuda'")
-    return device_type
-
-
-def _checked_groups(given: object) -> list[ProcessGroup]:
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    strange = [each for each in found if not isinstance(each, ProcessGroup)]
-    if strange or not found:
-        what = f"{strange[0]!r} is no process group" if strange else "no group given"
-        raise ValueError(
-            f"from_group: {what}; give one ProcessGroup, or a list with one for each axis. Ranks that are not in a "
-            "group have none: call from_group on its ranks only."
-        )
-    return found
-
-
-def _checked_names(names: Sequence[str] | None, shape: Sequence) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if len(names) != len(shape):
-        raise ValueError(f"mesh_dim_names {names} are {len(names)} for a mesh of {len(shape)} axes; give one an axis")
-    if len(set(names)) != len(names):
-        raise ValueError(f"axis names {names}: each may appear once")
-    if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"axis names {names}: each must be a text that is not empty")
-    return names
 
 
 def _topology_of(mesh: DeviceMesh, said: MeshTopoInfo | Machine | str | None) -> MeshTopoInfo:
@@ -482,11 +489,3 @@ def _topology_of(mesh: DeviceMesh, said: MeshTopoInfo | Machine | str | None) ->
     if topology.sizes != mesh.shape:
         raise ValueError(f"topology is for a mesh of shape {topology.sizes}, and this mesh has shape {mesh.shape}")
     return topology
-
-
-def _nested(ranks: tuple[int, ...], shape: tuple[int, ...]) -> list:
-    """Ranks as lists of lists: [0, 1, 2, 3] of shape (2, 2) is [[0, 1], [2, 3]]."""
-    if len(shape) == 1:
-        return list(ranks)
-    step = len(ranks) // shape[0]
-    return [_nested(ranks[i : i + step], shape[1:]) for i in range(0, len(ranks), step)]

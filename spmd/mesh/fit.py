@@ -1,7 +1,7 @@
-"""From measured times to costs: curves of single collectives, and the ring that all of them together look like.
+"""From measured times to costs: a curve for each collective, and one ring for all of them together.
 
-A curve is the maximum over a few lines, us + us_per_byte * x, none of whose numbers is negative. So it grows with the
-bytes and never jumps, whatever the noise in the times:
+A curve is the maximum over a few lines, us + us_per_byte * x, without negative numbers. So it grows with the bytes and
+never jumps, whatever the noise in the times:
 
     >>> kib = [2**k for k in range(10, 21)]
     >>> took = [max(20.0, 10.0 + x / 1000) for x in kib]
@@ -11,8 +11,8 @@ bytes and never jumps, whatever the noise in the times:
     >>> errors(curve, [3000, 50_000], [20.0, 66.0]).round(3).tolist()    # predicted 20 and 60
     [0.0, -0.091]
 
-Errors are relative, so that small messages count as much as large ones, and the sum of their absolute values is what
-is made small, so that a few times that went wrong do not bend the curve.
+Errors are relative, so that small messages count as much as large ones. The fit minimises the sum of their absolute
+values, so that a few wrong times do not bend the curve.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from spmd.mesh.layout import Ladder
 from spmd.mesh.machine import Link, Way
 
 MOST_LINES = 3
-EARNS = 0.01  # a further line must take this much off the mean error
-POINTS_A_LINE = 2
-ROUNDS, SMALLEST_ERROR = 20, 1e-4  # of least absolute deviations by least squares
+LEAST_GAIN = 0.01  # a further line must reduce the mean error by this much
+POINTS_PER_LINE = 2
+ROUNDS, SMALLEST_ERROR = 20, 1e-4  # of `_least_errors`
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What one collective took, in microseconds, on groups with this ladder (`layout.py`).
+    """The measured time of one collective, in microseconds, on groups with this ladder (`layout.py`).
 
-    `nbytes` is what the collective's function in `cost.py` takes.
+    `nbytes` is the argument of the collective's function in `cost.py`.
     """
 
     collective: str
@@ -49,8 +49,8 @@ class Sample:
 def fit_curve(nbytes: Sequence[float], us: Sequence[float], most: int = MOST_LINES) -> tuple[Line, ...]:
     """The lines, from the flattest to the steepest, whose maximum is nearest to the measured times.
 
-    Each way to cut the sizes, in their order, into ranges is tried: a line is fitted to each range, and what counts
-    is how far the maximum of all lines is from all times. ValueError where there is nothing to fit.
+    It tries each way to divide the sizes, in their order, into ranges: it fits a line to each range, and compares the
+    maximum of all lines with all times. ValueError where there is nothing to fit.
     """
     if not len(nbytes) or len(nbytes) != len(us) or min(us) <= 0 or min(nbytes) < 0:
         raise ValueError("fit_curve: give one size or more, none below 0, and for each a time above 0")
@@ -58,20 +58,20 @@ def fit_curve(nbytes: Sequence[float], us: Sequence[float], most: int = MOST_LIN
     x, y = np.asarray(nbytes, float)[order], np.asarray(us, float)[order]
     lines = {cut: _line(x[slice(*cut)], y[slice(*cut)]) for cut in combinations(range(len(x) + 1), 2)}
     found = ([lines[cut] for cut in ranges] for ranges in _ranges(len(x), most))
-    best = min(found, key=lambda curve: EARNS * len(curve) + float(np.abs(errors(curve, x, y)).mean()))
+    best = min(found, key=lambda curve: LEAST_GAIN * len(curve) + float(np.abs(errors(curve, x, y)).mean()))
     return tuple(sorted(dict.fromkeys(best), key=lambda line: line[::-1]))
 
 
 def errors(curve: Sequence[Line], nbytes: Sequence[float], us: Sequence[float]) -> np.ndarray:
-    """How far a curve is from measured times: (predicted - measured) / measured, one for each."""
+    """The relative errors of a curve: (predicted - measured) / measured, one for each measured time."""
     x, y = np.asarray(nbytes, float), np.asarray(us, float)
     return np.max([a + b * x for a, b in curve], axis=0) / y - 1
 
 
 def fit_ring(samples: Sequence[Sample], levels: int) -> Way:
-    """One ring for all that was measured: what groups are priced by that nobody timed.
+    """One ring for all samples: it gives the costs of groups that were not timed.
 
-    A level of links that no sample crosses gets the numbers of the next one outwards, or else inwards.
+    A level of links that no sample crosses gets the numbers of the next level outwards, or else inwards.
 
         >>> from spmd.mesh.layout import Rung
         >>> four = (Rung(level=0, size=4, below=1, upto=4),)
@@ -89,12 +89,12 @@ def fit_ring(samples: Sequence[Sample], levels: int) -> Way:
 
 
 def _ranges(n: int, most: int) -> Iterator[list[tuple[int, int]]]:
-    """All ways to cut n sizes into at most so many ranges, each with points enough for a line."""
-    for count in range(1, max(1, min(most, n // POINTS_A_LINE)) + 1):
+    """All ways to divide n sizes into at most `most` ranges, each with enough points for a line."""
+    for count in range(1, max(1, min(most, n // POINTS_PER_LINE)) + 1):
         for inner in combinations(range(1, n), count - 1):
             ends = (0, *inner, n)
             ranges = list(pairwise(ends))
-            if count == 1 or all(end - start >= POINTS_A_LINE for start, end in ranges):
+            if count == 1 or all(end - start >= POINTS_PER_LINE for start, end in ranges):
                 yield ranges
 
 
@@ -104,7 +104,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> Line:
 
 
 def _ring_terms(sample: Sample, levels: int) -> list[float]:
-    """1, and for each level the hops and the bytes: what the numbers of a ring are multiplied by."""
+    """1, and for each level the hops and the bytes: the factors of the numbers of a ring."""
     terms = [1.0] + [0.0] * (2 * levels)
     for rung in sample.ladder:
         hops, share = STEPS[sample.collective, "ring"](rung, sample.ladder)
@@ -114,9 +114,9 @@ def _ring_terms(sample: Sample, levels: int) -> list[float]:
 
 
 def _least_errors(rows: np.ndarray, y: np.ndarray) -> list[float]:
-    """The c, none of them negative, for which the absolute values of (rows @ c - y) / y add up to the least.
+    """The c without negative entries for which the sum of the absolute values of (rows @ c - y) / y is the least.
 
-    Least absolute deviations by least squares, time after time, with the last errors as weights.
+    Least absolute deviations by repeated least squares, with weights from the last errors.
     """
     relative = rows / y[:, None]
     scale = np.abs(relative).max(0)
@@ -131,7 +131,7 @@ def _least_errors(rows: np.ndarray, y: np.ndarray) -> list[float]:
 
 
 def _nonnegative(a: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The least squares solution of a @ c = y without negative entries. The columns are few: every choice is tried."""
+    """The least squares solution of a @ c = y without negative entries: it tries every choice of the few columns."""
     best, least = np.zeros(a.shape[1]), float(y @ y)
     for count in range(1, a.shape[1] + 1):
         for chosen in map(list, combinations(range(a.shape[1]), count)):

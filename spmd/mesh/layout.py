@@ -1,17 +1,17 @@
-"""Where the ranks of a mesh stand: on which hosts, behind which network cards, and what a group of them crosses.
+"""The places of the ranks of a mesh: their hosts and network cards, and the links that a group of them crosses.
 
 A `HostGrid` has a place, (host, card), for each rank of a mesh *and of its sisters*: the other parts of the mesh that
-it was cut from, which talk at the same time. So a slice still knows with whom it shares a card, and slices,
-transposed, flattened and padded views of a mesh see the same groups.
+it was sliced from, which send at the same time. So a slice still knows which ranks share a card with its own, and
+slices, transposed, flattened and padded views of a mesh have the same groups.
 
-    >>> grid = HostGrid((2, 4), "0*4 1*4")              # 2 x 4 ranks, one row a host
+    >>> grid = HostGrid((2, 4), "0*4 1*4")              # 2 x 4 ranks, one row on each host
     >>> grid.crossings((1,))                            # along axis 1: four ranks inside a host
     ((Rung(level=0, size=4, below=1, upto=4, senders=1, groups=1),),)
     >>> [rung.level for rung in grid.crossings((0, 1))[0]]   # both axes: four in each host, then two hosts
     [0, 1]
 
-What a group crosses is a *ladder*: a rung for each level of links, innermost first. `AxisLevels` is the other
-layout, for links that were given by hand: each axis is a level of its own.
+A group crosses a *ladder*: a rung for each level of links, innermost first. `AxisLevels` is the other layout, for
+links that are given by hand: each axis is a level of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ OWN = -1
 class Rung:
     """How a group crosses one level of links.
 
-    `size`: how many parts are joined at this level, parts of `below` ranks into one of `upto`; where hosts hold
-    unequal numbers of the ranks, the fewest below and the most above. `senders`, `groups`: how many ranks, and how
-    many groups, send through the busiest network card at once.
+    At this level `size` parts, of `below` ranks each, are joined to one part of `upto` ranks. Where hosts have unequal
+    numbers of the ranks, `below` is the least and `upto` the most. `senders`, `groups`: how many ranks, and how many
+    groups, send through the busiest network card at once.
     """
 
     level: int
@@ -48,10 +48,10 @@ Ladder = tuple[Rung, ...]
 
 @dataclass(frozen=True)
 class HostGrid:
-    """The places of all ranks of a mesh with axes of these `sizes`, and of its sisters, one row each.
+    """The places of all ranks of a mesh with axes of these `sizes`, and of its sisters: one row for each mesh.
 
-    `places` may be written as text: host, or host.card for a card that ranks share, times how many ranks in row-major
-    order; sisters are parted by a bar. Where no row leaves its host nothing is left to tell, so there are no rows.
+    `places` may be written as text: host, or host.card for a card that ranks share, times a number of ranks in
+    row-major order; a bar separates sisters. Where each row is on one host there is nothing to tell: there are no rows.
 
         >>> HostGrid((2,), "0.0 1.0 | 0.0 1.0").places
         (((0, 0), (1, 0)), ((0, 0), (1, 0)))
@@ -68,7 +68,7 @@ class HostGrid:
             raise ValueError(f"{len(rows[0])} places for a mesh of shape {self.sizes}; give one for each rank")
         put = object.__setattr__
         put(self, "sizes", tuple(self.sizes))
-        put(self, "places", tuple(sorted(rows)) if any(map(_leaves_its_host, rows)) else ())
+        put(self, "places", tuple(sorted(rows)) if any(map(_is_on_several_hosts, rows)) else ())
 
     @property
     def levels(self) -> int:
@@ -76,7 +76,7 @@ class HostGrid:
         return 2 if self.places else 1
 
     def view(self, parts: Sequence[Sequence[int]]) -> HostGrid:
-        """The same ranks cut, transposed or flattened: each new axis is made of some old ones, the first outermost.
+        """The same ranks sliced, transposed or flattened: each new axis is made of some old ones, the first outermost.
 
         >>> HostGrid((2, 2), "0 1 2 3").view([(1,)])
         HostGrid((2,), '0 1 | 2 3')
@@ -88,13 +88,13 @@ class HostGrid:
         return HostGrid(tuple(prod(self.sizes[axis] for axis in part) for part in parts), tuple(rows))
 
     def _offsets(self, axes: Sequence[int]) -> list[int]:
-        """Where in a row the ranks along `axes` stand, as seen from the first of them; row-major."""
+        """The positions in a row of the ranks along `axes`, relative to the first of them; row-major."""
         steps = [prod(self.sizes[axis + 1 :]) for axis in axes]
         every = product(*(range(self.sizes[axis]) for axis in axes))
         return [sum(c * step for c, step in zip(at, steps, strict=True)) for at in every]
 
     def crossings(self, axes: Sequence[int]) -> tuple[Ladder, ...]:
-        """What the groups along `axes` cross: the ladders that occur, each once. One rank alone crosses nothing."""
+        """The ladders that the groups along `axes` cross, each once. One rank alone crosses nothing."""
         size = prod(self.sizes[axis] for axis in axes)
         groups = self.view([axes]).places
         if not groups:
@@ -109,7 +109,7 @@ class HostGrid:
 
 @dataclass(frozen=True)
 class AxisLevels:
-    """Each axis is made of levels of links that are its own: (level, size) pairs, the first outermost.
+    """Each axis is made of levels of links of its own: (level, size) pairs, the first outermost.
 
     >>> AxisLevels((((0, 4),), ((1, 2),))).sizes
     (4, 2)
@@ -126,11 +126,11 @@ class AxisLevels:
         return 1 + max((level for axis in self.axes for level, _ in axis), default=0)
 
     def view(self, parts: Sequence[Sequence[int]]) -> AxisLevels:
-        """The same links cut, transposed or flattened, as in `HostGrid.view`."""
+        """The same links sliced, transposed or flattened, as in `HostGrid.view`."""
         return AxisLevels(tuple(tuple(pair for axis in part for pair in self.axes[axis]) for part in parts))
 
     def crossings(self, axes: Sequence[int]) -> tuple[Ladder, ...]:
-        """One ladder, from the lowest level to the highest: levels are numbered from the fastest links on."""
+        """One ladder, from the lowest level to the highest: level 0 has the fastest links."""
         pairs = sorted(pair for axis in axes for pair in self.axes[axis] if pair[1] > 1)
         rungs, below = [], 1
         for level, on_level in groupby(pairs, key=lambda pair: pair[0]):
@@ -140,12 +140,12 @@ class AxisLevels:
         return (tuple(rungs),)
 
 
-def evenly(ladder: Ladder) -> tuple[int, int, int] | None:
-    """(ranks a host, hosts, ranks that share a card): what groups have in common that take equally long.
+def group_shape(ladder: Ladder) -> tuple[int, int, int] | None:
+    """(ranks on each host, hosts, ranks that share a card). Groups for which these are equal take equally long.
 
-    None where hosts hold unequal numbers of the ranks.
+    None where hosts have unequal numbers of the ranks.
 
-        >>> [evenly(ladder) for ladder in HostGrid((4,), "0.0*2 1.0*2").crossings((0,))]
+        >>> [group_shape(ladder) for ladder in HostGrid((4,), "0.0*2 1.0*2").crossings((0,))]
         [(2, 2, 2)]
     """
     outer = ladder[-1]
@@ -156,7 +156,7 @@ def evenly(ladder: Ladder) -> tuple[int, int, int] | None:
 
 
 def card(place_on_host: int, ranks_on_host: int, nics_per_host: int | None) -> int:
-    """The network card of a rank: neighbours on a host share one, where there are fewer cards than ranks.
+    """The network card of a rank: neighbours on a host share one where there are fewer cards than ranks.
 
     >>> [card(i, 4, nics_per_host=2) for i in range(4)], card(0, 4, nics_per_host=4)
     ([0, 0, 1, 1], -1)
@@ -171,20 +171,20 @@ def _inside(size: int) -> Ladder:
 
 
 def _ladder(size: int, counts: tuple[int, ...], senders: int, groups: int) -> Ladder:
-    """The ladder of a group of `size` ranks with so many of them on each host."""
+    """The ladder of a group of `size` ranks; `counts` has the number of them on each host."""
     fewest, most, hosts = counts[0], counts[-1], len(counts)
     return _inside(most) + ((Rung(1, hosts, fewest, size, senders, groups),) if hosts > 1 else ())
 
 
 def _busiest_card(groups: Sequence[tuple[Place, ...]]) -> tuple[int, int]:
-    """How many ranks, and how many groups, send through one card; only groups that leave their host do."""
-    crossing = [group for group in groups if _leaves_its_host(group)]
+    """The most ranks, and the most groups, that send through one card. Only groups on several hosts send."""
+    crossing = [group for group in groups if _is_on_several_hosts(group)]
     ranks = Counter(place for group in crossing for place in group if place[1] != OWN)
     sharing = Counter(place for group in crossing for place in set(group) if place[1] != OWN)
     return max(ranks.values(), default=1), max(sharing.values(), default=1)
 
 
-def _leaves_its_host(group: Sequence[Place]) -> bool:
+def _is_on_several_hosts(group: Sequence[Place]) -> bool:
     return len({host for host, _ in group}) > 1
 
 

@@ -1,15 +1,15 @@
-"""Machine: how fast the links of a machine are, whatever mesh is laid over it.
+"""Machine: how fast the links of a machine are, for any mesh on it.
 
-A collective runs in one of several *ways*: an algorithm under a protocol. Each way pays a latency once, a latency a
-hop, and a time a byte, on the links inside a host and on those between hosts. The fastest way for the bytes at hand
-is the one that runs, so a machine is little more than a list of ways:
+A collective runs in one of several *ways*: an algorithm under a protocol. A way takes one latency at the start, a
+latency for each hop, and a time for each byte, on the links inside a host and on those between hosts. The fastest way
+for the given bytes runs. So a machine is little more than a list of ways:
 
     >>> line = Way("ring", base_us=6.6, links=(Link(hop_us=0.6, gb_per_s=87.7), Link(hop_us=2.7, gb_per_s=19.3)))
     >>> Machine("mine", ways=(line,), nics_per_host=1).levels
     2
 
-What was measured on the machine itself (`Measured`) goes before what the ways say. `presets.py` has known machines,
-`calibration.py` reads and writes files of them, `cost.py` knows what an algorithm does.
+Measured times (`Measured`) of the machine itself replace those of the ways. `presets.py` has known machines,
+`calibration.py` reads and writes files of them, `algorithms.py` has the hops and bytes of an algorithm.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Link:
 
     @property
     def us_per_byte(self) -> float:
-        """beta: microseconds that one byte takes."""
+        """beta: microseconds for one byte."""
         return 1e-3 / self.gb_per_s
 
 
 @dataclass(frozen=True)
 class Way:
-    """An algorithm under a protocol: what it pays once, and its links from the innermost level outwards.
+    """An algorithm under a protocol: its latency at the start, and its links from the innermost level outwards.
 
-    Level 0 is inside a host and level 1 between hosts. `protocol` is a name for people.
+    Level 0 is inside a host and level 1 between hosts. `protocol` is a name for readers only.
     """
 
     algorithm: str
@@ -64,18 +64,18 @@ class Way:
 
     @property
     def name(self) -> str:
-        """For people: "ring LL"."""
+        """For readers: "ring LL"."""
         return f"{self.algorithm} {self.protocol}".strip()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A fitted curve: what one collective took on groups of `ranks_per_host` ranks on each of `hosts` hosts, or what a
-    "copy" took, which each rank makes alone.
+    """A fitted curve: the time of one collective on groups of `ranks_per_host` ranks on each of `hosts` hosts, or the
+    time of a "copy", which each rank makes alone.
 
-    Microseconds for x bytes are the maximum over `lines` of us + us_per_byte * x: a latency, then a bandwidth.
-    `sharing`: ranks that sent through one NIC at once. `residual`: relative error of the fit; two plans that differ by
-    less are as good as equal.
+    The microseconds for x bytes are the maximum over `lines` of us + us_per_byte * x: a latency, then a bandwidth.
+    `sharing`: ranks that sent through one NIC at once. `residual`: relative error of the fit; two plans whose times
+    differ by less count as equal.
 
         >>> Measured("all_reduce", ranks_per_host=8, hosts=1, lines=((25.0, 0.0), (18.0, 1e-5)), residual=0.05).hosts
         1
@@ -100,7 +100,7 @@ class Measured:
 
     @property
     def group(self) -> tuple[str, int, int, int]:
-        """What was measured; a machine has one curve for it."""
+        """The collective and the kind of group that were measured; a machine has one curve for them."""
         return self.collective, self.ranks_per_host, self.hosts, self.sharing
 
 
@@ -108,10 +108,10 @@ class Measured:
 class Machine:
     """How fast the links of a machine are.
 
-    `nics_per_host` None gives each rank a network card of its own; a number lets the ranks of a host share so many,
-    neighbours first. `ranks_per_host` is for files that know it; None leaves it to the launcher. `memory`: what a copy
-    of a device's own memory takes, a latency and then the bytes of the result; None says nothing of it, and then
-    copies are free.
+    `nics_per_host`: None gives each rank a network card of its own; with a number, the ranks of a host share that many
+    cards, neighbours first. `ranks_per_host`: for files that know it; None leaves it to the launcher. `memory`: the
+    time of a copy in a device's own memory, as a latency and a bandwidth for the bytes of the result; None makes
+    copies free.
     """
 
     name: str
@@ -137,5 +137,5 @@ class Machine:
 
     @property
     def levels(self) -> int:
-        """How many levels of links it knows: 1 inside a host only, 2 between hosts too."""
+        """The number of levels of links: 1 is inside a host only, 2 also between hosts."""
         return len(self.ways[0].links)

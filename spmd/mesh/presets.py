@@ -1,16 +1,16 @@
 """Known machines.
 
 `textbook` is the default: rings only, with the constants of NCCL's ring under its LL protocol on Ampere; between
-hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, takes copies for free, and golden pages of plans
+hosts 0.22 of the bandwidth and 2.7 us a hop. It is simple and stable, its copies are free, and golden pages of plans
 are priced by it.
 
 `ampere`, `hopper` and `blackwell` are NCCL's own model of these machines (NCCL 2.30, src/graph/tuning.cc): a latency
-for each algorithm and protocol, and the least time over all of them. LL sends a flag with each 4 bytes and so half
-the bandwidth, and no more than a cap; LL128 sends 120 bytes of 128. NVLink carries (links a GPU) * (GB/s a link): 12
-on Ampere, 18 on Hopper and Blackwell. Each GPU has a NIC of its own, at line rate: 200 Gbit/s on Ampere (DGX A100),
-400 Gbit/s on the others (DGX H100, DGX B200). A copy reads and writes, at 0.85 of what the memory's maker says: 2,039
-GB/s on Ampere (A100 of 80 GB), 3,350 on Hopper (H100), 8,000 on Blackwell (B200). Left out: reductions in the switch
-(NVLS), PCI, and what each further peer of a send costs beyond a hop.
+for each algorithm and protocol, and the least time over all of them. LL sends a flag with each 4 bytes, so it has half
+the bandwidth, up to a cap; LL128 sends 120 bytes of 128. NVLink carries (links per GPU) * (GB/s per link): 12 links on
+Ampere, 18 on Hopper and Blackwell. Each GPU has a NIC of its own, at line rate: 200 Gbit/s on Ampere (DGX A100), 400
+Gbit/s on the others (DGX H100, DGX B200). A copy reads and writes, at 0.85 of the bandwidth that the maker of the
+memory gives: 2,039 GB/s on Ampere (A100 of 80 GB), 3,350 on Hopper (H100), 8,000 on Blackwell (B200). Left out:
+reductions in the switch (NVLS), PCI, and the cost of each further peer of a send beyond a hop.
 
     >>> sorted(PRESETS)
     ['ampere', 'blackwell', 'hopper', 'textbook']
@@ -30,8 +30,8 @@ TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),))
 
 COPY_US = 2.0  # a small kernel
 
-# For LL, LL128 and Simple: the latency paid once, that of an NVLink hop, and that of a network hop, in microseconds.
-# A send to one peer takes what a step of a ring does.
+# For LL, LL128 and Simple, in microseconds: the latency at the start, of an NVLink hop, and of a network hop.
+# A send to one peer takes as long as a step of a ring.
 _LATENCIES = {
     "ring": ((6.6, 0.6, 2.7), (14.0, 1.9, 4.0), (8.4, 3.4, 14.0)),
     "tree": ((6.8, 0.6, 5.0), (14.0, 1.25, 8.5), (8.4, 4.0, 14.0)),
@@ -43,7 +43,7 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 def _nccl(
     name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float, memory: float
 ) -> Machine:
-    """One channel a link. `nic`, `memory`: GB/s of the network card and of the memory of one GPU."""
+    """With one channel for each link. `nic`, `memory`: GB/s of the network card and of the memory of one GPU."""
     nvlink = links * gb_per_link
     inside = (min(ll_cap, nvlink / 2), min(0.92 * nvlink, links * ll128_per_channel), nvlink)
     between = (nic / 2, nic * 120 / 128, nic)

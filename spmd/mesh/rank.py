@@ -1,7 +1,7 @@
-"""Which rank this code plays, and among how many.
+"""The rank that this code runs as, and the number of ranks.
 
-On a real job torch.distributed knows. Before it is initialised the launcher's environment does. The simulator
-overrides both for the thread that plays a rank:
+On a real job torch.distributed knows both. Before it is initialised, the environment of the launcher does. A simulator
+overrides both for the thread that runs as a rank:
 
     >>> with as_rank(3, world_size=8):
     ...     current_rank(), world_size()
@@ -22,64 +22,69 @@ import torch.distributed as dist
 
 from spmd import _torch
 
-_played: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_played_rank", default=None)
+_simulated: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_simulated_rank", default=None)
 
 
 def current_rank() -> int:
-    """The global rank this code plays: the override, else torch.distributed's, else $RANK, else 0."""
-    played = _played.get()
-    if played is not None:
-        return played[0]
+    """The global rank that this code runs as: the override, else torch.distributed's, else $RANK, else 0."""
+    simulated = _simulated.get()
+    if simulated is not None:
+        return simulated[0]
     rank = _torch.default_rank()
     return _from_env("RANK", 0) if rank is None else rank
 
 
 def world_size() -> int:
-    """How many ranks there are: the override, else torch.distributed's, else $WORLD_SIZE, else 1."""
-    played = _played.get()
-    if played is not None and played[1] is not None:
-        return played[1]
+    """The number of ranks: the override, else torch.distributed's, else $WORLD_SIZE, else 1."""
+    simulated = _simulated.get()
+    if simulated is not None and simulated[1] is not None:
+        return simulated[1]
     return dist.get_world_size() if _initialised() else _from_env("WORLD_SIZE", 1)
 
 
 @contextmanager
 def as_rank(rank: int, world_size: int | None = None) -> Iterator[int]:
-    """Play `rank` inside the block, in this thread only. Blocks nest; the innermost wins.
+    """Run as `rank` inside the block, in this thread only. Blocks nest; the innermost wins.
 
-    `world_size` None leaves the size to whoever else knows it.
+    `world_size` None overrides the rank alone.
     """
     if rank < 0 or (world_size is not None and rank >= world_size):
         raise ValueError(f"as_rank: rank {rank} is not in 0..{'' if world_size is None else world_size - 1}")
-    token = _played.set((rank, world_size))
+    token = _simulated.set((rank, world_size))
     try:
         yield rank
     finally:
-        _played.reset(token)
+        _simulated.reset(token)
 
 
-# ---- what a rank keeps for itself -------------------------------------------------------------
+def is_rank_overridden() -> bool:
+    """Whether `as_rank` says which rank this thread is, as it does for simulated ranks."""
+    return _simulated.get() is not None
+
+
+# ---- values that belong to a rank -------------------------------------------------------------
 
 _process: dict[str, Any] = {}
-_place: ContextVar[dict[str, Any]] = ContextVar("spmd_place", default=_process)
+_state: ContextVar[dict[str, Any]] = ContextVar("spmd_rank_state", default=_process)
 
 
-def place() -> dict[str, Any]:
-    """What the rank that this code plays keeps for itself: one a process, which all its threads share.
+def rank_state() -> dict[str, Any]:
+    """Values that belong to the current rank, such as its random numbers: one dict a process, for all its threads.
 
-    Ranks that are threads of one process have one each (`own_place`); ranks that one thread plays share it. Values are
-    replaced and never changed.
+    Simulated ranks that are threads have a dict each (`own_rank_state`); simulated ranks of one thread share one. A
+    value is replaced and never changed.
     """
-    return _place.get()
+    return _state.get()
 
 
 @contextmanager
-def own_place() -> Iterator[None]:
-    """Inside, in this thread, the rank keeps its own; it starts with what the place around holds."""
-    token = _place.set(dict(_place.get()))
+def own_rank_state() -> Iterator[None]:
+    """Inside, in this thread, the rank has a dict of its own; it starts with the values of the dict outside."""
+    token = _state.set(dict(_state.get()))
     try:
         yield
     finally:
-        _place.reset(token)
+        _state.reset(token)
 
 
 # ---- several ranks in one thread --------------------------------------------------------------
@@ -87,35 +92,36 @@ def own_place() -> Iterator[None]:
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 
-class Players(Protocol):
-    """Who plays several ranks in one thread; there `current_rank` is an int that differs between them."""
+class RankSimulator(Protocol):
+    """Runs several ranks in one thread; there `current_rank` is an int that differs between them."""
 
     def each(self, fn: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The results of `fn`, called once for each rank with that rank's arguments, as one."""
+        """Call `fn` once for each rank, with the arguments of that rank, and join the results to one value."""
 
 
-_players: ContextVar[Players | None] = ContextVar("spmd_players", default=None)
+_simulator: ContextVar[RankSimulator | None] = ContextVar("spmd_rank_simulator", default=None)
 
 
-def players() -> Players | None:
-    """Who plays several ranks in this thread; None where there is one rank, as on a real job."""
-    return None if torch.compiler.is_dynamo_compiling() else _players.get()  # Dynamo compiles for one rank
+def rank_simulator() -> RankSimulator | None:
+    """The simulator of several ranks in this thread; None where there is one rank, as on a real job."""
+    return None if torch.compiler.is_dynamo_compiling() else _simulator.get()  # Dynamo compiles for one rank
 
 
 @contextmanager
-def played_by(who: Players | None) -> Iterator[None]:
-    """Let `who` play several ranks inside the block, in this thread only; None for one rank again."""
-    token = _players.set(who)
+def simulated_by(simulator: RankSimulator | None) -> Iterator[None]:
+    """Let the simulator run several ranks inside the block, in this thread only; None for one rank again."""
+    token = _simulator.set(simulator)
     try:
         yield
     finally:
-        _players.reset(token)
+        _simulator.reset(token)
 
 
 def per_rank(fn: Fn) -> Fn:
-    """Decorates a function whose way depends on the rank: where one thread plays several, it runs once for each.
+    """Decorates a function with branches or loops that depend on the rank: in one thread of several ranks it runs once
+    for each.
 
-    It may not communicate nor have other effects; on a real rank it is called as it is.
+    It may not communicate nor have other effects. On a real rank it is called as it is.
 
         @per_rank
         def share(rows, n):
@@ -124,8 +130,8 @@ def per_rank(fn: Fn) -> Fn:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        who = players()
-        return fn(*args, **kwargs) if who is None else who.each(fn, args, kwargs)
+        simulator = rank_simulator()
+        return fn(*args, **kwargs) if simulator is None else simulator.each(fn, args, kwargs)
 
     return run
 

@@ -1,7 +1,7 @@
-"""What the cost model knows about a mesh: where its ranks stand, and how fast the links between them are.
+"""The cost model's view of a mesh: which hosts its ranks run on, and how fast the links between them are.
 
-Which hosts a group of ranks crosses is read off the ranks, never guessed from sizes, and a group that lies partly
-inside a host is priced for both kinds of link.
+The hosts that a group crosses follow from its ranks, and are never guessed from sizes. A group of several ranks on each
+of several hosts is priced for both kinds of link.
 
     >>> from spmd.mesh import init_device_mesh
     >>> mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -11,9 +11,9 @@ inside a host is priced for both kinds of link.
     >>> [rung.level for rung in topo.crossings(1)[0]], [rung.level for rung in topo.crossings((0, 1))[0]]
     ([0], [0, 1])
 
-A mesh that is given no topology looks for one in this order: the file that $SPMD_TOPOLOGY names
-(`calibration.py`), the environment ($SPMD_TOPOLOGY as the name of a preset; $LOCAL_WORLD_SIZE, which torchrun sets, for
-the hosts), the textbook preset on one host.
+A mesh without a given topology looks for one in this order: the file that $SPMD_TOPOLOGY names (`calibration.py`); the
+environment ($SPMD_TOPOLOGY as the name of a preset; $LOCAL_WORLD_SIZE, which torchrun sets, for the hosts); the
+textbook preset on one host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BY_HAND = "by hand"
 
 @dataclass(frozen=True)
 class AxisLink:
-    """The links that one mesh axis crosses, said by hand.
+    """The links that one mesh axis crosses, given by hand.
 
     `size`: devices along the axis. `hop_us`: latency alpha of one hop, in microseconds. `gb_per_s`: bandwidth of one
     device's link, in 1e9 bytes a second.
@@ -53,17 +53,17 @@ class AxisLink:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"{self}: size must be at least 1")
-        _ = self.link  # which checks its numbers
+        _ = self.link  # it checks its numbers
 
     @property
     def link(self) -> Link:
-        """The link itself, whatever the size of the axis."""
+        """The link without the size of the axis."""
         return Link(self.hop_us, self.gb_per_s)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MeshTopoInfo:
-    """Where the ranks of a mesh stand, and the machine they stand on. A value, cheap to hash.
+    """The places of the ranks of a mesh, and the machine they run on. A value, cheap to hash.
 
     Build it from a mesh, by hand for each axis, or from the places of the ranks:
 
@@ -76,7 +76,7 @@ class MeshTopoInfo:
     layout: HostGrid | AxisLevels
     machine: Machine | str = TEXTBOOK
     _hash: int = field(init=False)
-    # Prices by collective and axes, filled by cost.py: at most as many as there are ways to write some of the axes.
+    # Prices by collective and axes, filled by cost.py: at most one for each way to write some of the axes.
     _prices: dict[tuple[str, Axes], Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,18 +84,18 @@ class MeshTopoInfo:
         put(self, "machine", machine_named(self.machine) if isinstance(self.machine, str) else self.machine)
         if self.machine.levels < self.layout.levels:
             raise ValueError(
-                f"the ranks stand on several hosts, and machine {self.machine.name!r} knows links inside a host only; "
+                f"the ranks are on several hosts, and machine {self.machine.name!r} knows links inside a host only; "
                 "give each of its ways a second link, for hops between hosts"
             )
         put(self, "_hash", hash((self.layout, self.machine)))
 
-    # Making one
+    # Constructors
 
     @classmethod
     def by_hand(
         cls, links: Sequence[AxisLink | Sequence[AxisLink]], base_latency_us: float = BASE_LATENCY_US
     ) -> MeshTopoInfo:
-        """Links said for each axis, and rings over them. An axis that was flattened has several.
+        """Links given for each axis, and rings over them. An axis that was flattened has several links.
 
         >>> topo = MeshTopoInfo.by_hand([AxisLink(4, 2.7, 20.0), AxisLink(8, 0.6, 90.0)])
         >>> topo.take((1,))
@@ -110,7 +110,7 @@ class MeshTopoInfo:
 
     @classmethod
     def textbook(cls, sizes: Sequence[int], intra_host: Sequence[bool]) -> MeshTopoInfo:
-        """The textbook preset for axes of these sizes, each wholly inside a host or wholly between hosts."""
+        """The textbook preset for axes of these sizes, each either inside a host or between hosts."""
         if len(sizes) != len(intra_host):
             raise ValueError(f"{len(sizes)} sizes but {len(intra_host)} entries of intra_host; give one an axis")
         kinds = [INTRA if inside else INTER for inside in intra_host]
@@ -124,11 +124,11 @@ class MeshTopoInfo:
         machine: Machine | str | None = None,
         hosts: Sequence[int] | None = None,
     ) -> MeshTopoInfo:
-        """What is known about the ranks of a whole mesh. A slice keeps what its parent knows: `mesh.topology`.
+        """The topology of a mesh that is no slice. A slice has the topology of its parent: `mesh.topology`.
 
-        `machine`: a Machine, the name of a preset, or a file; None means what $SPMD_TOPOLOGY names, else the textbook.
-        `hosts`: the host of rank r is hosts[r]. None means r // ranks_per_host, with the number of the machine's file
-        or $LOCAL_WORLD_SIZE where none is given; where nobody says it, all ranks share a host.
+        `machine`: a Machine, the name of a preset, or a file; None means the one that $SPMD_TOPOLOGY names, else the
+        textbook. `hosts`: the host of rank r is hosts[r]; None means r // ranks_per_host. `ranks_per_host`: None means
+        the number in the machine's file, else $LOCAL_WORLD_SIZE; without either, all ranks share a host.
 
             >>> from spmd.mesh import init_device_mesh
             >>> mesh = init_device_mesh("cpu", (3,))
@@ -143,11 +143,11 @@ class MeshTopoInfo:
             places = _places_on(hosts, mesh.ranks, machine.nics_per_host)
         return cls(HostGrid(mesh.shape, (places,)), machine)
 
-    # Asking it
+    # Sizes and links
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Devices along each axis: the shape of the mesh."""
+        """The number of devices along each axis: the shape of the mesh."""
         return self.layout.sizes
 
     def axes(self, axes: Axes) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class MeshTopoInfo:
         return tuple(sorted(self._numbered(given)))
 
     def crossings(self, axes: Axes) -> tuple[Ladder, ...]:
-        """What the groups along some axes cross, level by level: the ladders that occur (`layout.py`)."""
+        """The levels of links that the groups along some axes cross: the ladders that occur (`layout.py`)."""
         return self.layout.crossings(self.axes(axes))
 
     # Views: the topology of a mesh sliced, transposed or flattened
@@ -166,7 +166,7 @@ class MeshTopoInfo:
         return self.view([(axis,) for axis in axes])
 
     def view(self, parts: Sequence[Sequence[int]]) -> MeshTopoInfo:
-        """The topology of a mesh each of whose axes is made of some of this one's, the first of them outermost."""
+        """The topology of a mesh whose axes are each made of some axes of this one, the first of them outermost."""
         flat = self._numbered([axis for part in parts for axis in part])
         at = iter(flat)
         layout = self.layout.view([[next(at) for _ in part] for part in parts])
@@ -191,7 +191,7 @@ class MeshTopoInfo:
             for axis in layout.axes
         )
 
-    # A value
+    # Equality, pickles and repr
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -207,7 +207,7 @@ class MeshTopoInfo:
         return MeshTopoInfo, (self.layout, self.machine)
 
     def __repr__(self) -> str:
-        """What makes this topology again; a preset shows by its name."""
+        """An expression that makes this topology; a preset is shown by its name."""
         if isinstance(self.layout, AxisLevels):
             links = tuple(axis[0] if len(axis) == 1 else axis for axis in self._links(self.layout))
             return f"MeshTopoInfo.by_hand({links!r}, base_latency_us={self.machine.ways[0].base_us!r})"
@@ -215,12 +215,12 @@ class MeshTopoInfo:
         return f"MeshTopoInfo({self.layout!r}, {(self.machine.name if known else self.machine)!r})"
 
 
-# What a topology is made of: the classes that torch.load may take from a file with a saved mesh.
+# The classes that a topology is made of: torch.load may read them from a file with a saved mesh.
 PARTS = (AxisLevels, HostGrid, Link, Machine, Measured, MeshTopoInfo, Way)
 
 
 def _places_in_turn(ranks: Sequence[int], per_host: int | None, nics_per_host: int | None) -> tuple[Place, ...]:
-    """Rank r on host r // per_host, as launchers number them; None: all on one."""
+    """Rank r on host r // per_host, as launchers number them; None means all on one host."""
     if per_host is None:
         return tuple((0, OWN) for _ in ranks)
     return tuple((rank // per_host, card(rank % per_host, per_host, nics_per_host)) for rank in ranks)
@@ -241,7 +241,7 @@ def _places_on(hosts: Sequence[int], ranks: Sequence[int], nics_per_host: int | 
 
 
 def _ranks_per_host(given: int | None, machine: Machine) -> int | None:
-    """The explicit number, else that of the machine's file, else the launcher's, else None: one host."""
+    """The given number, else that of the machine's file, else the launcher's, else None: one host."""
     if given is None and machine.ranks_per_host is not None:
         return machine.ranks_per_host
     said = given if given is not None else os.environ.get("LOCAL_WORLD_SIZE") or None
@@ -260,7 +260,7 @@ def _ranks_per_host(given: int | None, machine: Machine) -> int | None:
 
 
 def _check_hosts_are_alike(per_host: int) -> None:
-    """Otherwise each host would take the others for its like, and its ranks would plan by another topology."""
+    """Raise where hosts have unequal numbers of ranks: each host would plan as if all were like itself."""
     world, hosts = os.environ.get("WORLD_SIZE", ""), os.environ.get("GROUP_WORLD_SIZE", "")
     if world.isdecimal() and hosts.isdecimal() and int(world) != int(hosts) * per_host:
         raise ValueError(

@@ -1,7 +1,7 @@
 """All ranks in one process, without a network.
 
-Two ways. `LocalTensorMode`: one thread plays all ranks step by step; tensors that differ between ranks are
-LocalTensors. `run_ranks`: one thread a rank, for code in which ranks go ways of their own:
+There are two simulators. `LocalTensorMode`: one thread plays all ranks step by step; tensors that differ between ranks
+are LocalTensors. `run_ranks`: one thread for each rank, for code in which ranks take different branches:
 
 >>> import torch
 >>> from spmd.comm import transport
@@ -15,10 +15,10 @@ LocalTensors. `run_ranks`: one thread a rank, for code in which ranks go ways of
 
 from __future__ import annotations
 
+from spmd.sim.local_int import BranchOnRank, LocalIntNode, PerRank
 from spmd.sim.local_mode import LocalTensorMode, localize, per_rank
 from spmd.sim.local_tensor import LocalTensor
 from spmd.sim.threads import Call, RankStopped, ThreadTransport, ThreadWorld, run_ranks
-from spmd.sim.varying import BranchOnRank, LocalIntNode, PerRank
 
 __all__ = [
     "BranchOnRank", "Call", "LocalIntNode", "LocalTensor", "LocalTensorMode", "PerRank", "RankStopped",

@@ -1,10 +1,10 @@
-"""What each collective does to the tensors of a group: one function from all inputs to all results.
+"""The semantics of each collective: one function from the inputs of all ranks of a group to their results.
 
     >>> call = Collective("all_reduce", ("sum",), torch.float32, (2,))
-    >>> play([call, call], [torch.ones(2), torch.ones(2)])
+    >>> run_collective([call, call], [torch.ones(2), torch.ones(2)])
     [tensor([2., 2.]), tensor([2., 2.])]
 
-Reductions go in rank order, so a result is the same bits in every run. Results are new tensors, one a rank.
+Reductions add in the order of the ranks, so results are bitwise equal in every run. Each rank gets a new tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add, "avg": torch.add, "product": torch.mul, "min": torch.fmin, "max": torch.fmax,
     "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor,
 }  # fmt: skip
-"""A maximum may lose a NaN, as it may on gloo: who needs it must send it some other way. "avg" divides at the end."""
+"""The reductions of two tensors. "max" and "min" may lose a NaN, as on gloo; the callers must send NaNs another way.
+"avg" divides at the end."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank asks for: the kind, its plain arguments, and the tensor's dtype and shape."""
+    """One rank's call of a collective: the kind, its plain arguments, and the tensor's dtype and shape."""
 
     kind: str
     args: tuple
@@ -34,13 +35,13 @@ class Collective:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, kind: str, x: torch.Tensor, *args: object) -> Collective:
+    def with_tensor(cls, kind: str, x: torch.Tensor, *args: object) -> Collective:
         """The description of a call with tensor `x`."""
         return cls(kind, args, x.dtype, tuple(x.shape))
 
     @property
-    def common(self) -> tuple:
-        """What must be equal on all ranks of the group; an all-to-all's rows and an object's bytes may differ."""
+    def must_agree(self) -> tuple:
+        """The part that must be equal on all ranks. The rows of all-to-alls and the bytes of objects may differ."""
         if self.kind in ALL_TO_ALL:
             return (self.kind, self.dtype, self.shape[1:])
         if self.kind in OBJECTS:
@@ -56,26 +57,26 @@ OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatt
 """Collectives whose tensors are pickled objects."""
 
 
-def disagreement(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
-    """Why the ranks' calls do not fit together, naming the first two that part; None when they do."""
+def mismatch(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
+    """Why the calls of the ranks do not match, with the first two that differ; None if they match."""
     for call, rank in zip(calls, ranks, strict=True):
-        if call.common != calls[0].common:
+        if call.must_agree != calls[0].must_agree:
             return f"rank {ranks[0]} calls {calls[0]}, but rank {rank} calls {call}"
-    return _unlike_splits(calls, ranks) if calls[0].kind in ALL_TO_ALL else None
+    return _split_mismatch(calls, ranks) if calls[0].kind in ALL_TO_ALL else None
 
 
-def complaint(call: Collective, n: int) -> str | None:
-    """What is wrong with one rank's call in a group of `n`, as far as that rank alone can tell."""
+def call_error(call: Collective, n: int) -> str | None:
+    """The mistake in one rank's call in a group of `n` ranks, without the calls of the others; None if it is right."""
     return CHECKS[call.kind](call, n)
 
 
-def play(calls: list[Collective], xs: Tensors) -> Tensors:
-    """The results of a collective that all ranks of a group have called alike."""
+def run_collective(calls: list[Collective], xs: Tensors) -> Tensors:
+    """The results of a collective, one for each rank; the calls must match."""
     with torch.no_grad():
-        return PLAYS[calls[0].kind](calls, xs)
+        return RESULTS[calls[0].kind](calls, xs)
 
 
-def _unlike_splits(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
+def _split_mismatch(calls: list[Collective], ranks: tuple[int, ...]) -> str | None:
     for i, sender in enumerate(calls):
         for j, receiver in enumerate(calls):
             sent, expected = sender.args[1][j], receiver.args[0][i]
@@ -87,7 +88,7 @@ def _unlike_splits(calls: list[Collective], ranks: tuple[int, ...]) -> str | Non
     return None
 
 
-# Checks
+# The checks of one rank's call
 
 
 def _check_reduce_op(call: Collective, n: int) -> str | None:
@@ -148,7 +149,7 @@ CHECKS: dict[str, Callable[[Collective, int], str | None]] = {
 }
 
 
-# Plays
+# The results of all ranks
 
 
 def _reduced(call: Collective, xs: Tensors) -> torch.Tensor:
@@ -188,7 +189,7 @@ def _all_stacked(calls: list[Collective], xs: Tensors) -> Tensors:
 
 def _reduce(calls: list[Collective], xs: Tensors) -> Tensors:
     dst = calls[0].args[1]
-    return [_reduced(calls[0], xs) if i == dst else x for i, x in enumerate(xs)]  # others may be left with anything
+    return [_reduced(calls[0], xs) if i == dst else x for i, x in enumerate(xs)]  # undefined on other ranks
 
 
 def _reduce_lists(calls: list[Collective], xs: Tensors) -> Tensors:
@@ -206,15 +207,15 @@ def _scatter(calls: list[Collective], xs: Tensors) -> Tensors:
     return [part.clone() for part in parts]
 
 
-def _nothing(calls: list[Collective], xs: Tensors) -> Tensors:
+def _barrier(calls: list[Collective], xs: Tensors) -> Tensors:
     return xs
 
 
-def _every(calls: list[Collective], xs: Tensors) -> list:
+def _object_lists(calls: list[Collective], xs: Tensors) -> list:
     return [list(xs) for _ in xs]
 
 
-PLAYS: dict[str, Callable[[list[Collective], Tensors], Tensors]] = {
+RESULTS: dict[str, Callable[[list[Collective], Tensors], Tensors]] = {
     "all_reduce": _all_reduce,
     "all_gather_into_tensor": _all_gather,
     "reduce_scatter_tensor": _reduce_scatter,
@@ -226,9 +227,9 @@ PLAYS: dict[str, Callable[[list[Collective], Tensors], Tensors]] = {
     "all_to_all": _all_to_all,
     "gather": _gather,
     "scatter": _scatter,
-    "barrier": _nothing,
-    "all_gather_object": _every,
-    "gather_object": _every,
-    "broadcast_object_list": _every,
-    "scatter_object_list": _every,
+    "barrier": _barrier,
+    "all_gather_object": _object_lists,
+    "gather_object": _object_lists,
+    "broadcast_object_list": _object_lists,
+    "scatter_object_list": _object_lists,
 }

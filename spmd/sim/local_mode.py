@@ -9,12 +9,12 @@
     ...     total.reconcile()
     tensor([6, 6])
 
-Inside, the current rank is an int that differs between ranks, and what is made of it are LocalTensors. Every op runs
-once a rank; a collective takes what each rank has and gives each what it would get. Tensors made inside are each rank's
-own, and random numbers come from each rank's own generator, which starts where the process's stood; tensors made
-outside are taken as equal on all ranks.
+Inside, the current rank is an int that differs between ranks, and tensors that are made from it are LocalTensors.
+Every op runs once for each rank. A collective takes the tensors of all ranks and gives each rank its result. A tensor
+that is made inside is each rank's own. Random numbers come from each rank's own generator, which starts from the state
+of the process. Tensors made outside are taken as equal on all ranks.
 
-Modes nest: inside `with LocalTensorMode({0, 1})` only those ranks play.
+Modes nest: inside `with LocalTensorMode({0, 1})` only these ranks are played.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from spmd import _torch
 from spmd.comm import Transport, use_transport
 from spmd.mesh import DeviceMesh
-from spmd.mesh.rank import as_rank, current_rank, played_by, players
+from spmd.mesh.rank import as_rank, current_rank, rank_simulator, simulated_by
 from spmd.sim.local_distributed import LocalDistributed
-from spmd.sim.local_groups import joined_groups, joined_names
+from spmd.sim.local_groups import join_groups, join_names
+from spmd.sim.local_int import local_int, pick, values_of
 from spmd.sim.local_random import Randomness
-from spmd.sim.local_tensor import LocalTensor, joined_values, run_op, wrap
-from spmd.sim.local_transport import LocalTransport, Posting, Silent
+from spmd.sim.local_tensor import LocalTensor, join_values, run_op, set_storage, wrap
+from spmd.sim.local_transport import LocalTransport, NoCommunication, PostingTransport
 from spmd.sim.report import Report, report
-from spmd.sim.varying import local_int, pick, values_of
 
 pytree = _torch.pytree
 Ranks = tuple[int, ...]
 
-_OWN = (LocalTensor, torch.Tensor, torch.nn.Parameter)
+_HANDLED_TYPES = (LocalTensor, torch.Tensor, torch.nn.Parameter)
 
 
 class LocalTensorMode(_torch.TorchDispatchMode):
-    """Play `ranks` - how many, or which - in this thread inside the block.
+    """Play ranks in this thread inside the block. `ranks`: how many, or which.
 
-    `sent` lists every collective's part of every rank, in order; `ranks` are the ranks played.
+    `mode.sent` lists every rank's part of every collective, in order; `mode.ranks` are the played ranks.
     """
 
     def __init__(self, ranks: int | Iterable[int]) -> None:
@@ -58,18 +59,19 @@ class LocalTensorMode(_torch.TorchDispatchMode):
             raise ValueError(f"LocalTensorMode: {ranks!r} must be a number of ranks, or ranks, of at least one")
         self.transport = LocalTransport(self)
         self._open: list[ExitStack] = []
+        self._copies = WeakIdKeyDictionary()  # each rank's copies of storages
 
     @property
     def sent(self) -> list:
-        """What each rank gave to each collective, in order."""
+        """The part of each rank in each collective, in order."""
         return self.transport.sent
 
     def report(self, mesh: DeviceMesh | None = None) -> Report:
-        """The same with bytes and modelled time, as a table and a timeline; mesh: whose links (`sim/report.py`)."""
+        """Bytes and modelled time of `sent`, as a table and a timeline (`sim/report.py`). mesh: gives the links."""
         return report(self.sent, self.ranks, mesh)
 
     def __enter__(self) -> LocalTensorMode:
-        outer = players()
+        outer = rank_simulator()
         if isinstance(outer, LocalTensorMode) and not set(self.ranks) <= set(outer.ranks):
             raise ValueError(f"LocalTensorMode: ranks {list(self.ranks)} are not all among those played, {outer.ranks}")
         self._nested = isinstance(outer, LocalTensorMode)
@@ -78,9 +80,9 @@ class LocalTensorMode(_torch.TorchDispatchMode):
         self.distributed = outer.distributed if self._nested else LocalDistributed(self.world_size)
         with ExitStack() as stack:
             if not self._nested:
-                stack.enter_context(self.distributed.around())
+                stack.enter_context(self.distributed.installed())
             stack.enter_context(as_rank(local_int({r: r for r in self.ranks}), self.world_size))
-            stack.enter_context(played_by(self))
+            stack.enter_context(simulated_by(self))
             stack.enter_context(use_transport(self.transport))
             if self.random.owner is None:
                 stack.enter_context(self.random.owned_by(self))
@@ -96,109 +98,133 @@ class LocalTensorMode(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if LocalTensor not in types and _torch.in_trace():
-            return op(*args, **kwargs)  # written down for all ranks alike; nothing runs
+            return op(*args, **kwargs)  # the trace records it once for all ranks; nothing runs
         for kind in types:
-            if kind not in _OWN:
+            if kind not in _HANDLED_TYPES:
                 return NotImplemented
-        if self._nested:  # the mode around would make tensors of all its ranks
+        if self._nested:  # the outer mode would make tensors for all its ranks
             with _torch.no_modes():
                 return self._run(op, types, args, kwargs)
         return self._run(op, types, args, kwargs)
 
     def _run(self, op: Callable, types: Iterable[type], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if op.namespace == "c10d":
-            raise _no_such_group(op)
+            raise _foreign_group_error(op)
         if op.namespace == "_c10d_functional":
             return self.transport.op(op, args, kwargs)
         if torch.Tag.nondeterministic_seeded in op.tags:
-            return self._random(op, args, kwargs)
+            return self._run_random(op, args, kwargs)
         if LocalTensor in types:
-            return run_op(op, args, kwargs)
-        return self._plain(op, args, kwargs)
+            return self._set_storage(*args) if op in _SETS_STORAGE else run_op(op, args, kwargs)
+        return self._run_plain(op, args, kwargs)
 
     def each(self, fn: Callable[..., Any], args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """fn for each rank with that rank's arguments; its results as one. It may not communicate."""
+        """Call fn for each rank with that rank's arguments; join the results. fn may not communicate."""
         flat, structure = pytree.tree_flatten((args, kwargs or {}))
         results = []
         for rank in self.ranks:
             own_args, own_kwargs = pytree.tree_unflatten([own(leaf, rank) for leaf in flat], structure)
-            with self.playing(rank, Silent(rank)):
+            with self.playing(rank, NoCommunication(rank)):
                 results.append(fn(*own_args, **own_kwargs))
-        return self.joined(results)
+        return self.join(results)
 
-    def each_with(self, posting: Mapping[int, Posting], fn: Callable[..., Any], args: list[tuple], where: str) -> list:
-        """fn for each rank with its arguments and its transport; where: what the transports say of the caller."""
+    def each_with_transport(
+        self, transports: Mapping[int, PostingTransport], fn: Callable[..., Any], args: list[tuple], where: str
+    ) -> list:
+        """Call fn for each rank with its arguments and its transport. where: the caller's line, for the transports."""
         results = []
-        for (rank, by), given in zip(posting.items(), args, strict=True):
-            by.where = where
-            with self.playing(rank, by):
+        for (rank, carrier), given in zip(transports.items(), args, strict=True):
+            carrier.where = where
+            with self.playing(rank, carrier):
                 results.append(fn(*pytree.tree_map(lambda leaf, rank=rank: own(leaf, rank), given)))
         return results
 
     @contextmanager
-    def playing(self, rank: int, by: Transport) -> Iterator[None]:
-        """Be one rank inside the block."""
-        with _torch.no_modes(), played_by(None), as_rank(rank, self.world_size), use_transport(by):
+    def playing(self, rank: int, carrier: Transport) -> Iterator[None]:
+        """Inside the block, code runs for one rank alone, with this transport."""
+        with _torch.no_modes(), simulated_by(None), as_rank(rank, self.world_size), use_transport(carrier):
             yield
 
-    def joined(self, results: list) -> Any:
-        """The results of all ranks, alike in structure, as one."""
+    def join(self, results: list) -> Any:
+        """The results of all ranks as one value; leaf by leaf if they have one structure."""
         flats, structures = zip(*map(pytree.tree_flatten, results), strict=True)
         if any(structure != structures[0] for structure in structures):
-            return joined_values(self.ranks, results)
-        leaves = [self._leaf(column) for column in zip(*flats, strict=True)]
+            return join_values(self.ranks, results)
+        leaves = [self._join_leaf(column) for column in zip(*flats, strict=True)]
         return pytree.tree_unflatten(leaves, structures[0])
 
-    def _leaf(self, column: tuple) -> Any:
+    def _join_leaf(self, column: tuple) -> Any:
         if all(isinstance(x, torch.Tensor) for x in column):
             return column[0] if all(x is column[0] for x in column) else wrap(self.ranks, list(column))
-        group = joined_names(column) or joined_groups(self.ranks, column)
-        return group if group is not None else joined_values(self.ranks, column)
+        group = join_names(column) or join_groups(self.ranks, column)
+        return group if group is not None else join_values(self.ranks, column)
 
-    def _random(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def _run_random(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """An op that draws random numbers: each rank draws from its own stream."""
         generator = kwargs.get("generator")
         flat, structure = pytree.tree_flatten((args, kwargs))
         results, known = [], {}
         for rank in self.ranks:
             mine = [own(leaf, rank) for leaf in flat]
             own_args, own_kwargs = pytree.tree_unflatten(mine, structure)
-            with self.random.of(rank, generator):
+            with self.random.drawing_as(rank, generator):
                 results.append(op(*own_args, **own_kwargs))
             known.update({id(x): leaf for x, leaf in zip(mine, flat, strict=True) if type(leaf) is LocalTensor})
-        return known[id(results[0])] if id(results[0]) in known else self.joined(results)
+        return known[id(results[0])] if id(results[0]) in known else self.join(results)
 
-    def _plain(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """An op without LocalTensors: a factory makes one tensor a rank, any other op runs once."""
+    def _set_storage(self, x: LocalTensor, storage: torch.UntypedStorage, *place: Any) -> LocalTensor:
+        """`x.set_(storage, ...)`, as tensors are loaded and copied: each rank gets a copy of the storage, which is one
+        for all ranks; tensors that share it still do.
+
+        Without a place torch calls it itself, to copy one storage into another; the first rank does that for all.
+        """
+        if _torch.is_loading_before_reading():
+            raise RuntimeError(
+                "torch.load inside LocalTensorMode: the file has the format before torch 1.6, in which tensors are "
+                "made before they are read; load it outside of the mode, and use spmd.sim.localize"
+            )
+        copies = self._copies.setdefault(storage, {}) if place else {x.ranks[0]: storage}
+        with _torch.no_modes():
+            copies.update({rank: storage.clone() for rank in x.ranks if rank not in copies})
+        return set_storage(x, [copies[rank] for rank in x.ranks], *place)
+
+    def _run_plain(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """An op without LocalTensors: a factory makes one tensor for each rank, any other op runs once."""
         leaves = pytree.tree_leaves((args, kwargs))
         if any(values_of(leaf) is not None for leaf in leaves):
             return run_op(op, args, kwargs)
-        if op is torch.ops.aten._efficientzerotensor.default:  # a tangent that is not there: all zero, on all ranks
+        if op is torch.ops.aten._efficientzerotensor.default:  # a missing tangent: zero on all ranks
             return op(*args, **kwargs)
         if op in _LIFTS:
             return wrap(self.ranks, [args[0].clone() for _ in self.ranks])
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves) and _torch.returns_tensors(op):
-            return self.joined([op(*args, **kwargs) for _ in self.ranks])
-        return op(*args, **kwargs)
+            return self.join([op(*args, **kwargs) for _ in self.ranks])
+        return _torch.run_with_bits(op, *args, **kwargs)
 
 
 class _Constructors(TorchFunctionMode):
-    """torch.tensor of numbers that differ between ranks: it reads them before any op is called."""
+    """Runs torch.tensor once a rank if its numbers differ between ranks: it reads them before any op is called."""
 
     def __torch_function__(self, fn, types, args=(), kwargs=None):
         if fn in _CONSTRUCTORS and any(values_of(leaf) is not None for leaf in pytree.tree_leaves(args)):
-            who = players()
-            if who is not None:
-                return who.each(fn, args, kwargs)
+            mode = rank_simulator()
+            if mode is not None:
+                return mode.each(fn, args, kwargs)
         return fn(*args, **(kwargs or {}))
 
+
+BETWEEN_USER_AND_TORCH = frozenset({_Constructors.__torch_function__.__code__})
+"""The code of the simulator that is called in the place of every function of torch. A real rank has no such frames."""
 
 _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
-"""How torch.tensor brings in a new tensor."""
+"""The ops that torch.tensor calls for a new tensor."""
+
+_SETS_STORAGE = {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
 
 
-def _no_such_group(op: Callable) -> RuntimeError:
+def _foreign_group_error(op: Callable) -> RuntimeError:
     return RuntimeError(
         f"{op} on a process group that was made outside of LocalTensorMode, which knows nothing of the simulated "
         "ranks. Inside, use the default group, mesh.get_group(...) or dist.new_group(...); in a trace, CommTensor "
@@ -207,10 +233,10 @@ def _no_such_group(op: Callable) -> RuntimeError:
 
 
 def per_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function whose way depends on the rank: where one thread plays several, it runs once for each.
+    """Decorates a function that branches on the rank: where one thread plays several ranks, it runs once for each.
 
-    Each call draws from that rank's random numbers, and what the function gives is put together again. It may not
-    communicate nor have other effects; on a real rank it is called as it is.
+    Each call draws random numbers from that rank's stream, and the results of the ranks are joined. The function may
+    not communicate nor have other side effects. On a real rank the function is simply called.
 
         >>> @per_rank
         ... def share(rows, n):
@@ -222,12 +248,12 @@ def per_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        mode = players()
+        mode = rank_simulator()
         if not isinstance(mode, LocalTensorMode):
             return fn(*args, **kwargs)
 
         def drawing(*own_args: Any, **own_kwargs: Any) -> Any:
-            with mode.random.of(current_rank()):
+            with mode.random.drawing_as(current_rank()):
                 return fn(*own_args, **own_kwargs)
 
         return mode.each(drawing, args, kwargs)
@@ -236,22 +262,35 @@ def per_rank(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own(value: Any, rank: int) -> Any:
-    """What a value is on one rank."""
+    """The value, or the tensor, on one rank."""
     return value.local[rank] if type(value) is LocalTensor else pick(value, rank)
 
 
 def localize(value: Any) -> Any:
-    """Give each rank its own copy of a plain tensor, or of all parameters and buffers of a module, in place."""
-    mode = players()
+    """Give each rank its own copy of a plain tensor, or of all parameters and buffers of a module, in place.
+
+    The tensors of a module stay the objects that they are, for optimisers and others who hold them.
+    """
+    mode = rank_simulator()
     if not isinstance(mode, LocalTensorMode):
         raise RuntimeError("localize: there are no ranks to give copies to; call it inside LocalTensorMode")
     if isinstance(value, torch.nn.Module):
-        for module in value.modules():
-            for table in (module._parameters, module._buffers):
-                table.update({name: localize(x) for name, x in table.items() if x is not None})
+        _localize_all([*value.named_parameters(), *value.named_buffers()], mode)
         return value
-    if type(value) is LocalTensor:
-        return value
-    copy = wrap(mode.ranks, [value.detach().clone() for _ in mode.ranks], value.requires_grad)
-    return torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
+    return value if type(value) is LocalTensor else _copy_for_each(value, mode)
 
+
+def _localize_all(named: list[tuple[str, torch.Tensor]], mode: LocalTensorMode) -> None:
+    plain = [(name, x) for name, x in named if type(x) is not LocalTensor]
+    for (name, _), why in zip(plain, _torch.obstacles([x for _, x in plain], LocalTensor), strict=True):
+        if why is not None:
+            raise RuntimeError(f"localize: {name} {why}; delete what holds it")
+    for _, x in plain:
+        _torch.become(x, _copy_for_each(x, mode))
+
+
+def _copy_for_each(x: torch.Tensor, mode: LocalTensorMode) -> torch.Tensor:
+    copy = wrap(mode.ranks, [x.detach().clone() for _ in mode.ranks], x.requires_grad)
+    if x.is_leaf and x.grad is not None:
+        copy.grad = _copy_for_each(x.grad, mode)
+    return torch.nn.Parameter(copy, x.requires_grad) if isinstance(x, torch.nn.Parameter) else copy

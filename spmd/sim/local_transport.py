@@ -1,7 +1,7 @@
-"""The collectives of all ranks that one thread plays, in the shape of `spmd.comm.Transport`.
+"""The collectives of all ranks that one thread plays, with the interface of `spmd.comm.Transport`.
 
-Code that runs once for all ranks calls a collective with LocalTensors (`all_reduce`, ...). Code that has to run once a
-rank, since its way depends on the rank, does so in three beats (`step`): every rank starts and posts what it sends, the
+Code that runs once for all ranks calls a collective with LocalTensors (`all_reduce`, ...). Code that branches on the
+rank must run once for each rank. It does so in three phases (`step`): every rank starts and posts its collectives, the
 posts are exchanged, every rank finishes.
 """
 
@@ -17,12 +17,14 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.comm.listen import is_heard, refuse_torchs_mode, tell
+from spmd.comm.user_line import caller
 from spmd.mesh import DeviceMesh, current_rank, groups
 from spmd.sim.collectives import Collective
-from spmd.sim.exchange import Post, caller, exchange
+from spmd.sim.exchange import Post, exchange
+from spmd.sim.local_int import pick
 from spmd.sim.local_tensor import LocalTensor, wrap
-from spmd.sim.lockstep import Walk, walk_together
-from spmd.sim.varying import pick
+from spmd.sim.lockstep import ProgramRun, run_together
 
 if TYPE_CHECKING:
     from spmd.sim.local_mode import LocalTensorMode
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank gave to one collective: the n-th exchange of the simulation. `args`: as in `Collective`."""
+    """One rank's part of one collective. `step`: the number of the exchange; `args`: as in `Collective`."""
 
     step: int
     rank: int
@@ -42,7 +44,9 @@ class Sent:
 
 
 class _Collectives:
-    """The methods of a transport, all handed to `_call`."""
+    """The methods of a transport; each calls `_call`."""
+
+    compares = False  # the simulator does so anyway
 
     def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
         raise NotImplementedError
@@ -64,9 +68,9 @@ class _Collectives:
         return self._call("broadcast", x, (src,), group)
 
     def broadcast_(self, x, src, group):
-        came = self.wait_tensor(self.broadcast(x, src, group))
+        received = self.wait_tensor(self.broadcast(x, src, group))
         with torch.no_grad():
-            return x.copy_(came)
+            return x.copy_(received)
 
     def all_reduce_coalesced(self, xs, op, group):
         return [self.all_reduce(x, op, group) for x in xs]
@@ -80,6 +84,9 @@ class _Collectives:
     def wait_tensor(self, x):
         return x
 
+    def stop_comparing(self, mesh):
+        pass
+
 
 class LocalTransport(_Collectives):
     """Carries the collectives of all ranks of a mode."""
@@ -90,65 +97,69 @@ class LocalTransport(_Collectives):
         self._steps = 0
 
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
-        """`finish(start(*args))` for every rank with its arguments, the collectives of `start` exchanged in between."""
-        where, posting = caller(), {rank: Posting(rank) for rank in self.mode.ranks}
-        started = self.mode.each_with(posting, start, [args] * len(posting), where)
-        self._deliver(posting)
-        return self.mode.joined(self.mode.each_with(posting, finish, [(x,) for x in started], where))
+        """`finish(start(*args))` for every rank with its arguments; the posts of `start` are exchanged in between."""
+        where, transports = caller(), {rank: PostingTransport(rank) for rank in self.mode.ranks}
+        started = self.mode.each_with_transport(transports, start, [args] * len(transports), where)
+        self._deliver(transports)
+        return self.mode.join(self.mode.each_with_transport(transports, finish, [(x,) for x in started], where))
 
-    def _deliver(self, posting: dict[int, Posting]) -> None:
-        """Exchange all that was posted. What does not fit together is an error."""
-        while self._deliver_some(posting):
+    def _deliver(self, transports: dict[int, PostingTransport]) -> None:
+        """Exchange all posts. Posts that do not match are an error."""
+        while self._deliver_ready(transports):
             pass
-        self._check_delivered(posting)
+        self._check_delivered(transports)
 
-    def _deliver_some(self, posting: dict[int, Posting]) -> bool:
-        """Exchange what the groups have that are complete, each rank's posts in their order; whether there was any."""
-        heads = {rank: p.due[0] for rank, p in posting.items() if p.due}
-        ready = [r for r, (post, _) in heads.items() if all(_comes(heads.get(m), post) for m in post.group)]
+    def _deliver_ready(self, transports: dict[int, PostingTransport]) -> bool:
+        """Exchange the posts of the groups that are complete, for each rank in order; whether there were any."""
+        heads = {rank: p.posted[0] for rank, p in transports.items() if p.posted}
+        ready = [r for r, (post, _) in heads.items() if all(_posts_on(heads.get(m), post) for m in post.group)]
         if ready:
             results = self.exchange([heads[rank][0] for rank in ready])
             for rank, result in zip(ready, results, strict=True):
-                posting[rank].deliver(result)
+                transports[rank].deliver(result)
         return bool(ready)
 
-    def _check_delivered(self, posting: dict[int, Posting]) -> None:
-        """Nothing may be left over: exchanging it says why it does not fit."""
-        heads = [p.due[0][0] for p in posting.values() if p.due]
+    def _check_delivered(self, transports: dict[int, PostingTransport]) -> None:
+        """No post may be left over. If one is, its exchange raises the error that says why it does not match."""
+        heads = [p.posted[0][0] for p in transports.values() if p.posted]
         if heads:
             self.exchange(heads)
 
     def exchange(self, posts: list[Post]) -> list[torch.Tensor]:
-        """What each post gets; noted in `sent`."""
+        """The result of each post; records the posts in `sent`."""
         results = exchange(posts, self.mode.ranks)
-        self.note(posts)
+        self.record(posts)
         return results
 
-    def note(self, posts: list[Post]) -> None:
-        """Write down what each rank sends."""
+    def record(self, posts: list[Post]) -> None:
+        """Add each rank's part to `sent`."""
         self.sent += [Sent(self._steps, p.rank, p.call.kind, p.group, p.nbytes, p.where, p.call.args) for p in posts]
         self._steps += 1
+        refuse_torchs_mode(simulated=True)
+        if is_heard():
+            for p in posts:
+                tell(p.call.kind, p.nbytes, groups.name_of(p.group), p.rank)
 
     def bound(self, make: Callable[[], fx.GraphModule]) -> Callable[..., Any]:
-        """The program that `make` gives each rank, as one function of what differs between ranks."""
-        posting = {rank: Posting(rank) for rank in self.mode.ranks}
-        modules = self.mode.each_with(posting, make, [()] * len(posting), "")
+        """The bound programs of all ranks, which `make` builds, as one function of LocalTensors."""
+        transports = {rank: PostingTransport(rank) for rank in self.mode.ranks}
+        modules = self.mode.each_with_transport(transports, make, [()] * len(transports), "")
 
         def run(*inputs: Any) -> Any:
             where = caller()
-            walks = [
-                Walk(module, by, [_own(x, rank) for x in inputs])
-                for module, (rank, by) in zip(modules, posting.items(), strict=True)
+            runs = [
+                ProgramRun(module, carrier, [_value_on(x, rank) for x in inputs])
+                for module, (rank, carrier) in zip(modules, transports.items(), strict=True)
             ]
 
             def playing(i: int) -> AbstractContextManager:
                 rank = self.mode.ranks[i]
-                posting[rank].where = where
-                return self.mode.playing(rank, posting[rank])
+                transports[rank].where = where
+                return self.mode.playing(rank, transports[rank])
 
-            results = walk_together(walks, playing, lambda: self._deliver_some(posting))
-            self._check_delivered(posting)
-            return self.mode.joined(results)
+            results = run_together(runs, playing, lambda: self._deliver_ready(transports))
+            self._check_delivered(transports)
+            return self.mode.join(results)
 
         return run
 
@@ -156,89 +167,91 @@ class LocalTransport(_Collectives):
         ranks = x.ranks if type(x) is LocalTensor else self.mode.ranks
         where = caller()
         with _torch.no_modes():
-            posts = [_post(rank, kind, _own(x, rank), _own(args, rank), _own(group, rank), where) for rank in ranks]
+            own = [(rank, *_value_on((x, args, group), rank)) for rank in ranks]
+            posts = [_post(rank, kind, x, args, group, where) for rank, x, args, group in own]
             return wrap(ranks, self.exchange(posts))
 
     def op(self, op: Callable, args: tuple, kwargs: dict) -> Any:
-        """One of torch's functional collectives, as traced programs call it."""
+        """Run one of torch's functional collectives, as traced programs call it."""
         name = _torch.qualified_name(op).split("::")[1]
         if name.endswith("_out"):
             with torch.no_grad():
                 return kwargs["out"].copy_(getattr(self, name.removesuffix("_out"))(*args))
         if name in ("all_reduce_", "all_reduce_coalesced_"):
-            return _written_back(args[0], getattr(self, name[:-1])(*args, **kwargs))
-        if name == "_wrap_tensor_autograd":  # torch's own asynchronous tensor: here nothing is on its way
-            return wrap(args[0].ranks, args[0]._of)
+            return _copy_back(args[0], getattr(self, name[:-1])(*args, **kwargs))
+        if name == "_wrap_tensor_autograd":  # torch's own asynchronous tensor: here nothing is in flight
+            return wrap(args[0].ranks, args[0]._locals)
         if not hasattr(_Collectives, name):
             raise NotImplementedError(f"{op} cannot be simulated; use the collectives of spmd.comm")
         return getattr(self, name)(*args, **kwargs)
 
     def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> Any:
-        """The names of all groups along an axis: each rank's own."""
-        return self.mode.each(_group_here, (mesh, axis))
+        """The name of each rank's own group along an axis, as one name of all groups."""
+        return self.mode.each(_own_group_name, (mesh, axis))
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
-        """Each rank's object; of what all ranks have alike, as many."""
-        return [_own(obj, rank) for rank in mesh.ranks]
+        """The object of each rank; the same one repeated if all ranks have one object."""
+        return [_value_on(obj, rank) for rank in mesh.ranks]
 
-    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
-        return self.gather_objects(mark, mesh)
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+        return self.gather_objects(data, mesh)
 
 
-class Posting(_Collectives):
-    """One rank's collectives in a step: posted while it starts, arrived when it finishes."""
+class PostingTransport(_Collectives):
+    """One rank's collectives in a step: posted while the rank starts, finished when the rank finishes."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.where = rank, ""
-        self.due: deque[tuple[Post, torch.Tensor]] = deque()  # with what stands for the result until it is there
-        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.posted: deque[tuple[Post, torch.Tensor]] = deque()  # with the placeholder of the result
+        self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
         token = x.new_empty(0)
-        self.due.append((_post(self.rank, kind, x, args, group, self.where), token))
+        self.posted.append((_post(self.rank, kind, x, args, group, self.where), token))
         return token
 
     def deliver(self, result: torch.Tensor) -> None:
-        """The result of what is due first."""
-        _, token = self.due.popleft()
-        self._arrived[id(token)] = (token, result)  # the token is kept, so that no other gets its id
+        """Set the result of the first post."""
+        _, token = self.posted.popleft()
+        self._results[id(token)] = (token, result)  # the token is kept alive, so that its id stays unique
 
-    def has(self, x: torch.Tensor) -> bool:
-        """Whether nothing is still to come for it."""
-        return all(token is not x for _, token in self.due)
+    def has_arrived(self, x: torch.Tensor) -> bool:
+        """Whether x is not the placeholder of a result that has not been delivered."""
+        return all(token is not x for _, token in self.posted)
 
     def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        _, result = self._arrived.pop(id(x), (x, x))
+        _, result = self._results.pop(id(x), (x, x))
         return result
 
     def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
-        return _group_here(mesh, axis)
+        return _own_group_name(mesh, axis)
 
     def refuse(self, kind: str) -> None:
-        """RuntimeError: this rank may not communicate now."""
-        raise _no_talking(self.rank, kind)
+        """Raise RuntimeError: this rank may not communicate now."""
+        raise _communication_error(self.rank, kind)
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
-        raise _no_talking(self.rank, "gather_objects")
+        raise _communication_error(self.rank, "gather_objects")
 
-    gather_marks = gather_objects
+    gather_bytes = gather_objects
 
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
-        raise _no_talking(self.rank, "a step of its own")
+        raise _communication_error(self.rank, "a step of its own")
 
 
-class Silent(Posting):
-    """The transport of a function that runs once a rank: there nothing can be sent."""
+class NoCommunication(PostingTransport):
+    """The transport of a function that runs once a rank: every collective is an error."""
 
     def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
-        raise _no_talking(self.rank, kind)
+        raise _communication_error(self.rank, kind)
 
 
-def _comes(head: tuple[Post, torch.Tensor] | None, post: Post) -> bool:
+def _posts_on(head: tuple[Post, torch.Tensor] | None, post: Post) -> bool:
+    """Whether a rank's first post is on the same group as `post`."""
     return head is not None and head[0].group == post.group
 
 
-def _no_talking(rank: int, kind: str) -> RuntimeError:
+def _communication_error(rank: int, kind: str) -> RuntimeError:
     return RuntimeError(
         f"rank {rank} calls {kind} at {caller()}, in a function that runs once a rank: the other ranks have not come "
         "there, and a real job might hang. Communicate outside of it, or play whole ranks with spmd.sim.run_ranks."
@@ -248,24 +261,24 @@ def _no_talking(rank: int, kind: str) -> RuntimeError:
 def _post(rank: int, kind: str, x: torch.Tensor, args: tuple, group: str, where: str) -> Post:
     ranks = groups.ranks_in(group, rank)
     if ranks is None:
-        ranks = groups.ranks_of(groups.called(group))
+        ranks = groups.ranks_of(groups.find_group(group))
     if rank not in ranks:
         raise ValueError(f"rank {rank} calls {kind} on group {list(ranks)} at {where}, which it is not in")
-    return Post(rank, ranks, Collective.of(kind, x.detach(), *args), x.detach(), where)
+    return Post(rank, ranks, Collective.with_tensor(kind, x.detach(), *args), x.detach(), where)
 
 
-def _own(value: Any, rank: int) -> Any:
+def _value_on(value: Any, rank: int) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_own(v, rank) for v in value)
+        return type(value)(_value_on(v, rank) for v in value)
     return value.local[rank] if type(value) is LocalTensor else pick(value, rank)
 
 
-def _written_back(into: Any, came: Any) -> Any:
+def _copy_back(into: Any, received: Any) -> Any:
     with torch.no_grad():
-        for x, y in zip(into, came, strict=True) if isinstance(into, (list, tuple)) else [(into, came)]:
+        for x, y in zip(into, received, strict=True) if isinstance(into, (list, tuple)) else [(into, received)]:
             x.copy_(y)
     return into
 
 
-def _group_here(mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
+def _own_group_name(mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
     return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(current_rank())))

@@ -1,7 +1,7 @@
-"""The bound programs of all ranks, run side by side: each until it waits for something that has not come.
+"""Run the bound programs of all ranks together: each until it waits for a result that has not arrived.
 
-A rank's program is plain torch code with collectives in it (`expand/bind`); programs of different ranks may differ, as
-uneven shards make them. When all ranks wait, what they have posted is exchanged, and they go on.
+A rank's program is plain torch code with collectives in it (`expand/bind`). The programs of the ranks may differ, for
+example with uneven shards. When all ranks wait, their posts are exchanged, and the programs continue.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import fx
 
 
-class Walk:
-    """One rank's way through its program, a node at a time."""
+class ProgramRun:
+    """One rank's run of its program, node by node."""
 
-    def __init__(self, module: fx.GraphModule, by: Any, inputs: Sequence[Any]) -> None:
-        self._module, self._by = module, by
+    def __init__(self, module: fx.GraphModule, transport: Any, inputs: Sequence[Any]) -> None:
+        self._module, self._transport = module, transport
         self._nodes = list(module.graph.nodes)
         self._next = 0
         self._inputs = iter(inputs)
         self._values: dict[fx.Node, Any] = {}
-        self._spent = _last_uses(self._nodes)
+        self._dead_after = _dead_after_each(self._nodes)
         self.result: Any = None
 
     @property
@@ -31,16 +31,19 @@ class Walk:
         """Whether the program has returned its result."""
         return self._next == len(self._nodes)
 
-    def go(self) -> bool:
-        """Run until a wait for something that has not arrived, or the end; whether it went on at all."""
+    def advance(self) -> bool:
+        """Run until a wait for a result that has not arrived, or the end; whether any node ran."""
         start = self._next
         while not self.ended:
             node = self._nodes[self._next]
-            if node.target == self._by.wait_tensor and not self._by.has(self._values[node.args[0]]):
+            if node.target == self._transport.wait_tensor and not self._has_arrived(node.args[0]):
                 break
             self._run(node)
             self._next += 1
         return self._next > start
+
+    def _has_arrived(self, node: fx.Node) -> bool:
+        return self._transport.has_arrived(self._values[node])
 
     def _run(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -53,45 +56,45 @@ class Walk:
             if node.op == "output":
                 self.result = args[0]
                 return
-            value = node.target(*args, **kwargs) if node.op == "call_function" else _method(node, args, kwargs)
+            value = node.target(*args, **kwargs) if node.op == "call_function" else _call_method(node, args, kwargs)
         self._values[node] = value
-        for spent in self._spent.get(node, ()):
-            del self._values[spent]
+        for dead in self._dead_after.get(node, ()):
+            del self._values[dead]
 
 
-def _method(node: fx.Node, args: tuple, kwargs: dict) -> Any:
+def _call_method(node: fx.Node, args: tuple, kwargs: dict) -> Any:
     if node.op != "call_method":
         raise AssertionError(f"a bound program has no {node.op} nodes, and here is {node}")
     return getattr(args[0], node.target)(*args[1:], **kwargs)
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody reads after it."""
+def _dead_after_each(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that no later node reads."""
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         last.setdefault(node, node)
         for read in node.all_input_nodes:
             last[read] = node
-    spent: dict[fx.Node, list[fx.Node]] = {}
+    dead: dict[fx.Node, list[fx.Node]] = {}
     for value, reader in last.items():
         if reader.op != "output":
-            spent.setdefault(reader, []).append(value)
-    return spent
+            dead.setdefault(reader, []).append(value)
+    return dead
 
 
-def walk_together(
-    walks: Sequence[Walk], playing: Callable[[int], AbstractContextManager], deliver: Callable[[], bool]
+def run_together(
+    runs: Sequence[ProgramRun], playing: Callable[[int], AbstractContextManager], deliver: Callable[[], bool]
 ) -> list[Any]:
-    """The results of all ranks, as far as they get.
+    """Run the programs of all ranks as far as possible; return their results.
 
-    `playing(i)` is the context of the i-th rank; `deliver()` exchanges what it can and says whether there was any.
+    `playing(i)`: the context of the i-th rank. `deliver()`: exchanges complete posts; whether there were any.
     """
     with torch.no_grad():
-        moving = True
-        while moving:
-            moving = False
-            for i, walk in enumerate(walks):
+        progress = True
+        while progress:
+            progress = False
+            for i, run in enumerate(runs):
                 with playing(i):
-                    moving |= walk.go()
-            moving |= deliver()
-    return [walk.result for walk in walks]
+                    progress |= run.advance()
+            progress |= deliver()
+    return [run.result for run in runs]

@@ -1,4 +1,4 @@
-"""What a simulation has sent: bytes, modelled time, a table and a timeline.
+"""Reports the traffic of a simulation: bytes and modelled time, as a table and a timeline.
 
     >>> import torch, spmd
     >>> from spmd.comm import all_reduce
@@ -9,11 +9,11 @@
     >>> report.given(0), report.sent(0), round(report.us, 2)
     (4000, 6000, 10.27)
 
-A collective has two numbers of bytes a rank: what it is *given*, and what it *sends*: what leaves the rank, by rings,
-and to the byte for an all-to-all. The clock is modelled by `spmd.mesh.cost`: a collective starts when the last of its
-ranks arrives and ends for all at once.
+A collective has two numbers of bytes for each rank. *given*: the bytes of the tensor that the rank gives to it. *sent*:
+the bytes that leave the rank, if rings are used; for an all-to-all the exact number. `spmd.mesh.cost` models the time:
+a collective starts when the last of its ranks arrives, and ends for all ranks at once.
 
-Left out: the time of computing between collectives, and collectives that overlap.
+Left out: the time of computation between collectives, and the overlap of collectives.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Line:
-    """The collectives of one kind and group shape called at one place; bytes of the rank that has most."""
+    """The collectives of one kind and one group shape that one line of code calls; bytes of the rank that has most."""
 
     where: str
     kind: str
@@ -65,37 +65,37 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """The collectives of a simulation, in order. `str()` is a table; `unmodelled` are kinds taken as sent once."""
+    """The collectives of a simulation, in order. `str()` is a table; `unmodelled`: kinds whose bytes count once."""
 
     ranks: Ranks
     events: tuple[Event, ...]
 
     @property
     def us(self) -> float:
-        """When the last rank has done, on the modelled clock."""
+        """The modelled time when the last rank finishes."""
         return max((event.start_us + event.us for event in self.events), default=0.0)
 
     def given(self, rank: int) -> int:
-        """Bytes that a rank gave to collectives."""
-        return _most(self.events, "given", [rank])
+        """Bytes that a rank gives to collectives."""
+        return _most_bytes(self.events, "given", [rank])
 
     def sent(self, rank: int) -> int:
-        """Bytes that left a rank."""
-        return _most(self.events, "sent", [rank])
+        """Bytes that leave a rank."""
+        return _most_bytes(self.events, "sent", [rank])
 
     @property
     def unmodelled(self) -> tuple[str, ...]:
-        """Kinds of which only the bytes given are known."""
-        return tuple(sorted({event.kind for event in self.events} - set(KINDS)))
+        """Kinds of collectives without a model: only the given bytes are known."""
+        return tuple(sorted({event.kind for event in self.events} - set(MODELS)))
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """One for each place, kind and group shape, in the order they were first called."""
+        """One line for each place in the code, kind and group shape, in the order of the first calls."""
         return self._lines(lambda event: event.where)
 
     @cached_property
     def totals(self) -> tuple[Line, ...]:
-        """One for each kind and group shape, wherever called."""
+        """One line for each kind and group shape, over all places."""
         return self._lines(lambda event: "all")
 
     def _lines(self, place: Callable[[Event], str]) -> tuple[Line, ...]:
@@ -109,7 +109,7 @@ class Report:
         slowest: dict[int, float] = defaultdict(float)
         for event in events:
             slowest[event.step] = max(slowest[event.step], event.us)
-        given, sent = (_most(events, what, self.ranks) for what in ("given", "sent"))
+        given, sent = (_most_bytes(events, what, self.ranks) for what in ("given", "sent"))
         return Line(*key, len(slowest), given, sent, sum(slowest.values()))
 
     def __str__(self) -> str:
@@ -122,12 +122,12 @@ class Report:
         return "\n".join([*(_aligned(rows) if self.events else []), last, *unknown])
 
     def trace(self) -> dict[str, Any]:
-        """The timeline as Chrome's trace events: one track a rank, one complete event for each part of a collective."""
+        """The timeline as Chrome trace events: one track a rank, one complete event for each part of a collective."""
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
             for rank in self.ranks
         ]
-        return {"traceEvents": [*names, *(part for event in self.events for part in _parts(event))]}
+        return {"traceEvents": [*names, *(part for event in self.events for part in _trace_events(event))]}
 
     def save_trace(self, path: str | Path) -> None:
         """Write the timeline as a file for https://ui.perfetto.dev or chrome://tracing."""
@@ -135,21 +135,21 @@ class Report:
 
 
 def report(sent: Sequence[Sent], ranks: Ranks, mesh: DeviceMesh | None = None) -> Report:
-    """What these parts of collectives are together.
+    """The report of these parts of collectives.
 
-    mesh: where the ranks stand and how fast their links are, for the modelled time; None: what the environment says
-    of a mesh of all ranks (`spmd.mesh.topology`).
+    mesh: gives the hosts of the ranks and the speed of their links, for the modelled time. None: a mesh of all ranks
+    with the topology that the environment gives (`spmd.mesh.topology`).
     """
     mesh = DeviceMesh("cpu", list(ranks)) if mesh is None else mesh
     steps: dict[int, dict[Ranks, dict[int, Sent]]] = defaultdict(lambda: defaultdict(dict))
     for part in sent:
-        steps[part.step][_talking(part)][part.rank] = part
+        steps[part.step][_participants(part)][part.rank] = part
     clock = dict.fromkeys(ranks, 0.0)
     events = []
     for groups in steps.values():
         for group, parts in groups.items():
             links = _links(mesh, group, list(groups))
-            event = _event(_members(parts, group), links, max(clock[rank] for rank in group))
+            event = _event(_parts_of_group(parts, group), links, max(clock[rank] for rank in group))
             clock.update(dict.fromkeys(group, event.start_us + event.us))
             events.append(event)
     return Report(ranks, tuple(events))
@@ -158,71 +158,71 @@ def report(sent: Sequence[Sent], ranks: Ranks, mesh: DeviceMesh | None = None) -
 MESSAGES = ("send", "send_object_list")
 
 
-def _talking(part: Sent) -> Ranks:
-    """Who takes part: the group, or of a message the two ranks it goes between."""
+def _participants(part: Sent) -> Ranks:
+    """The ranks that take part: the group, or the sender and the receiver of a message."""
     return (part.rank, part.args[0]) if part.kind in MESSAGES and part.args else part.group
 
 
-def _members(parts: dict[int, Sent], group: Ranks) -> Members:
-    """A part of each rank of the group; who only receives, as of a message, gives nothing."""
+def _parts_of_group(parts: dict[int, Sent], group: Ranks) -> Members:
+    """The part of each rank of the group. A rank that only receives, as of a message, gives 0 bytes."""
     some = next(iter(parts.values()))
     return [parts.get(rank) or replace(some, rank=rank, nbytes=0) for rank in group]
 
 
 def _event(parts: Members, links: tuple[MeshTopoInfo, Axes], start_us: float) -> Event:
-    first, group, kind = parts[0], tuple(part.rank for part in parts), KINDS.get(parts[0].kind, UNKNOWN)
-    given, us = tuple(part.nbytes for part in parts), kind.us(parts, *links)
-    return Event(first.step, first.kind, group, first.where, given, tuple(kind.sends(parts)), start_us, us)
+    first, group, model = parts[0], tuple(part.rank for part in parts), MODELS.get(parts[0].kind, UNMODELLED)
+    given, us = tuple(part.nbytes for part in parts), model.us(parts, *links)
+    return Event(first.step, first.kind, group, first.where, given, tuple(model.sends(parts)), start_us, us)
 
 
-# ---- what each kind of collective sends, and how long it takes ---------------------------------
+# ---- bytes and time of each kind of collective --------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Kind:
-    """`sends`: bytes that leave each rank. `us`: modelled time over the group's axes of a topology."""
+class TrafficModel:
+    """The model of a kind. `sends`: bytes that leave each rank; `us`: modelled time over a group's axes."""
 
     sends: Callable[[Members], list[int]]
     us: Callable[[Members, MeshTopoInfo, Axes], float]
 
 
-def _largest(parts: Members) -> int:
+def _largest_part(parts: Members) -> int:
     return max(part.nbytes for part in parts)
 
 
-def _around(rounds: int) -> Callable[[Members], list[int]]:
-    """A ring: in each round a rank passes on n-1 of the n pieces of what it has."""
+def _ring_rounds(rounds: int) -> Callable[[Members], list[int]]:
+    """A ring: in each round a rank sends n-1 of the n pieces of its tensor."""
     return lambda parts: [rounds * (len(parts) - 1) * part.nbytes // len(parts) for part in parts]
 
 
-def _gathers(parts: Members) -> list[int]:
+def _ring_gather(parts: Members) -> list[int]:
     return [(len(parts) - 1) * part.nbytes for part in parts]
 
 
-def _root(parts: Members) -> int:
-    """The place of the rank that a collective starts from or ends at: the last argument of those that have one."""
+def _root_place(parts: Members) -> int:
+    """The place of the root of a collective: its last argument if it has one."""
     return parts[0].args[-1] if parts[0].args else 0
 
 
-def _passes_on(parts: Members) -> list[int]:
-    """A broadcast along the ring: all but the last, who stands before the source, pass everything on."""
-    n, src = len(parts), _root(parts)
+def _ring_broadcast(parts: Members) -> list[int]:
+    """A broadcast along the ring: every rank sends everything on, except the last one, which precedes the source."""
+    n, src = len(parts), _root_place(parts)
     return [0 if (place + 1) % n == src else part.nbytes for place, part in enumerate(parts)]
 
 
 def _to_root(parts: Members) -> list[int]:
-    """All but the root send, or pass on, as much as they were given."""
-    return [0 if place == _root(parts) else part.nbytes for place, part in enumerate(parts)]
+    """All ranks but the root send (or forward) as many bytes as they were given."""
+    return [0 if place == _root_place(parts) else part.nbytes for place, part in enumerate(parts)]
 
 
 def _from_root(parts: Members) -> list[int]:
-    """The root keeps an n-th of what it has."""
+    """The root sends all but the n-th of its tensor that it keeps."""
     n = len(parts)
-    return [part.nbytes * (n - 1) // n if place == _root(parts) else 0 for place, part in enumerate(parts)]
+    return [part.nbytes * (n - 1) // n if place == _root_place(parts) else 0 for place, part in enumerate(parts)]
 
 
-def _to_peers(part: Sent) -> list[int]:
-    """Bytes of an all-to-all for each rank of the group; even ones where the splits were not noted."""
+def _bytes_to_each(part: Sent) -> list[int]:
+    """Bytes of an all-to-all to each rank of the group; equal ones if the splits were not recorded."""
     n = len(part.group)
     if not part.args:
         return [part.nbytes // n] * n
@@ -230,50 +230,51 @@ def _to_peers(part: Sent) -> list[int]:
     return [part.nbytes * r // max(1, sum(rows)) for r in rows]
 
 
-def _to_others(parts: Members) -> list[int]:
-    pieces = [_to_peers(part) for part in parts]
+def _bytes_to_others(parts: Members) -> list[int]:
+    pieces = [_bytes_to_each(part) for part in parts]
     return [sum(row) - row[place] for place, row in enumerate(pieces)]
 
 
 def _exchange_us(parts: Members, topology: MeshTopoInfo, axes: Axes) -> float:
-    pieces = [_to_peers(part) for part in parts]
+    pieces = [_bytes_to_each(part) for part in parts]
     received = [sum(row[place] for row in pieces) - pieces[place][place] for place in range(len(parts))]
-    busiest = [max(sent, came) for sent, came in zip(_to_others(parts), received, strict=True)]
+    busiest = [max(sent, came) for sent, came in zip(_bytes_to_others(parts), received, strict=True)]
     return cost.exchange_cost(busiest, axes, topology)
 
 
-def _us(price: Callable[..., float], times_n: bool = False) -> Callable[[Members, MeshTopoInfo, Axes], float]:
-    """The price of the largest rank's bytes, or of n times as many: what they are gathered to."""
-    return lambda parts, topo, axes: price(_largest(parts) * (len(parts) if times_n else 1), axes, topo)
+def _time_of(price: Callable[..., float], times_n: bool = False) -> Callable[[Members, MeshTopoInfo, Axes], float]:
+    """The modelled time for the bytes of the rank that has most. times_n: for n times as many, the size gathered."""
+    return lambda parts, topo, axes: price(_largest_part(parts) * (len(parts) if times_n else 1), axes, topo)
 
 
-_ALL_GATHER = Kind(_gathers, _us(cost.all_gather_cost, times_n=True))
-_REDUCE_SCATTER = Kind(_around(1), _us(cost.reduce_scatter_cost))
-_ALL_TO_ALL = Kind(_to_others, _exchange_us)
-_BROADCAST = Kind(_passes_on, _us(cost.broadcast_cost))
-_SCATTER = Kind(_from_root, _us(cost.scatter_cost))
-_GATHER = Kind(_to_root, _us(cost.scatter_cost, times_n=True))  # a scatter backwards
-_MESSAGE = Kind(lambda parts: [part.nbytes for part in parts], _us(cost.permute_cost))
+_ALL_GATHER = TrafficModel(_ring_gather, _time_of(cost.all_gather_cost, times_n=True))
+_REDUCE_SCATTER = TrafficModel(_ring_rounds(1), _time_of(cost.reduce_scatter_cost))
+_ALL_TO_ALL = TrafficModel(_bytes_to_others, _exchange_us)
+_BROADCAST = TrafficModel(_ring_broadcast, _time_of(cost.broadcast_cost))
+_SCATTER = TrafficModel(_from_root, _time_of(cost.scatter_cost))
+_GATHER = TrafficModel(_to_root, _time_of(cost.scatter_cost, times_n=True))  # a scatter backwards
+_BARRIER = TrafficModel(lambda parts: [0 for _ in parts], lambda _, topo, axes: cost.all_reduce_cost(0, axes, topo))
+_MESSAGE = TrafficModel(lambda parts: [part.nbytes for part in parts], _time_of(cost.permute_cost))
 
-KINDS: dict[str, Kind] = {
-    "all_reduce": Kind(_around(2), _us(cost.all_reduce_cost)),
+MODELS: dict[str, TrafficModel] = {
+    "all_reduce": TrafficModel(_ring_rounds(2), _time_of(cost.all_reduce_cost)),
     "reduce_scatter_tensor": _REDUCE_SCATTER, "reduce_scatter": _REDUCE_SCATTER,
     "all_gather_into_tensor": _ALL_GATHER, "all_gather": _ALL_GATHER, "all_gather_object": _ALL_GATHER,
     "all_to_all_single": _ALL_TO_ALL, "all_to_all": _ALL_TO_ALL,
     "broadcast": _BROADCAST, "broadcast_object_list": _BROADCAST,
-    "reduce": Kind(_to_root, _us(cost.broadcast_cost)),  # a broadcast backwards
+    "reduce": TrafficModel(_to_root, _time_of(cost.broadcast_cost)),  # a broadcast backwards
     "scatter": _SCATTER, "scatter_object_list": _SCATTER,
     "gather": _GATHER, "gather_object": _GATHER,
     "send": _MESSAGE, "send_object_list": _MESSAGE,
-    "barrier": Kind(lambda parts: [0 for _ in parts], lambda parts, topo, axes: cost.all_reduce_cost(0, axes, topo)),
+    "barrier": _BARRIER,
 }  # fmt: skip
 
-UNKNOWN = _MESSAGE
-"""A kind that is not in the table: what a rank gives is sent once."""
+UNMODELLED = _MESSAGE
+"""The model of a kind that is not in the table: each rank sends the bytes it is given once."""
 
 
 def _links(mesh: DeviceMesh, group: Ranks, at_once: list[Ranks]) -> tuple[MeshTopoInfo, Axes]:
-    """A topology, and the axes of it that a group lies along; groups that talk at once share their network cards."""
+    """A topology, and the axes of it that a group spans. Groups that communicate at once share their network cards."""
     topology = mesh.topology
     if not set(group) <= set(mesh.ranks):
         raise ValueError(f"report: group {list(group)} is not among the ranks of {mesh!r}; give a mesh of all ranks")
@@ -287,19 +288,19 @@ def _links(mesh: DeviceMesh, group: Ranks, at_once: list[Ranks]) -> tuple[MeshTo
 
 
 def _axes(mesh: DeviceMesh, group: Ranks) -> Axes:
-    """The axes along which a group lies."""
+    """The axes that a group spans."""
     columns = [set(column) for column in zip(*map(mesh.coordinate_of, group), strict=True)]
     axes = tuple(axis for axis, column in enumerate(columns) if len(column) > 1)
     if len(group) != prod(mesh.shape[axis] for axis in axes):
-        raise ValueError(f"report: the links of {mesh!r} are known by axis, and group {list(group)} lies along none")
+        raise ValueError(f"report: the links of {mesh!r} are known by axis, and group {list(group)} spans none")
     return axes
 
 
 # ---- printing ---------------------------------------------------------------------------------
 
 
-def _most(events: Iterable[Event], what: str, ranks: Iterable[int]) -> int:
-    """The most bytes that one of the ranks has."""
+def _most_bytes(events: Iterable[Event], what: str, ranks: Iterable[int]) -> int:
+    """The largest number of bytes of one of the ranks. what: "given" or "sent"."""
     total: dict[int, int] = defaultdict(int)
     for event in events:
         for rank, nbytes in zip(event.group, getattr(event, what), strict=True):
@@ -308,7 +309,7 @@ def _most(events: Iterable[Event], what: str, ranks: Iterable[int]) -> int:
 
 
 def _shapes(events: Iterable[Event]) -> dict[tuple[int, str], str]:
-    """For each step and kind the groups that took part: `2 x 4` for two of four ranks."""
+    """The groups that took part in each step and kind, as text: `2 x 4` for two groups of four ranks."""
     groups: dict[tuple[int, str], list[int]] = defaultdict(list)
     for event in events:
         groups[event.step, event.kind].append(len(event.group))
@@ -320,7 +321,7 @@ def _count(steps: set[int]) -> str:
 
 
 def _bytes(nbytes: int) -> str:
-    """Three digits and a unit.
+    """A number of bytes as text, with three digits and a unit.
 
     >>> _bytes(12), _bytes(12_345), _bytes(3_000_000_000)
     ('12 B', '12.3 kB', '3 GB')
@@ -338,13 +339,13 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Words to the left, numbers to the right."""
+    """The rows as lines of text: words are left-aligned, numbers right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pads = [str.ljust] * 3 + [str.rjust] * (len(widths) - 3)
     return ["  ".join(pad(x, w) for pad, x, w in zip(pads, row, widths, strict=True)) for row in rows]
 
 
-def _parts(event: Event) -> list[dict[str, Any]]:
+def _trace_events(event: Event) -> list[dict[str, Any]]:
     what = {"ph": "X", "name": event.kind, "cat": "collective", "pid": 0, "ts": event.start_us, "dur": event.us}
     return [
         {**what, "tid": rank, "args": {"where": event.where, "group": list(event.group), "given": given, "sent": sent}}
@@ -355,10 +356,10 @@ def _parts(event: Event) -> list[dict[str, Any]]:
 # ---- the thread simulator ---------------------------------------------------------------------
 
 
-def meetings(calls: Sequence[Sequence[Any]]) -> list[Sent]:
-    """The parts of collectives, step by step, from what each rank of a ThreadWorld called.
+def sent_by_threads(calls: Sequence[Sequence[Any]]) -> list[Sent]:
+    """The parts of collectives, step by step, from the calls of each rank of a ThreadWorld.
 
-    Collectives that can run at once are one step. Their places in the code and splits were not noted.
+    Collectives that can run at once are one step. The calls have no line in the code and no splits.
     """
     todo = [list(reversed([(call, tuple(map(int, call.group.split(",")))) for call in mine])) for mine in calls]
     sent: list[Sent] = []

@@ -6,13 +6,14 @@
     >>> world.run(lambda rank: transport().gather_objects(rank * 10, init_device_mesh("cpu", (2,))))
     [[0, 10], [0, 10]]
 
-Every call of a collective is a *meeting*: the n-th call on a group meets the n-th calls of its other ranks. The last
-to come plays the collective for all, so nobody can write into an input that is still being read. What would hang
-on a real job is an error here: ranks that call different things, a rank that fails or ends while others wait for it,
-ranks that wait in a circle.
+Every call of a collective is a *meeting*: the n-th call of a rank on a group meets the n-th calls of the group's other
+ranks. The last rank to arrive computes the collective for all, so no rank can write into an input that is still being
+read. Everything that would hang in a real job is an error here: ranks that call different collectives, a rank that
+fails or ends while others wait for it, ranks that wait for each other in a circle.
 
-A thread inherits the caller's grad mode and context variables, not its torch modes. The threads share torch's global
-random generator: use a generator of your own for numbers that must not depend on scheduling.
+A thread inherits the caller's grad mode and context variables, but not its torch modes. The threads share torch's
+global random generator; use your own generator for plain numbers that must not depend on scheduling. The random numbers
+of DTensors do not depend on it: what a rank does to torch's generator counts for its own stream.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd import _torch
 from spmd.comm import use_transport
+from spmd.comm.listen import refuse_torchs_mode, tell
+from spmd.comm.user_line import caller
 from spmd.mesh import DeviceMesh, as_rank, groups
-from spmd.mesh.rank import own_place
-from spmd.sim.collectives import Collective, complaint, disagreement, play
-from spmd.sim.exchange import caller
-from spmd.sim.report import Report, meetings, report
+from spmd.mesh.rank import own_rank_state
+from spmd.sim.collectives import Collective, call_error, mismatch, run_collective
+from spmd.sim.report import Report, report, sent_by_threads
 
 Ranks = tuple[int, ...]
 
 
 class Call(NamedTuple):
-    """One collective as a rank made it: its kind, its group such as "0,2", and the bytes of the tensor given to it."""
+    """One call of a collective by a rank: its kind, its group such as "0,2", and the bytes of its tensor."""
 
     kind: str
     group: str
@@ -50,10 +53,11 @@ class RankStopped(RuntimeError):
 
 
 def run_ranks(fn: Callable[[int], Any], world_size: int, timeout: float = 60.0) -> list:
-    """Run `fn(rank)` for ranks 0..world_size-1, each in a thread that plays the rank; their results in rank order.
+    """Run `fn(rank)` for ranks 0..world_size-1, each in its own thread; return their results in rank order.
 
-    When a rank raises, the others are stopped and its error is raised here with a note naming the rank; of several
-    errors, the one of the lowest rank. TimeoutError after `timeout` seconds names the ranks that were still busy.
+    If a rank raises an error, the other ranks are stopped, and the error is raised here with a note that names the
+    rank; of several errors the one of the lowest rank. After `timeout` seconds a TimeoutError names the ranks that are
+    still running.
 
         >>> run_ranks(lambda rank: rank * rank, 3)
         [0, 1, 4]
@@ -62,7 +66,7 @@ def run_ranks(fn: Callable[[int], Any], world_size: int, timeout: float = 60.0) 
 
 
 class ThreadWorld:
-    """A number of simulated ranks. `calls[rank]` are the collectives of the last run, in order.
+    """Simulated ranks, each in a thread. `calls[rank]` lists the rank's collectives of the last run, in order.
 
     >>> from spmd.comm import transport
     >>> from spmd.mesh import init_device_mesh
@@ -80,18 +84,19 @@ class ThreadWorld:
         self.calls: list[list[Call]] = [[] for _ in range(world_size)]
 
     def report(self, mesh: DeviceMesh | None = None) -> Report:
-        """What the last run sent, with bytes and modelled time, as a table and a timeline (`sim/report.py`)."""
-        return report(meetings(self.calls), tuple(range(self.world_size)), mesh)
+        """Bytes and modelled time of the last run, as a table and a timeline (`sim/report.py`)."""
+        return report(sent_by_threads(self.calls), tuple(range(self.world_size)), mesh)
 
     def run(self, fn: Callable[[int], Any], timeout: float = 60.0) -> list:
         """See `run_ranks`."""
         board = _Board(self.world_size)
         self.calls = [[] for _ in range(self.world_size)]
         results: list[Any] = [None] * self.world_size
-        threads = [self._thread(fn, rank, board, results) for rank in range(self.world_size)]
-        for thread in threads:
-            thread.start()
-        _join_all(threads, board, timeout)
+        with _torch.own_seeds():
+            threads = [self._thread(fn, rank, board, results) for rank in range(self.world_size)]
+            for thread in threads:
+                thread.start()
+            _join_all(threads, board, timeout)
         error = board.error()
         if error is not None:
             raise error
@@ -99,14 +104,16 @@ class ThreadWorld:
 
     def _thread(self, fn: Callable[[int], Any], rank: int, board: _Board, results: list) -> threading.Thread:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        seed = _torch.kept_seed()
 
         def play_rank() -> None:
-            # Grad mode is a thread's own, and a new thread starts with the default.
+            # Each thread has its own grad mode, and a new thread starts with the default.
             with (
                 torch.inference_mode(inference),
                 torch.set_grad_enabled(grad),
                 as_rank(rank, self.world_size),
-                own_place(),
+                own_rank_state(),
+                _torch.own_seed(seed),
                 use_transport(ThreadTransport(board, rank, self.calls[rank])),
             ):
                 results[rank] = fn(rank)
@@ -116,7 +123,7 @@ class ThreadWorld:
         def guarded() -> None:
             try:
                 context.run(play_rank)
-            except BaseException as error:  # handed to the caller of run
+            except BaseException as error:  # raised again by the caller of run
                 board.raised(rank, error)
             board.end(rank)
 
@@ -124,7 +131,9 @@ class ThreadWorld:
 
 
 class ThreadTransport:
-    """The collectives of one simulated rank, in the shape of `spmd.comm.Transport`."""
+    """The collectives of one simulated rank, with the interface of `spmd.comm.Transport`."""
+
+    compares = False
 
     def __init__(self, board: _Board, rank: int, calls: list[Call]) -> None:
         self.calls = calls
@@ -175,23 +184,28 @@ class ThreadTransport:
         return make()
 
     def group(self, mesh: DeviceMesh, axis: int | str | tuple[int, ...]) -> str:
-        """The name that spells the group's ranks."""
+        """The name that lists the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 
-    def gather_marks(self, mark: bytes, mesh: DeviceMesh) -> list[bytes]:
-        return self.gather_objects(mark, mesh)
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+        return self.gather_objects(data, mesh)
+
+    def stop_comparing(self, mesh: DeviceMesh) -> None:
+        pass
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
-        """The objects themselves, not copies: do not write into what other ranks gave."""
+        """The objects of all ranks themselves, not copies: do not write into those of other ranks."""
         return self._board.meet(self._rank, mesh.ranks, "gather_objects", obj, _all_objects)
 
     def _meet(self, x: torch.Tensor, group: str, kind: str, *args: object) -> torch.Tensor:
         ranks = self._ranks(group)
-        call = Collective.of(kind, x, *args)
-        wrong = complaint(call, len(ranks))
+        call = Collective.with_tensor(kind, x, *args)
+        wrong = call_error(call, len(ranks))
         if wrong is not None:
             raise ValueError(f"{call} on group {_group_name(ranks)}: {wrong}")
         self.calls.append(Call(kind, _group_name(ranks), x.numel() * x.element_size()))
+        refuse_torchs_mode(simulated=True)
+        tell(kind, x.nbytes, group, self._rank)
         where = caller()
         return self._board.meet(self._rank, ranks, f"{call} at {where}", (call, x.detach(), where), _all_tensors)
 
@@ -214,15 +228,15 @@ def _all_objects(ranks: Ranks, objects: list) -> list:
 
 def _all_tensors(ranks: Ranks, given: list) -> list:
     calls, xs, where = ([part[i] for part in given] for i in range(3))
-    wrong = disagreement(calls, ranks)
+    wrong = mismatch(calls, ranks)
     if wrong is not None:
         raise RuntimeError(f"group {_group_name(ranks)}: {wrong}; at {' and '.join(sorted(set(where)))}")
-    return play(calls, xs)
+    return run_collective(calls, xs)
 
 
 @dataclass
 class _Meeting:
-    """The n-th call on a group, by all its ranks."""
+    """The n-th call on a group by all its ranks. given: what each rank hands in; what: its call as text."""
 
     ranks: Ranks
     given: dict[int, Any] = field(default_factory=dict)
@@ -233,8 +247,8 @@ class _Meeting:
     def full(self) -> bool:
         return len(self.given) == len(self.ranks)
 
-    def play(self, how: Callable[[Ranks, list], list]) -> None:
-        """Fill in every rank's result, or raise why there is none."""
+    def fill(self, compute: Callable[[Ranks, list], list]) -> None:
+        """Compute every rank's result with `compute`, or raise the error why there is none."""
         names = {text.split("(")[0] for text in self.what.values()}
         if len(names) > 1:
             first, other = self.ranks[0], next(r for r in self.ranks if self.what[r] != self.what[self.ranks[0]])
@@ -242,12 +256,12 @@ class _Meeting:
                 f"group {_group_name(self.ranks)}: rank {first} calls {self.what[first]}, "
                 f"but rank {other} calls {self.what[other]}"
             )
-        results = how(self.ranks, [self.given[rank] for rank in self.ranks])
+        results = compute(self.ranks, [self.given[rank] for rank in self.ranks])
         self.results = dict(zip(self.ranks, results, strict=True))
 
 
 class _Board:
-    """Where ranks meet, guarded by one lock: the open meetings, who waits in which, and the first failure."""
+    """Where ranks meet, guarded by one lock: the open meetings, the ranks that wait in them, and the first failure."""
 
     def __init__(self, world_size: int) -> None:
         self.failure: BaseException | None = None
@@ -260,49 +274,49 @@ class _Board:
         self._busy = set(range(world_size))
         self._waiting: dict[int, _Meeting] = {}
 
-    def meet(self, rank: int, ranks: Ranks, what: str, given: Any, how: Callable[[Ranks, list], list]) -> Any:
-        """Hand in `given`, wait for the other ranks, and return this rank's share of `how(ranks, all given)`."""
+    def meet(self, rank: int, ranks: Ranks, what: str, given: Any, compute: Callable[[Ranks, list], list]) -> Any:
+        """Hand in `given`, wait for the other ranks, and return this rank's entry of `compute(ranks, all given)`."""
         with self._changed:
             self._stop_if_failed()
             meeting = self._join(rank, ranks)
             meeting.given[rank], meeting.what[rank] = given, what
             if meeting.full:
-                self._close(meeting, how, rank)
+                self._close(meeting, compute, rank)
             else:
                 self._wait(rank, meeting)
             return meeting.results[rank]
 
     def fail(self, error: BaseException, who: str) -> None:
-        """Write down the first failure and wake everybody. `who` failed, for the messages."""
+        """Record the first failure and wake all ranks. `who` failed, for the messages."""
         with self._changed:
             if self.failure is None:
-                _note(error, who)
+                _add_note(error, who)
                 self.failure, self._failed = error, who
             self._changed.notify_all()
 
     def raised(self, rank: int, error: BaseException) -> None:
-        """A rank's function raised: its own error, or because it was stopped."""
+        """Record the error of a rank's function: its own error, or that it was stopped."""
         with self._changed:
             self._errors[rank] = error
             if self.failure is None:
                 self.fail(error, f"raised on simulated rank {rank}")
-            elif not _is_echo(error) and error is not self.failure:
-                _note(error, f"raised on simulated rank {rank}")
+            elif not _is_consequence(error) and error is not self.failure:
+                _add_note(error, f"raised on simulated rank {rank}")
 
     def error(self) -> BaseException | None:
-        """What to tell the caller: an error that is not the echo of another one, of the lowest rank."""
+        """The error for the caller: that of the lowest rank whose error is not a mere consequence of another one."""
         with self._changed:
-            own = [rank for rank in sorted(self._errors) if not _is_echo(self._errors[rank])]
+            own = [rank for rank in sorted(self._errors) if not _is_consequence(self._errors[rank])]
             return self._errors[own[0]] if own else self.failure
 
     def end(self, rank: int) -> None:
-        """A rank has returned: whoever waits for it now waits for ever."""
+        """Note that a rank has returned: a rank that waits for it now would wait forever."""
         with self._changed:
             self._busy.discard(rank)
             self._fail_if_stuck()
 
     def state(self) -> str:
-        """What every rank that has not ended is doing."""
+        """Describe what every rank that has not ended is doing."""
         with self._changed:
             return "; ".join(self._doing(rank) for rank in sorted(self._busy))
 
@@ -311,12 +325,12 @@ class _Board:
         self._counts[rank, ranks] += 1
         return self._open.setdefault((ranks, count), _Meeting(ranks))
 
-    def _close(self, meeting: _Meeting, how: Callable[[Ranks, list], list], rank: int) -> None:
+    def _close(self, meeting: _Meeting, compute: Callable[[Ranks, list], list], rank: int) -> None:
         del self._open[meeting.ranks, self._counts[rank, meeting.ranks] - 1]
         for member in meeting.ranks:
             self._waiting.pop(member, None)
         try:
-            meeting.play(how)
+            meeting.fill(compute)
         except Exception as error:
             self.fail(error, f"raised on simulated ranks {_group_name(meeting.ranks)}")
             raise
@@ -334,7 +348,7 @@ class _Board:
             raise RankStopped(f"stopped by an error {self._failed}: {self.failure}") from self.failure
 
     def _fail_if_stuck(self) -> None:
-        """When every rank that has not ended waits, nobody can wake them."""
+        """Fail if every rank that has not ended waits: no rank can wake them."""
         if self.failure is None and self._busy and self._busy == set(self._waiting):
             ended = "the others have ended" if len(self._busy) < self._size else "all ranks wait"
             stuck = RuntimeError(f"the ranks cannot go on, {ended}: {self.state()}")
@@ -348,13 +362,13 @@ class _Board:
         return f"rank {rank} waits in {meeting.what[rank]} on group {_group_name(meeting.ranks)} for rank {missing}"
 
 
-def _note(error: BaseException, text: str) -> None:
-    """Add to what is printed with the error; before Python 3.11 nobody prints notes, but they can be read."""
+def _add_note(error: BaseException, text: str) -> None:
+    """Add a note to the error. Python prints notes since 3.11; before that they can only be read."""
     error.__notes__ = [*getattr(error, "__notes__", []), f"({text})"]
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    """Whether it, or what it was raised from, says only that the rank was stopped."""
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether the error, or an error it was raised from, only says that the rank was stopped."""
     while error is not None and not isinstance(error, RankStopped):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,9 +1,13 @@
-"""A call is an op with specs where its tensors were: all that a lowering may depend on."""
+"""A call is an op with specs in the place of its tensors. A lowering may depend on the call and on nothing else.
+
+    aten.mm(x, w)  ->  Call(aten.mm.default, (f32[8, 16@tp], f32[16@tp, 4]), {}, (TensorMeta((8, 4), ...),))
+"""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,22 +15,27 @@ import torch
 from spmd import _torch
 from spmd.tensor.spec import Spec
 
+aten = torch.ops.aten
+READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+"""Ops that return a Python value: every rank needs the global tensor."""
+
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Global shape, stride and dtype of one result."""
+    """Global shape, stride and dtype of one result; of a view also its place in the memory of the first operand."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    offset: int = field(default=0, repr=False, compare=False)
 
     @classmethod
     def of(cls, t: torch.Tensor) -> TensorMeta:
-        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype, t.storage_offset())
 
 
 class RuntimeScalar:
-    """Stands in a call for a number that may be another the next time, such as a learning rate."""
+    """Stands in a call for a number that may differ in the next call, such as a learning rate."""
 
     def __repr__(self):
         return "scalar"
@@ -37,20 +46,23 @@ SCALAR = RuntimeScalar()
 
 @functools.lru_cache(maxsize=4096)
 def is_pointwise(op: _torch.OpOverload) -> bool:
-    """Whether no rule of the op looks at its numbers, but to see that they are finite and not zero."""
+    """Whether the op is pointwise: then its rule asks of a number only whether it is finite and not zero."""
     return torch.Tag.pointwise in op.tags
 
 
-def unread(op: _torch.OpOverload, x: Any) -> Any:
-    """SCALAR for a number of whose value no rule of the op takes notice, such as the step of an optimiser; else `x`.
+def as_runtime_scalar(op: _torch.OpOverload, x: Any) -> Any:
+    """SCALAR in place of a number whose value no rule of the op reads, such as the step of an optimiser; else `x`.
 
-    Rules of pointwise ops ask whether a number is zero, infinite or none at all, and nothing more.
+    Rules of pointwise ops ask whether a number is zero, infinite or NaN, and nothing more.
 
-    >>> unread(torch.ops.aten.mul.Tensor, 0.1), unread(torch.ops.aten.mul.Tensor, 0.0)
+    >>> as_runtime_scalar(torch.ops.aten.mul.Tensor, 0.1), as_runtime_scalar(torch.ops.aten.mul.Tensor, 0.0)
     (scalar, 0.0)
-    >>> unread(torch.ops.aten.sum.dim_IntList, 1)
+    >>> as_runtime_scalar(torch.ops.aten.sum.dim_IntList, 1)
     1
     """
+    if type(x) is torch.SymFloat:  # torch.compile's: each question is a guard, and x - x would be none
+        ordinary = is_pointwise(op) and x != 0 and abs(x) <= sys.float_info.max
+        return SCALAR if ordinary else float(x)
     if not is_pointwise(op) or type(x) not in (int, float) or x == 0 or x - x != 0:
         return x
     return SCALAR
@@ -58,18 +70,18 @@ def unread(op: _torch.OpOverload, x: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """An op, its arguments with a `Spec` for each tensor, and what single-device torch would return.
+    """An op, its arguments with a `Spec` for each tensor, and the metadata of its results on one device.
 
-    `outs` has one `TensorMeta` per result, and None where the op returns no tensor. `which`: for each operand the
-    first place where the same tensor stands, (0, 1, 1) for `addcmul(x, g, g)`; moving it once serves both. Empty
-    when all are different.
+    outs: one `TensorMeta` for each result, None where the op returns no tensor.
+    first_use: for each operand, the index of the first operand that is the same tensor: (0, 1, 1) for
+    `addcmul(x, g, g)`, where one move serves both. Empty if all operands are different tensors.
     """
 
     op: _torch.OpOverload
     args: tuple
     kwargs: dict[str, Any]
     outs: tuple[TensorMeta | None, ...]
-    which: tuple[int, ...] = ()
+    first_use: tuple[int, ...] = ()
 
     @functools.cached_property
     def _bound(self) -> dict[str, Any]:
@@ -97,15 +109,18 @@ class Call:
 
     @property
     def draws(self) -> bool:
-        """Whether the call takes random numbers; one that is told to drop nothing does not."""
-        if torch.Tag.nondeterministic_seeded not in self.op.tags and self.name not in UNTAGGED:
+        """Whether the call takes random numbers. A dropout with probability 0 does not."""
+        if torch.Tag.nondeterministic_seeded not in self.op.tags and self.name not in UNTAGGED_DRAWS:
             return False
         chance = [self[a.name] for a in _torch.arguments(self.op) if a.name in ("p", "dropout_p")]
         return not any(isinstance(p, float) and p == 0 for p in chance)
 
     @property
     def makes_new(self) -> bool:
-        """Whether the results are new tensors, of the operands alone: empty ones need not be asked of the op."""
+        """Whether the results are new tensors that depend on the operands alone.
+
+        An empty result can then be made without a call of the op.
+        """
         return not _torch.written(self.op) and not _torch.is_view(self.op) and not self.draws
 
     @property
@@ -118,16 +133,16 @@ class Call:
         return base_name(self.op)
 
 
-UNTAGGED = {"binomial", "_sample_dirichlet"}
-"""Ops that draw, which torch does not say."""
+UNTAGGED_DRAWS = {"binomial", "_sample_dirichlet"}
+"""Ops that draw although torch does not tag them so."""
 
 
 def base_name(op) -> str:
-    """The name that the book knows an overload by; of an op that is not aten's, with the library's name before it.
+    """The name of an overload in the book. If the op is not aten's, its library's name comes first.
 
     >>> base_name(torch.ops.aten.add_.Tensor), base_name(torch.ops.aten._to_copy.default)
     ('add', '_to_copy')
-    >>> base_name(torch.ops.prims.sin.default)  # what others call by a name of aten's need not be the same op
+    >>> base_name(torch.ops.prims.sin.default)  # another library's `sin` need not be aten's
     'prims::sin'
     """
     name = _torch.qualified_name(op).removeprefix("aten::")

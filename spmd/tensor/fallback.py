@@ -1,7 +1,8 @@
-"""Ops that had to see whole tensors: which, how often, how many bytes, and the line that asked.
+"""Fallbacks: ops that ran on replicated tensors, how often, with how many bytes, and the line that called them.
 
-An op without a rule is not refused: its sharded operands are gathered and every rank runs it on all of them. That is
-right, and it is not what a mesh is for. So each is counted, and `on_fallback` says what else is done about it.
+An op without a rule is not refused: its sharded operands are gathered, and every rank runs it on the global tensors.
+That is right, but it wastes the mesh. So each such call is counted, and `on_fallback` says whether it also warns or
+raises.
 
     >>> import spmd.debug, torch
     >>> with spmd.debug.on_fallback("error"):
@@ -20,22 +21,25 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from spmd.sim.exchange import caller
+from spmd.comm.user_line import caller
 
 POLICIES = ("ignore", "warn", "error")
 
 
 class FallbackError(RuntimeError):
-    """An op would have to see whole tensors, and `on_fallback("error")` says no."""
+    """An op would have to run on replicated tensors, and `on_fallback("error")` forbids it."""
 
 
 class FallbackWarning(UserWarning):
-    """An op saw whole tensors; see `on_fallback`."""
+    """An op ran on replicated tensors; see `on_fallback`."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """An op that saw whole tensors. nbytes: of all operands that were gathered, in all calls. where: of the first."""
+    """An op that ran on replicated tensors.
+
+    nbytes: of all operands that were gathered, in all calls. where: the line of the first call.
+    """
 
     op: str
     calls: int
@@ -47,7 +51,7 @@ class Fallback:
 
 
 class Fallbacks(tuple):
-    """What was gathered, the most bytes first."""
+    """The fallbacks, the one with most bytes first."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "no op was gathered"
@@ -59,9 +63,9 @@ _policy: ContextVar[str] = ContextVar("spmd_on_fallback", default="ignore")
 
 
 def fallbacks() -> Fallbacks:
-    """The ops of this process, and the programs compiled in it, that saw whole tensors, since the last `clear()`.
+    """The ops that ran on replicated tensors since the last `clear()`, in this process and in programs compiled in it.
 
-    In a simulation with a thread a rank, the calls of all ranks are counted.
+    In a simulation with one thread for each rank, the calls of all ranks are counted.
     """
     with _lock:
         return Fallbacks(sorted(_found.values(), key=lambda f: (-f.nbytes, f.op)))
@@ -77,9 +81,9 @@ fallbacks.clear = _clear
 
 @contextlib.contextmanager
 def on_fallback(policy: str) -> Iterator[None]:
-    """What to do, inside, where an op has to see whole tensors: "ignore", "warn" or "error". It is counted in any case.
+    """Inside the block, "ignore" a fallback, "warn" of it, or make it an "error". It is counted in any case.
 
-    A compiled step asks when it is compiled.
+    A compiled step reads the policy when it is compiled.
     """
     if policy not in POLICIES:
         raise ValueError(f"on_fallback: {policy!r} is no policy; use one of {', '.join(POLICIES)}")
@@ -91,9 +95,9 @@ def on_fallback(policy: str) -> Iterator[None]:
 
 
 def note(op: object, nbytes: int) -> None:
-    """Count a call of an op whose operands, of so many bytes in all, are gathered.
+    """Count a call of an op whose operands, of `nbytes` in all, are gathered.
 
-    FallbackError where the policy says so.
+    Raises FallbackError if the policy is "error".
     """
     where = caller()
     name = str(op)
@@ -104,8 +108,9 @@ def note(op: object, nbytes: int) -> None:
     if policy == "ignore":
         return
     text = (
-        f"{name} at {where} sees whole tensors: {nbytes:,} bytes are gathered on every rank. Move what it reads with "
-        "redistribute where that is cheap, or use ops that work on shards; spmd.debug.fallbacks() lists all."
+        f"{name} at {where} runs on replicated tensors: {nbytes:,} bytes are gathered on every rank. Move its "
+        "operands with redistribute before it where that is cheap, or use ops that work on shards; "
+        "spmd.debug.fallbacks() lists all."
     )
     if policy == "error":
         raise FallbackError(text)

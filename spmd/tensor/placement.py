@@ -2,9 +2,9 @@
 
     Shard(0)          the ranks along the axis hold consecutive blocks of dim 0
     Replicate()       every rank along the axis holds the same tensor
-    Partial("sum")    the tensor is the sum of what the ranks along the axis hold
+    Partial("sum")    the tensor is the sum of the terms that the ranks along the axis hold
 
-They are the user's spelling, one per axis; `spmd.tensor.spec` has the canonical form.
+Users give one placement for each axis; `spmd.tensor.spec` has the canonical form.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Placement:
 class Shard(Placement):
     """Split a tensor dim into consecutive blocks, of the sizes that `torch.chunk` gives.
 
-    `unit` is the number of consecutive indices that stay together: the blocks begin at multiples of it.
-    With 6 heads of 8 on four ranks, `Shard(0, unit=8)` gives 2, 2, 2 and 0 whole heads, where `Shard(0)`
-    would cut through them.
+    `unit` is the number of consecutive indices that stay together: blocks begin at multiples of it.
+    With 6 heads of 8 on four ranks, `Shard(0, unit=8)` gives 2, 2, 2 and 0 complete heads; `Shard(0)`
+    would cut through heads.
 
     >>> Shard(0), Shard(-1, unit=8)
     (Shard(0), Shard(-1, unit=8))
@@ -62,7 +62,7 @@ class Replicate(Placement):
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """The tensor is the reduction of what the ranks along the axis hold; no rank has it yet.
+    """The tensor is the reduction of the terms that the ranks along the axis hold; no rank has the result yet.
 
     >>> Partial(), Partial("max")
     (Partial(), Partial('max'))

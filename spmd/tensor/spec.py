@@ -1,16 +1,16 @@
-"""A spec says how one tensor lies on a mesh.
+"""A spec says how one tensor is laid out on a mesh.
 
-Canonical form: for each tensor dim the *ordered* tuple of axes that shard it, outermost first, and the unit
-that they keep together; for each axis at most one reduce kind; the global shape, stride and dtype. Axes that are
-not named replicate. Specs are immutable and interned: equal specs are one object, so a cache key is a tuple of
-identities and comparing two specs is `is`.
+Canonical form: for each tensor dim the *ordered* tuple of axes that shard it, outermost first, and its unit; for each
+axis at most one reduce kind; the global shape, stride and dtype. An axis that is not named replicates. Specs are
+immutable and interned: equal specs are one object. So two specs are compared by `is`, and a cache key is a tuple of
+identities.
 
-    f32[8@dp, 16@tp] +sum@pp        dim 0 over dp, dim 1 over tp, a sum over pp is still to be done
-    i64[30@dp/5]                    over dp, in units of 5
-    f32[8@dp,tp, 16]                dim 0 over dp, each block of it over tp
+    f32[8@dp, 16@tp] +sum@pp        dim 0 is sharded over dp, dim 1 over tp, and a sum over pp is still owed
+    i64[30@dp/5]                    sharded over dp, in units of 5
+    f32[8@dp,tp, 16]                dim 0 is sharded over dp, and each block of it over tp
 
-The user's spelling, one placement per axis, is the property `placements`. It cannot spell an order other than
-the mesh's; `Spec.of(..., dims=...)` can.
+Users give one placement for each axis; the property `placements` has this form. It can only express the mesh's order
+of axes; `Spec.of(..., dims=...)` can express any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 
@@ -39,7 +39,7 @@ DTYPES = {
 
 
 class Spec:
-    """How one tensor lies on a mesh. Make one with `spec_of` (placements) or `Spec.of` (canonical form)."""
+    """How one tensor is laid out on a mesh. Made by `spec_of` (placements) or `Spec.of` (canonical form)."""
 
     mesh: DeviceMesh
     dims: tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ class Spec:
 
     @staticmethod
     def of(mesh, shape, dtype, *, stride=None, dims=None, units=None, partial=()) -> Spec:
-        """The one spec of this content. Axes are numbers; size-1 axes are dropped from `dims` and `partial`."""
+        """The one spec with this content. Axes are numbers; axes of size 1 are dropped from `dims` and `partial`."""
         shape = tuple(shape)
         live = [n > 1 for n in mesh.shape]
         dims = tuple(tuple(a for a in axes if live[a]) for axes in dims) if dims else ((),) * len(shape)
@@ -68,17 +68,17 @@ class Spec:
         return remake, (self.mesh, self.dims, self.units, self.partial, self.shape, self.stride, self.dtype)
 
     def with_layout(self, dims=None, units=None, partial=()) -> Spec:
-        """The same tensor, lying so; all else equal."""
+        """The spec of the same tensor with this layout; all else is equal."""
         return Spec.of(
             self.mesh, self.shape, self.dtype, stride=self.stride, dims=dims, units=units, partial=partial
         )
 
-    def lies_as(self, other: Spec) -> bool:
-        """Whether two specs of one tensor differ at most in strides: no move leads from one to the other."""
+    def same_layout(self, other: Spec) -> bool:
+        """Whether two specs of one tensor differ at most in strides, so that no move is needed between them."""
         return (self.dims, self.units, self.partial) == (other.dims, other.units, other.partial)
 
     def moved_to(self, dims=None, units=None, partial=()) -> Spec:
-        """The same tensor brought to lie so. Moves leave a contiguous block; where nothing moves the strides stay."""
+        """The spec after moves to this layout. Moves leave contiguous blocks; if nothing moves, the strides stay."""
         target = self.with_layout(dims, units, partial)
         return target if target is self else target.with_tensor(self.shape)
 
@@ -88,17 +88,18 @@ class Spec:
             self.mesh, shape, dtype or self.dtype, stride=stride, dims=self.dims, units=self.units, partial=self.partial
         )
 
-    # ---- what one axis does -------------------------------------------------------------------
+    # ---- placements ---------------------------------------------------------------------------
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """One placement per axis of the mesh, as users spell it."""
+        """One placement for each axis of the mesh, as users give them."""
         return tuple(self.on(axis) for axis in range(self.mesh.ndim))
 
     def on(self, axis: int) -> Placement:
-        return self._on.get(axis, REPLICATE)
+        """The placement on this axis."""
+        return self._placement_by_axis.get(axis, REPLICATE)
 
     @cached_property
-    def _on(self) -> dict[int, Placement]:
+    def _placement_by_axis(self) -> dict[int, Placement]:
         shards = {a: Shard(d, self.units[d]) for d, axes in enumerate(self.dims) for a in axes}
         return shards | {a: Partial(kind) for a, kind in self.partial}
 
@@ -113,7 +114,7 @@ class Spec:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the full logical tensor."""
+        """Bytes of the global tensor."""
         return prod(self.shape) * self.dtype.itemsize
 
     @cached_property
@@ -122,7 +123,7 @@ class Spec:
         return prod(self.local_shape((0,) * self.mesh.ndim)) * self.dtype.itemsize
 
     def block(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Start and length, along `dim`, of what the rank at `coordinate` holds."""
+        """Start and length along `dim` of the block of the rank at `coordinate`."""
         axes = self.dims[dim]
         if not axes:
             return 0, self.shape[dim]
@@ -130,7 +131,7 @@ class Spec:
         return block(self.shape[dim], self.units[dim], ns, tuple(coordinate[a] for a in axes))
 
     def box(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """For each dim where the block of the rank at `coordinate` begins and ends in the global tensor."""
+        """For each dim, where the block of the rank at `coordinate` starts and stops in the global tensor."""
         found = self._boxes.get(coordinate)
         if found is None:
             blocks = [self.block(d, coordinate) for d in range(len(self.shape))]
@@ -155,7 +156,7 @@ class Spec:
         return {}
 
     def local_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what the rank at `coordinate` holds."""
+        """The shape of the block of the rank at `coordinate`."""
         found = self._local_shapes.get(coordinate)
         if found is None:
             found = tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
@@ -164,7 +165,7 @@ class Spec:
 
     @per_rank
     def local_shape_here(self) -> tuple[int, ...]:
-        """The shape of the current rank's block; (0,) where the rank is not in the mesh and holds nothing."""
+        """The shape of the current rank's block; (0,) if the rank is not in the mesh and so holds nothing."""
         rank = current_rank()
         found = self._shapes_here.get(rank)
         if found is None:
@@ -173,10 +174,10 @@ class Spec:
         return found
 
     def local_stride(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """Strides of a local tensor laid out in the same order of dims as the global one."""
+        """Strides of the block, with the same order of dims as in the global tensor."""
         return strides_like(self.local_shape(coordinate), self.stride)
 
-    # ---- reading ------------------------------------------------------------------------------
+    # ---- text ---------------------------------------------------------------------------------
     def __str__(self):
         return "".join(_parts(self))
 
@@ -195,7 +196,7 @@ def _intern(key: tuple) -> Spec:
 
 
 def remake(mesh, dims, units, partial, shape, stride, dtype) -> Spec:
-    """The spec of this content; what a pickled spec calls."""
+    """The spec with this content; unpickling a spec calls it."""
     return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=units, partial=partial)
 
 
@@ -212,7 +213,7 @@ def _check_layout(mesh, dims, units, partial, shape) -> None:
 
 
 def commute(kinds: Iterable[str]) -> bool:
-    """Whether reductions of these kinds may be done in any order: kinds that may not do not meet in one spec.
+    """Whether reductions of these kinds may be done in any order. Only then may one spec have all of them.
 
     >>> commute(["max", "max"]), commute(["sum", "avg"]), commute(["sum", "max"])
     (True, True, False)
@@ -228,17 +229,18 @@ def _check_kinds(kinds: Sequence[str], dtype: torch.dtype) -> None:
             "reduce one of them first"
         )
     for kind in kinds:
-        if not _has(dtype, kind):
+        if not _supports(dtype, kind):
             raise ValueError(f"there is no {WORDS[kind]} of {DTYPES.get(dtype, dtype)}; Partial({kind!r}) does not fit")
 
 
 WORDS = {"sum": "sum", "avg": "average", "max": "maximum", "min": "minimum", "product": "product"}
 
 
-def _has(dtype: torch.dtype, kind: str) -> bool:
-    """Of integers there is no average; of bools only a maximum (any) and a minimum (all).
+def _supports(dtype: torch.dtype, kind: str) -> bool:
+    """Whether tensors of this dtype can be reduced so.
 
-    Complex numbers have no order, and no backend multiplies them.
+    Integers have no average; bools have only a maximum (any) and a minimum (all). Complex numbers have no order, and no
+    backend multiplies them.
     """
     if dtype.is_floating_point:
         return True
@@ -247,20 +249,26 @@ def _has(dtype: torch.dtype, kind: str) -> bool:
     return kind in ("max", "min") if dtype is torch.bool else kind != "avg"
 
 
-# ---- from and to placements -------------------------------------------------------------------
+# ---- from placements --------------------------------------------------------------------------
 
 
 Order = Mapping[int, Sequence[int | str]]
-"""For a dim that several axes shard, these axes, the outermost first."""
+"""For a dim that several axes shard: these axes, outermost first."""
+
+
+def spec_of_value(x: object) -> Spec | None:
+    """The spec that a value carries, as a DTensor does; None for a plain tensor."""
+    return getattr(x, "_spec", None)
 
 
 def spec_of(
     mesh: DeviceMesh, placements: Sequence[Placement], shape, dtype=torch.float32, *, stride=None,
     order: Order | None = None,
 ) -> Spec:  # fmt: skip
-    """The spec of a tensor of global `shape` placed so, one placement per axis of the mesh.
+    """The spec of a tensor of global `shape` with these placements, one for each axis of the mesh.
 
-    Several axes may shard one dim; the order is that of the mesh, the first axis outermost, or what `order` says.
+    Several axes may shard one dim. Then the order is that of the mesh, with the first axis outermost, unless `order`
+    gives another.
 
     >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> print(spec_of(mesh, [Shard(0), Partial()], (8, 16)))
@@ -284,8 +292,10 @@ def spec_of(
     return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=tuple(units), partial=partial)
 
 
-def _checked_order(mesh: DeviceMesh, dims: list[tuple[int, ...]], dim: int, axes: Sequence[int | str]) -> tuple[int,
-...]:
+def _checked_order(
+    mesh: DeviceMesh, dims: list[tuple[int, ...]], dim: int, axes: Sequence[int | str]
+) -> tuple[int, ...]:
+    """The axes as numbers; they have to be those that the placements shard the dim by."""
     if not -len(dims) <= dim < len(dims):
         raise ValueError(f"order names dim {dim} of a tensor of {len(dims)} dims")
     found = tuple(mesh.axis(a) for a in axes)
@@ -298,7 +308,7 @@ def _checked_order(mesh: DeviceMesh, dims: list[tuple[int, ...]], dim: int, axes
 
 
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """The placements with dims counted from the front, or an error that says which one does not fit."""
+    """The placements, with dims counted from the front. If one does not fit, an error names it."""
     placements = tuple(placements)
     if len(placements) != mesh.ndim:
         raise ValueError(
@@ -337,7 +347,7 @@ _DIM = re.compile(r"(\d+)(?:@([\w,]+))?(?:/(\d+))?(?:, |$)")
 
 
 def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
-    """The spec that prints as `text` (contiguous).
+    """The spec that prints as `text`, with contiguous strides.
 
     >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> parse_spec("f32[8@tp,dp, 16]", mesh).dims
@@ -376,7 +386,7 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Dense strides for `shape` that order the dims as `stride` does; expanded dims stay expanded.
+    """Dense strides for `shape` with the order of dims that `stride` has; expanded dims stay expanded.
 
     >>> strides_like((2, 3), (1, 4))
     (1, 2)
@@ -391,9 +401,32 @@ def strides_like(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
     return tuple(out)
 
 
+def dense_strides(shape: Sequence[int], stride: Sequence[int], thin: Collection[int]) -> tuple[int, ...]:
+    """Dense strides for `shape`, with the order of dims of a block that has these strides. The block may have gaps.
+
+    thin: dims whose strides are not read, because they say nothing on some rank. Where the other dims are in the order
+    of a contiguous tensor, so are these; else they come first in memory, with the largest strides.
+
+    >>> dense_strides((5, 3, 4), (12, 1, 3), thin={0}), dense_strides((5, 3, 4), (99, 4, 1), thin={0})
+    ((12, 1, 3), (12, 4, 1))
+    """
+    order = sorted((d for d in range(len(shape)) if d not in thin), key=lambda d: (stride[d], -d))
+    expanded = [d for d in order if stride[d] == 0]
+    if not expanded and order == sorted(order, reverse=True):
+        return contiguous(shape)
+    out, step = [0] * len(shape), 1
+    for d in (*order[len(expanded) :], *sorted(thin, reverse=True)):
+        out[d] = step
+        step *= max(shape[d], 1)
+    return tuple(out)
+
+
 def replicated(spec: Spec) -> Spec:
-    """The same tensor, whole on every rank."""
+    """The spec of the same tensor, replicated on every rank."""
     return spec.with_layout()
 
 
-__all__ = ["Replicate", "Spec", "check_placements", "contiguous", "parse_spec", "replicated", "spec_of", "strides_like"]
+__all__ = [
+    "Replicate", "Spec", "check_placements", "contiguous", "dense_strides", "parse_spec", "replicated", "spec_of",
+    "strides_like",
+]  # fmt: skip

@@ -1,6 +1,6 @@
-"""A job of three ranks of which one dies: ``python dying_job.py HOW`` starts it, with the launcher of the demo.
+"""A job of three ranks, one of which dies. ``python dying_job.py HOW`` starts it with the launcher of the demo.
 
-The rank dies when all have met in a collective, while the others wait for it in the next one. Each rank prints its pid.
+The rank dies after a collective of all ranks, while the others wait for it in the next one. Each rank prints its pid.
 """
 
 import os
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.cli.args import UsageError
-from spmd.cli.launch import JobFailed, launch, launched, play_rank
+from spmd.cli.launch import JobFailed, launch, launched, run_launched
 
 RANKS, DYING = 3, 1
 
@@ -52,7 +52,7 @@ def play(death):
 def main(how):
     if launched():
         print(f"pid {os.getpid()}", flush=True)
-        return play_rank(play, DEATHS[how])
+        return run_launched(play, DEATHS[how])
     try:
         launch([__file__, how], RANKS)
     except (JobFailed, UsageError) as error:

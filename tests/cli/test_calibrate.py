@@ -1,4 +1,4 @@
-"""``python -m spmd calibrate`` as a user meets it."""
+"""``python -m spmd calibrate`` as a user runs it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 import spmd
 from spmd.cli import main
-from spmd.cli.launch import RANK
+from spmd.cli.launch import LAUNCHER_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_two_ranks_write_a_file_that_plans_are_priced_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = {name: value for name, value in os.environ.items() if name not in RANK}
+    plain = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     path = tmp_path / "two.json"
     options = ["--nproc", "2", "--max-bytes", "64K", "--rounds", "2", "--name", "two", "--out", str(path)]
     job = subprocess.run(
@@ -44,20 +44,20 @@ def test_two_ranks_write_a_file_that_plans_are_priced_by(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--mesh 2x", "'2x' is no mesh"),
+        ("--mesh 2x", "'2x' is not a mesh"),
         ("--mesh 2x3", "a mesh of 2x3 has 6 ranks, and there are 4"),
-        ("--nproc 1", "one rank has nobody to talk to"),
-        ("--max-bytes 16X", "'16X' is no number of bytes. 4096, 64K, 16M and 1G are some."),
+        ("--nproc 1", "one rank has no other to send to"),
+        ("--max-bytes 16X", "'16X' is not a number of bytes. Give one such as 4096, 64K, 16M or 1G."),
         ("--max-bytes 1K", "a bandwidth needs messages of 64K and more"),
         ("--out no/such/folder/x.json", "there is no folder"),
-        ("--rounds 0", "'0' is no whole number from 1 on"),
+        ("--rounds 0", "'0' is not a whole number of at least 1"),
     ],
 )
 def test_bad_input_is_told_before_any_rank_starts(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr("spmd.cli.calibrate.launch", None)
-    for name in RANK:
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     try:
         code = main(["calibrate", *options.split()])

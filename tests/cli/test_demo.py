@@ -1,4 +1,4 @@
-"""``python -m spmd demo`` as a user meets it: real processes, real input, bad input, a rank that dies."""
+"""``python -m spmd demo`` as a user runs it: real processes, real input, bad input, a rank that dies."""
 
 import os
 import re
@@ -42,7 +42,7 @@ def demo(*options, **env):
     ids=["tensor parallel", "uneven batch", "one rank"],
 )
 def test_the_ranks_lose_what_one_device_loses(options):
-    """The last line says how far the losses part, for even and uneven batches."""
+    """The last line gives the difference of the losses, for even and uneven batches."""
     job = demo(*SMALL, *options.split())
     assert job.returncode == 0, job.stderr
     last = job.stdout.splitlines()[-1]
@@ -53,7 +53,7 @@ def test_the_ranks_lose_what_one_device_loses(options):
 
 
 def test_a_rank_of_a_launcher_is_used():
-    """Under torchrun the demo plays the rank that it is given."""
+    """Under torchrun the demo runs the rank that it is given."""
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0".split()
     job = python(*torchrun, "--local-addr", "127.0.0.1", "-m", "spmd", "demo", "--mesh", "1x2", *SMALL)
     assert job.returncode == 0, job.stderr
@@ -63,15 +63,15 @@ def test_a_rank_of_a_launcher_is_used():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ("--mesh 2by2", "'2by2' is no mesh. A mesh is DPxTP"),
-        ("--mesh 0x2", "'0x2' is no mesh"),
-        ("--mesh 2x2x2", "'2x2x2' is no mesh"),
+        ("--mesh 2by2", "'2by2' is not a mesh. A mesh is DPxTP"),
+        ("--mesh 0x2", "'0x2' is not a mesh"),
+        ("--mesh 2x2x2", "'2x2x2' is not a mesh"),
         ("--text no/such/file --steps 1", "cannot read the text no/such/file: No such file or directory"),
         ("--text SHORT --block 4096", "one batch of 16 windows of 4096 bytes needs 16 * 4096 + 1 = 65537"),
         ("--heads 3", "3 does not divide 128. A width of 129 fits."),
-        ("--steps 0", "'0' is no whole number from 1 on"),
-        ("--lr inf", "'inf' is no finite number above 0"),
-        ("--seed -1", "'-1' is no whole number from 0"),
+        ("--steps 0", "'0' is not a whole number of at least 1"),
+        ("--lr inf", "'inf' is not a finite number above 0"),
+        ("--seed -1", "'-1' is not a whole number from 0"),
     ],
 )
 def test_bad_input_is_told_before_any_rank_starts(options, message, monkeypatch, capsys):
@@ -95,7 +95,7 @@ def code_of(main, argv):
 
 
 def test_bad_input_gives_no_traceback():
-    """The same from outside: a message, exit code 2, and that is all."""
+    """The same from outside: only a message, and exit code 2."""
     job = demo("--text", "no/such/file")
     assert job.returncode == 2
     assert job.stderr.count("\n") == 1 and "cannot read the text no/such/file" in job.stderr
@@ -108,7 +108,7 @@ def rank(rank, world):
 
 
 def test_a_mesh_must_fit_the_ranks_of_the_launcher():
-    """Every rank ends by itself, before it looks for the others; rank 0 says why."""
+    """Every rank ends by itself before it connects to the others. Rank 0 prints the reason."""
     first, second = demo("--mesh", "2x2", **rank(0, 3)), demo("--mesh", "2x2", **rank(1, 3))
     assert first.returncode == second.returncode == 2
     assert "a mesh of 2x2 has 4 ranks, and the launcher started 3" in first.stderr
@@ -117,7 +117,7 @@ def test_a_mesh_must_fit_the_ranks_of_the_launcher():
 
 
 def test_half_a_launcher_is_none(monkeypatch):
-    """A rank without its job would wait for nobody."""
+    """A rank with only some launcher variables is refused: it would wait for ever."""
     for name in RANK:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
@@ -139,7 +139,7 @@ DYING = str(Path(__file__).with_name("dying_job.py"))
     ],
 )
 def test_a_rank_that_dies_ends_the_job(how, code, message):
-    """Within seconds, with a message about the one that died and not about those it left, and nobody remains."""
+    """The job ends within seconds, with a message about the rank that died only, and no process remains."""
     job = python(DYING, how, seconds=60)
     assert job.returncode == code
     assert job.stderr.splitlines()[-1].endswith(message)
@@ -149,7 +149,7 @@ def test_a_rank_that_dies_ends_the_job(how, code, message):
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_is_stopped_takes_its_ranks_along(by, tmp_path):
-    """Whatever ends the launcher, its ranks do not stay behind."""
+    """However the launcher ends, its ranks end too."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, DYING, "wait"], env=env, stdout=subprocess.PIPE, text=True) as job:
         pids = "".join(job.stdout.readline() for _ in range(3))
@@ -162,7 +162,7 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(by, tmp_path):
 
 
 def running(pids):
-    """Which of the processes in ``pid N`` lines are there still."""
+    """The processes of the ``pid N`` lines that are still running."""
     return [pid for pid in map(int, re.findall(r"pid (\d+)", pids)) if is_running(pid)]
 
 

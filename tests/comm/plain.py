@@ -47,7 +47,7 @@ def _world(rank: int):
     return torch.distributed.group.WORLD
 
 
-SPELLINGS: dict[str, tuple[Callable, list[list[int]]]] = {
+NOTATIONS: dict[str, tuple[Callable, list[list[int]]]] = {
     "list": (lambda rank: [0, 1, 2, 3], ALL),
     "turned list": (lambda rank: [3, 1, 0, 2], [[3, 1, 0, 2]]),
     "list of some": (lambda rank: [2, 0] if rank in (0, 2) else [1, 3], [[2, 0], [1, 3]]),
@@ -64,14 +64,14 @@ SPELLINGS: dict[str, tuple[Callable, list[list[int]]]] = {
     "torch's name": (lambda rank: _world(rank).group_name, ALL),
     "spmd's name": (lambda rank: "ranks:3,1,0,2", [[3, 1, 0, 2]]),
 }
-"""Each spelling of a group: what a rank says, and who is in which group."""
+"""Each notation of a group: the group as a rank gives it, and the ranks of each group."""
 
-WITHOUT_PROCESS_GROUP = [name for name in SPELLINGS if "process group" not in name and "torch" not in name]
+WITHOUT_PROCESS_GROUP = [name for name in NOTATIONS if "process group" not in name and "torch" not in name]
 
 
 def group_of(spelling: str, rank: int) -> tuple[object, int, list[int]]:
-    """What the rank says, its place, and the ranks of its group."""
-    say, groups = SPELLINGS[spelling]
+    """The group as the rank gives it, the rank's place, and the ranks of its group."""
+    say, groups = NOTATIONS[spelling]
     ranks = next(group for group in groups if rank in group)
     return say(rank), ranks.index(rank), ranks
 
@@ -80,7 +80,7 @@ def group_of(spelling: str, rank: int) -> tuple[object, int, list[int]]:
 
 
 def data(seed: int, shape: Shape, dtype: torch.dtype, layout: str = "contiguous") -> torch.Tensor:
-    """Whole numbers from -3 to 3, from 0 to 3 where there is no sign; in memory as `layout` says."""
+    """Whole numbers from -3 to 3 (unsigned: 0 to 3), with the memory layout `layout`."""
     source = torch.Generator().manual_seed(seed)
     whole = torch.randint(-3, 4, shape, generator=source)
     if dtype == torch.bool:
@@ -105,7 +105,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def inputs(case: Case, place: int, n: int, seed: int = 0) -> Tensors:
-    """The tensors that the rank of this place gives; as many rows as it sends in an all-to-all with a table."""
+    """The input tensors of the rank at this place; for an all-to-all with a table as many rows as it sends."""
     shapes = list(case.shapes)
     if case.kind == "all_to_all_single" and case.args[0] is not None:
         shapes = [(sum(case.args[0][place]), *shapes[0][1:])]
@@ -116,7 +116,7 @@ def inputs(case: Case, place: int, n: int, seed: int = 0) -> Tensors:
 
 
 def called(case: Case, place: int, n: int, xs: Sequence[torch.Tensor], group: object) -> Tensors:
-    """What the functional collective gives."""
+    """The results of the functional collective."""
     collective, args = getattr(comm, case.kind), case.args
     if case.kind == "all_to_all_single":
         table = args[0]
@@ -131,7 +131,7 @@ def called(case: Case, place: int, n: int, xs: Sequence[torch.Tensor], group: ob
 
 
 def results(case: Case, given: list[Tensors]) -> list[Tensors]:
-    """What each rank gets of all ranks' tensors."""
+    """The results of each rank, computed from the tensors of all ranks."""
     return PLAIN[case.kind](given, *case.args)
 
 
@@ -177,7 +177,7 @@ def _permuted(given: list[Tensors], src_dst: Sequence[int]) -> list[Tensors]:
 
 
 def _each(given: list[Tensors], one: Callable[[int, Tensors], Tensors]) -> list[Tensors]:
-    """`one` goes from all ranks' i-th tensors to all ranks' i-th results."""
+    """`one` computes all ranks' i-th results from all ranks' i-th tensors."""
     columns = [one(i, list(xs)) for i, xs in enumerate(zip(*given, strict=True))]
     return [[column[place] for column in columns] for place in range(len(given))]
 
@@ -247,7 +247,7 @@ REDUCE_OPS = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
 
 
 def is_legal(op: str, dtype: torch.dtype) -> bool:
-    """Whether there is such a reduction of the dtype."""
+    """Whether the dtype has this reduction."""
     whole = not dtype.is_floating_point and not dtype.is_complex
     return {
         "sum": True,
@@ -262,7 +262,7 @@ def is_legal(op: str, dtype: torch.dtype) -> bool:
 
 
 def of_all_dtypes(n: int) -> list[Case]:
-    """Every reduction of every dtype that has it, and every dtype moved."""
+    """Every reduction of every dtype that has it, and every dtype sent."""
     legal = [(op, dtype) for op in REDUCE_OPS for dtype in SUMMED if is_legal(op, dtype)]
     moves = [case for case in typical(n) if "reduce" not in case.kind]
     return [

@@ -195,7 +195,7 @@ TRACED: dict[str, Callable] = {
 
 
 def each(rank: int, fn: Callable, names: list[str], *args: object) -> list[str]:
-    """What is wrong on this rank, a line each."""
+    """The failures on this rank, one line each."""
     found = [(name, fn(rank, name, *args)) for name in names]
     return [f"rank {rank}, {name}: {text}" for name, text in found if text]
 

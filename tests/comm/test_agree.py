@@ -1,4 +1,4 @@
-"""Ranks that differ learn it together, with names and a diff."""
+"""Ranks that differ all get an error, with names and a diff."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def said(rank: int, values: list[str], mesh: DeviceMesh = MESH, failing: tuple[int, ...] = ()) -> str:
-    """What `agree` raises on this rank."""
+    """The error that `agree` raises on this rank."""
     error = ValueError(f"bad size on {rank}") if rank in failing else None
     try:
         agree(values[rank], mesh, "the program", error)

@@ -1,4 +1,4 @@
-"""AsyncTensor: metadata at once, one wait at the first touch, and afterwards a tensor like any other."""
+"""AsyncTensor: metadata is known at once, the first use waits, and afterwards it is a tensor like any other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spmd.comm import (
     wait,
 )
 from spmd.mesh import init_device_mesh
-from spmd.tensor.dtensor import DTensor
+from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Shard
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -137,10 +137,7 @@ USES: dict[str, Callable] = {
     "add": lambda y: y + 1,
     "add from the right": lambda y: X + y,
     "matmul": lambda y: X @ y.T,
-    "index": lambda y: y[1],
     "index by mask": lambda y: y[y > 2],
-    "view": lambda y: y.view(3, 2),
-    "slice": lambda y: y[:, 1:],
     "iterate": lambda y: torch.stack(list(y)),
     "sum to item": lambda y: y.sum().item(),
     "item": lambda y: y[0, 1].item(),
@@ -195,6 +192,45 @@ def test_a_use_waits_once_and_gives_what_the_plain_tensor_gives(case: str) -> No
     USES[case](y)
     assert wait(y) is wait(y) and type(wait(y)) is torch.Tensor
     assert count.waits == 1
+
+
+VIEWS: dict[str, Callable] = {
+    "index": lambda y: y[1],
+    "view": lambda y: y.view(3, 2),
+    "reshape": lambda y: y.reshape(-1),
+    "slice": lambda y: y[1:, 1:],
+    "slice of a view": lambda y: y.T[1:].unsqueeze(0),
+    "one of several": lambda y: y.unbind(1)[1],
+    "a part": lambda y: y.chunk(3, dim=1)[2].expand(2, 4),
+}
+
+
+@pytest.mark.parametrize("case", list(VIEWS))
+def test_a_view_stays_in_flight(case: str) -> None:
+    """Its shape is known at once; to use it waits, once for all; a write to one is a write to all."""
+    y, count = on_its_way()
+    view, want = VIEWS[case](y), VIEWS[case](X)
+    assert type(view) is AsyncTensor and count.waits == 0 and not view.completed
+    metadata = lambda x: (x.shape, x.stride(), x.storage_offset(), x.dtype)  # noqa: E731
+    assert metadata(view) == metadata(want)
+    assert torch.equal(view + 0, want) and torch.equal(wait(view), want) and count.waits == 1 and y.completed
+    y.zero_()
+    assert not view.any() and count.waits == 1
+    assert type(VIEWS[case](y)) is torch.Tensor
+
+
+def test_a_write_to_a_view_in_flight_is_a_write_to_the_whole() -> None:
+    y, count = on_its_way()
+    y[1].mul_(2)
+    assert torch.equal(y, X * torch.tensor([[1.0], [2.0]])) and count.waits == 1
+
+
+def test_a_view_in_flight_has_a_gradient() -> None:
+    y, count = on_its_way()
+    view = y.requires_grad_().view(6)[2:]
+    assert count.waits == 0
+    (view * 3).sum().backward()
+    assert torch.equal(y.grad, torch.tensor([[0.0, 0.0, 3.0], [3.0, 3.0, 3.0]]))
 
 
 def test_a_printed_tensor_that_has_arrived_shows_its_values() -> None:
@@ -306,7 +342,7 @@ def test_one_may_go_into_the_next_collective(gloo4: Pool) -> None:
 
 
 def dropped(rank: int) -> float:
-    """Nobody waits for ten of them; the eleventh is right."""
+    """Ten results are never waited for; the eleventh is still right."""
     sent = [all_reduce(torch.ones(1000), "sum", [0, 1, 2, 3])._sent for _ in range(10)]
     gc.collect()
     found = wait(all_reduce(torch.ones(1), "sum", [0, 1, 2, 3])).item()
@@ -336,7 +372,7 @@ COPIERS: dict[str, Callable] = {
 
 
 def written_meanwhile(rank: int) -> dict[str, object]:
-    """What comes of collectives whose input is overwritten before the wait: numbers that are right, or an error."""
+    """Collectives whose input is overwritten before the wait give the right numbers or an error."""
     found: dict[str, object] = {}
     for name, send in {**READERS, **COPIERS}.items():
         x = torch.arange(12.0).reshape(4, 3) + rank

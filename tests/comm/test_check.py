@@ -1,4 +1,4 @@
-"""Wrong calls: what a rank alone can tell is an error before anything is sent; in `checked()` ranks compare theirs."""
+"""Wrong calls: a rank finds its own mistakes before anything is sent; in `checked()` ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ UNLIKE: dict[str, tuple[Callable, str, str]] = {
 
 
 def unlike(rank: int, case: str, how: str) -> tuple[str, float]:
-    """The error, and what a call gives right afterwards."""
+    """The error, and the result of a call directly afterwards."""
     call = UNLIKE[case][0]
     before = dist.get_debug_level()
     if how == "detail":
@@ -148,14 +148,14 @@ def unlike(rank: int, case: str, how: str) -> tuple[str, float]:
 @pytest.mark.parametrize("case", list(UNLIKE))
 @pytest.mark.parametrize("how", ["checked", "detail"])
 def test_calls_that_part_are_an_error_on_all_ranks(gloo4: Pool, case: str, how: str) -> None:
-    """It names the call of both, and the next call works."""
+    """The error names the calls of both ranks, and the next call works."""
     _, one, other = UNLIKE[case]
     for text, _ in gloo4.run(unlike, case, how):
         assert re.search(one, text) and re.search(other, text), text
 
 
 def of_two(rank: int) -> list[str]:
-    """Two groups at once: one parts, the other must not notice."""
+    """Two groups at once: a mismatch in one does not affect the other."""
     with checked():
         try:
             y = all_reduce(X.double() if rank == 3 else X, "sum", [[0, 1], [2, 3]])

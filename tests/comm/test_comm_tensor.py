@@ -17,9 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from workers import Pool
 
 from spmd import _torch
-from spmd.comm.comm_launch import COLLECTIVES, leaves, pair
 from spmd.comm.comm_tensor import CommTensor, comm_tensors
-from spmd.comm.comm_waits import WAIT
+from spmd.comm.comm_tensor_ops import COLLECTIVES, leaves, pair
+from spmd.comm.place_waits import WAIT
 from spmd.mesh import groups
 
 N = 4
@@ -45,7 +45,7 @@ def finish(call: Callable, *args: Any, how: str, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A step on this rank's tensors, and what it gives: computed from those of all ranks, without a network."""
+    """A step on this rank's tensors, and its expected result, computed from the tensors of all ranks, no network."""
 
     step: Callable[..., Any]  # (rank, how, *tensors) -> tensors
     truth: Callable[..., Any]  # (rank, every: the tensors of each rank) -> tensors
@@ -241,7 +241,7 @@ def with_barrier(rank: int, how: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def split_and_joined(rank: int, how: str, x: torch.Tensor) -> Any:
-    """Reads and writes through views taken after the launch, and memory that `set_` makes common."""
+    """Reads and writes through views taken after the launch, and memory that is shared by `set_`."""
     other = x.new_empty(0).set_(x)
     finish(dist.all_reduce, CommTensor(x), how=how)
     first, second = x.split(2)
@@ -331,7 +331,7 @@ PLAIN = (str, int, float, bool, type(None), torch.dtype, torch.device, torch.lay
 
 
 def foreign(gm: torch.fx.GraphModule) -> list:
-    """What the graph holds besides nodes, plain data and plain tensors."""
+    """The arguments in the graph that are not nodes, plain data or plain tensors."""
     held = [value for node in gm.graph.nodes for value in _torch.pytree.tree_leaves((node.args, node.kwargs))]
     held = [value for value in held if not isinstance(value, (torch.fx.Node, *PLAIN))]
     named = [getattr(gm, node.target) for node in gm.graph.nodes if node.op == "get_attr"]
@@ -341,7 +341,7 @@ def foreign(gm: torch.fx.GraphModule) -> list:
 
 
 def wrong(rank: int, name: str, mode: str, how: str) -> list[str]:
-    """What a traced program does wrong: run as traced, without dead code, copied, pickled and traced again."""
+    """The failures of a traced program: run as traced, without dead code, copied, pickled and traced again."""
     case, in_flight = CASES[name], _torch.works_in_flight()  # those that other tests left
     gm = make_fx(lambda *xs: case.step(rank, how, *xs), tracing_mode=mode)(*case.inputs(rank, 0))
     bad = [f"holds {foreign(gm)}"] if foreign(gm) else []
@@ -373,7 +373,7 @@ def all_wrong(rank: int, mode: str, how: str) -> list[str]:
     "mode, how", [("fake", "async and wait"), *itertools.product(MODES, ("sync", "async"))]
 )
 def test_a_traced_collective_does_what_it_says_on_fresh_inputs(gloo4: Pool, mode: str, how: str) -> None:
-    """Every collective; all that any rank found wrong."""
+    """Every collective; the failures on all ranks."""
     assert list(itertools.chain(*gloo4.run(all_wrong, mode, how))) == []
 
 
@@ -482,7 +482,7 @@ def test_a_program_waits_before_the_first_reader(gloo4: Pool, step: Callable, mo
 
 
 def sends_nothing(rank: int, mode: str) -> str:
-    """The ranks but one trace nothing: a message would have no partner, and the next one would be off by one."""
+    """Only one rank traces: a message would have no partner, and the next message would be off by one."""
     case = CASES["all_reduce SUM"]
     gm = make_fx(lambda x: case.step(rank, "sync", x), tracing_mode=mode)(*case.inputs(rank, 0)) if rank == 0 else None
     dist.all_reduce(x := torch.ones(1))
@@ -495,7 +495,7 @@ def test_a_trace_on_fakes_sends_nothing(gloo4: Pool, mode: str) -> None:
 
 
 def traced_values(rank: int) -> Tensors:
-    """What the ops of a trace on real tensors saw."""
+    """The values that the ops of a trace on real tensors read."""
     seen = []
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -552,7 +552,7 @@ def groups_of_ones_own(rank: int) -> list:
     for group in (every, mine, groups.group_of(tuple(half)), None):
         gm = make_fx(reduce_over(group), tracing_mode="fake")(torch.ones(1))
         name = next(node.args[-1] for node in gm.graph.nodes if node.name == "all_reduce")
-        leads = group is not None and groups.called(name) is group
+        leads = group is not None and groups.find_group(name) is group
         found.append((leads, name, gm(torch.tensor([1.0 + rank])).item()))
     return found
 

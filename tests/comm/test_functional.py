@@ -1,4 +1,4 @@
-"""Every collective, on every spelling of a group, dtype and shape, against a plain computation of the same thing."""
+"""Every collective, for every notation of a group, dtype and shape, against a plain computation of its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workers import Pool
 from spmd.comm import AsyncTensor
 from spmd.sim import run_ranks
 from tests.comm.plain import (
-    SPELLINGS,
+    NOTATIONS,
     WITHOUT_PROCESS_GROUP,
     Case,
     called,
@@ -80,7 +80,7 @@ def run_table(rank: int, table: str, spellings: list[str], way: str, step: int, 
     return [f"rank {rank}: {what}: {complaint}" for complaint, what in found if complaint]
 
 
-EVERY, TWO = list(SPELLINGS), ["turned list", "axis by number"]
+EVERY, TWO = list(NOTATIONS), ["turned list", "axis by number"]
 
 
 BITWISE = ("band", "bor", "bxor")  # which the simulator does not play
@@ -104,7 +104,7 @@ RUNS = [
 def test_every_collective_gives_what_a_plain_computation_gives(
     gloo4: Pool, table: str, spellings: list[str], way: str, step: int
 ) -> None:
-    """Values, dtypes and shapes; in memory of their own, and the inputs left alone."""
+    """Values, dtypes and shapes; the results have their own memory, and the inputs do not change."""
     lines = gloo4.run(run_table, table, spellings, way, step, timeout=200)
     assert [line for each in lines for line in each] == []
 

@@ -1,4 +1,4 @@
-"""Six spellings of a group: what each means on a rank, and what is refused."""
+"""Six notations of a group: the meaning of each on a rank, and the errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from workers import Pool
 
 from spmd.comm import Members, all_reduce, members, wait
 from spmd.mesh import DeviceMesh, as_rank
-from tests.comm.plain import GRID, LINE, SPELLINGS, TURNED, WITHOUT_PROCESS_GROUP, group_of
+from tests.comm.plain import GRID, LINE, NOTATIONS, TURNED, WITHOUT_PROCESS_GROUP, group_of
 
 
 @pytest.mark.parametrize("spelling", WITHOUT_PROCESS_GROUP)
@@ -23,7 +23,7 @@ def test_a_spelling_means_the_name_the_size_and_the_place_of_the_rank(spelling: 
 
 
 def read_all(rank: int) -> list[tuple]:
-    return [(members(group)[1:], (len(ranks), place)) for group, place, ranks in (group_of(s, rank) for s in SPELLINGS)]
+    return [(members(group)[1:], (len(ranks), place)) for group, place, ranks in (group_of(s, rank) for s in NOTATIONS)]
 
 
 def test_process_groups_and_names_mean_the_same(gloo4: Pool) -> None:
@@ -62,7 +62,7 @@ def test_what_is_no_group_of_this_rank_is_refused(case: str) -> None:
 
 
 def refused_on_ranks(rank: int) -> list[bool]:
-    """All ranks refuse; afterwards the group is as usable as before."""
+    """All ranks raise an error; afterwards the group still works."""
     found = []
     for group in (GRID, "dp", [[0], [1], [2, 2, 3]], [7, 8], 3):
         with pytest.raises((ValueError, TypeError)):

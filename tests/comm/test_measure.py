@@ -1,4 +1,4 @@
-"""Calibration on real ranks: what it measures, what it fits, and that all ranks have the same."""
+"""Calibration on real ranks: its measurements, its fit, and that all ranks have the same machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives along a mesh axis do on every row what the same thing does on one device."""
+"""Collectives along a mesh axis give, on every group of the axis, the result of one device."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_every_case_on_simulated_ranks() -> None:
 
 
 class Counted(torch.distributed.ProcessGroup):
-    """Hands every collective on to a group and notes its kind and the bytes that this rank gives to others."""
+    """Forwards every collective to a group, and records its kind and the bytes that this rank sends to others."""
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
@@ -145,7 +145,7 @@ for _kind in ("allreduce", "allgather", "_allgather_base", "allgather_into_tenso
 def counted_turn(rank: int, shape: tuple[int, int]) -> tuple[list, int]:
     name = members(LINE).name
     group = Counted(torch.distributed.group.WORLD)
-    before = _torch.group_called(name)
+    before = _torch.group_named(name)
     _torch.replace_group(name, group)
     mine = chunks(data(3, shape), 0, 4)[rank]
     sizes = [chunk(shape[0], 4, i)[1] for i in range(4)]

@@ -20,7 +20,7 @@ from spmd.mesh import as_rank, init_device_mesh
 from tests.comm.plain import (
     GRID,
     LINE,
-    SPELLINGS,
+    NOTATIONS,
     TURNED,
     WITHOUT_PROCESS_GROUP,
     Case,
@@ -46,7 +46,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def recorded(f: Callable, xs: list[torch.Tensor]) -> torch.fx.GraphModule:
-    """What Dynamo hands to a backend; nothing runs."""
+    """The graph that Dynamo gives to a backend; nothing runs."""
     found = []
 
     def backend(gm: torch.fx.GraphModule, _: list) -> Callable:
@@ -81,7 +81,7 @@ TRACERS: dict[str, Callable] = {
 
 
 def flaws(gm: torch.fx.GraphModule) -> list[str]:
-    """What must not stand in a trace."""
+    """The nodes that a trace must not contain."""
     found = [f"attribute {name}" for name, _ in (*gm.named_buffers(), *gm.named_parameters())]
     found += [str(node) for node in gm.graph.nodes if node.op in ("get_attr", "call_module")]
     for node in gm.graph.nodes:
@@ -110,7 +110,7 @@ def trace(case: Case, spelling: str, rank: int, how: str) -> torch.fx.GraphModul
 
 @pytest.mark.parametrize("how", list(TRACERS))
 def test_a_trace_has_ops_with_plain_constants_each_waited_for(how: str) -> None:
-    """For every collective and every spelling that can do without a process group."""
+    """For every collective and every notation that needs no process group."""
     assert not dist.is_initialized()
     wrong = []
     for i, spelling in enumerate(WITHOUT_PROCESS_GROUP):
@@ -154,7 +154,7 @@ def test_a_program_traced_without_a_process_group_runs_where_there_is_one(gloo4:
 
 
 def other_groups(rank: int) -> dict[str, list]:
-    """Groups one after the other, each of a kind that Dynamo cannot tell from the last by its type."""
+    """Groups one after the other; Dynamo cannot tell each from the previous one by its type."""
     mutable = [0, 1, 2, 3]
     turned = [[0, 1], [2, 3]]
 
@@ -208,7 +208,7 @@ def test_a_compiled_function_notices_another_group(gloo4: Pool, kind: str) -> No
 
 @pytest.mark.parametrize("spelling", ["list", "lists", "axis by name", "1-D mesh", "spmd's name"])
 def test_a_compiled_function_notices_that_another_rank_is_played(spelling: str) -> None:
-    say, groups = SPELLINGS[spelling]
+    say, groups = NOTATIONS[spelling]
     found: list = []
 
     def backend(gm: torch.fx.GraphModule, _: list) -> Callable:

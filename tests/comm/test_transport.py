@@ -98,7 +98,7 @@ def run_all(rank: int) -> list:
 
 
 def test_simulated_ranks_and_gloo_agree_on_every_case(gloo4: Pool) -> None:
-    """One round trip for all cases: what is compared are the bits."""
+    """One round trip for all cases; the results are compared bit by bit."""
     real, simulated = gloo4.run(run_all), run_ranks(run_all, 4)
     wrong = [
         f"{fn.__name__}{args} on rank {rank}: gloo {real[rank][i]}, threads {simulated[rank][i]}"

@@ -1,4 +1,4 @@
-"""What goes over the wire: reductions that exist, marks of NaN, and tensors as bytes."""
+"""The encoding for the network: the reductions that exist, marks for NaN, and tensors as bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_values_and_not_of_the_memory(layout: str) -> Non
 
 @pytest.mark.parametrize("shape, stride", [((1,), (2,)), ((1, 1), (3, 2)), ((3, 1), (1, 7)), ((0, 2), (4, 2))], ids=str)
 def test_a_contiguous_tensor_may_have_strange_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Those of dims of one entry say nothing, and views as bytes mind them."""
+    """The strides of dims of size 1 have no meaning, but views as bytes depend on them."""
     x = torch.arange(10, dtype=torch.int16).as_strided(shape, stride)
     assert x.is_contiguous()
     assert torch.equal(wire.from_rows_of_bytes(wire.as_rows_of_bytes(x), torch.int16, shape[1:]), x)

@@ -1,4 +1,4 @@
-"""What is kept in order to be fast is counted and bounded, and nothing but time depends on it."""
+"""Caches are counted and bounded, and they change nothing but the speed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from spmd import DTensor, LocalTensorMode, Replicate, Shard
 from spmd.debug import caches
 from spmd.expand import compile as compiling
 from spmd.sim import run_ranks
-from spmd.tensor import dispatch, hot
+from spmd.tensor.cache import forget_decisions
+from spmd.tensor.eager import dispatch, fast_path
 from spmd.tensor.redistribute import plan
 
 ONE_A_GROUP = {"spmd.mesh.groups._placeholder"}
-"""Unbounded, and not by op: as many as there are groups of ranks."""
+"""Caches without a bound that are not by op: they have an entry for each group of ranks."""
 
 
 def test_every_cache_is_counted_and_has_a_bound():
-    """Each that the source has; the unbounded ones are by op, of which there are so many."""
+    """All caches in the source are listed. A cache without a bound is by op, so the number of ops bounds it."""
     found = {cache.name: cache for cache in caches()}
     for path in sorted(Path(spmd.__file__).parent.rglob("*.py")):
         module = ".".join(["spmd", *path.relative_to(Path(spmd.__file__).parent).with_suffix("").parts])
@@ -31,13 +32,13 @@ def test_every_cache_is_counted_and_has_a_bound():
         names += re.findall(r"^(\w+) = Cache\(", text, re.M)
         for name in names:
             cache = found[f"{module}.{name}"]
-            by_op = module in ("spmd._torch", "spmd.sim.local_tensor") or cache.name in ONE_A_GROUP
+            by_op = module in ("spmd._torch.ops", "spmd.sim.local_tensor") or cache.name in ONE_A_GROUP
             assert by_op or cache.entries <= cache.most, cache
     assert f"{dispatch.lowerings.maxsize:,}" in str(caches()) and caches().entries == sum(c.entries for c in caches())
 
 
 def ops(i: int, mesh: spmd.DeviceMesh) -> torch.Tensor:
-    """Of one shape that no other i has; values whose gradient is known."""
+    """Ops on a shape that no other i has, on values whose gradient is known."""
     x = DTensor.from_local(torch.ones(1 + i % 13, 1 + i), mesh, [Shard(0)]).requires_grad_()
     y = (x * 2.0 + x).redistribute(placements=[Replicate()]).view(-1)
     y.detach().add_(1.0)
@@ -46,10 +47,10 @@ def ops(i: int, mesh: spmd.DeviceMesh) -> torch.Tensor:
 
 
 def test_caches_forget_and_numbers_stay(monkeypatch):
-    """More shapes than there is room for, again and again: no tensor outlives its round, no cache its bound."""
-    dispatch.forget()
+    """More shapes than the caches can hold, again and again: no tensor outlives its round, and no cache its bound."""
+    forget_decisions()
     plan.forget()
-    for cache in (dispatch.lowerings, hot.seen):
+    for cache in (dispatch.lowerings, fast_path.seen):
         monkeypatch.setattr(cache, "maxsize", 25)
     monkeypatch.setattr(plan, "MOST_PLANS", 25)
     mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
@@ -60,14 +61,14 @@ def test_caches_forget_and_numbers_stay(monkeypatch):
                 assert (ops(i, mesh).reconcile() == 6.0).all()
         gc.collect()
         alive.append(sum(type(x) is DTensor for x in gc.get_objects()))
-        assert len(dispatch.lowerings) == len(hot.seen) == 25 and len(plan._plans) == 25
+        assert len(dispatch.lowerings) == len(fast_path.seen) == 25 and len(plan._plans) == 25
     assert alive[0] == alive[1]
-    dispatch.forget()
+    forget_decisions()
 
 
 @pytest.mark.filterwarnings("ignore:the program of scaled is kept in 3 versions")
 def test_a_compiled_step_keeps_so_many_programs(monkeypatch):
-    """An int that counts makes a program a call; the one used last is kept, and one that was forgotten is made anew."""
+    """An int that grows needs a program for each call. The last one is kept, and a forgotten one is made again."""
     monkeypatch.setattr(compiling, "MOST_PROGRAMS", 3)
 
     def scaled(x, times):

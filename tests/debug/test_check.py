@@ -1,4 +1,4 @@
-"""check: right functions come out alike, and a seeded fault is named: the op, the line, the moves, how far apart."""
+"""check: right functions agree, and a seeded fault is reported with op, line, moves and size of the difference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import nn
 
 from spmd import DTensor, Partial, Replicate, Shard, implicit_replication, init_device_mesh
 from spmd.debug import Gap, check
-from spmd.debug.compare import take_over
+from spmd.debug.compare import overwrite
 from spmd.sim import LocalTensor
 from spmd.tensor import lower as lowering
-from spmd.tensor.dispatch import forget
-from spmd.tensor.redistribute.moves import AllGather, AllReduce, Slice
+from spmd.tensor.cache import forget_decisions
+from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce
+from spmd.tensor.redistribute.moves import Slice
 from spmd.tensor.rules.book import book
 from spmd.tensor.rules.families import pointwise
 from spmd.tensor.rules.rule import laws
@@ -98,7 +99,7 @@ RIGHT = {
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_functions_are_alike(name, backward):
-    """What spmd does right is not called wrong, with uneven and empty shards and NaN."""
+    """Right results are not reported, with uneven and empty shards and NaN."""
     fn, args, mesh, placements = RIGHT[name]
     backward = backward and "writes" not in name
     found = check(fn, *args, mesh=mesh, placements=placements, backward=backward)
@@ -108,7 +109,7 @@ def test_right_functions_are_alike(name, backward):
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
 def test_a_train_step_is_alike(make):
-    """A model and the optimiser of its parameters are arguments like others; what was given stays as it was."""
+    """A model and an optimiser of its parameters may be arguments. The originals are not changed."""
     model = MLP()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     placements = {"x": {"dp": S0}, "target": {"dp": S0}, **MEGATRON}
@@ -124,11 +125,11 @@ def test_a_train_step_is_alike(make):
 
 @pytest.fixture
 def fault(monkeypatch):
-    """Lets a test break spmd; nothing that was decided meanwhile is remembered afterwards."""
-    forget()
+    """Lets a test break spmd. Afterwards all decisions made meanwhile are forgotten."""
+    forget_decisions()
     yield monkeypatch
     monkeypatch.undo()
-    forget()
+    forget_decisions()
 
 
 def activated(x, w):
@@ -142,13 +143,18 @@ def weighted(x, y):
     return p * y
 
 
+def reversed_and_weighted(x, y):
+    p = x.flip(-1)
+    return p * y
+
+
 def turned(x):
     y = x.t()
     return y + 1
 
 
 def of(fn, text):
-    """`test_check.py:12`: the line of a function in which the text stands."""
+    """`test_check.py:12`: the line of a function that has the text."""
     lines, first = inspect.getsourcelines(fn)
     return f"test_check.py:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
@@ -158,7 +164,7 @@ def relu_takes_a_sum(fault):
 
 
 def sums_are_taken_as_done(fault):
-    fault.setattr(lowering, "_result", without_partial(lowering._result))
+    fault.setattr(lowering, "_result_spec", without_partial(lowering._result_spec))
 
 
 def without_partial(result):
@@ -184,13 +190,13 @@ def slice_off_by_one(fault):
 
 
 def flip_by_blocks(fault):
-    """The gradient of cumsum flips, and nothing before it does."""
+    """The gradient of cumsum uses flip, and no op before it does."""
     fault.setitem(book, "flip", pointwise)
 
 
 def shards_are_taken_as_whole(fault):
-    right = lowering._result
-    fault.setattr(lowering, "_result", lambda *args: right(*args).with_layout())
+    right = lowering._result_spec
+    fault.setattr(lowering, "_result_spec", lambda *args: right(*args).with_layout())
 
 
 def collective_without_such_an_op(fault):
@@ -219,7 +225,7 @@ FAULTS = {
         reduce_left_out, activated, XW, "value", "aten.relu.default", of(activated, "relu"), ["all_reduce(tp)"]
     ),
     "a gather in reverse": (
-        gather_in_reverse, weighted, XY, "value", "aten.cumsum.default", of(weighted, "cumsum"),
+        gather_in_reverse, reversed_and_weighted, XY, "value", "aten.flip.default", of(reversed_and_weighted, "flip"),
         ["all_gather(tp, 0)"],
     ),
     "a slice off by one": (slice_off_by_one, turned, X, "value", "distribute_tensor of x", "", []),
@@ -243,10 +249,10 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_named(name, fault):
-    """The first op whose result is wrong, and not the one that reads it: its line, its specs and its moves."""
+    """The first op whose result is wrong is named, not the op that reads it, with its line, specs and moves."""
     break_it, fn, (args, placements), kind, op, where, words = FAULTS[name]
     assert check(fn, *args, mesh=MESH, placements=placements, backward=True).ok
-    forget()
+    forget_decisions()
     break_it(fault)
     found = check(fn, *args, mesh=MESH, placements=placements, backward=True)
     assert not found.ok
@@ -255,7 +261,7 @@ def test_a_seeded_fault_is_named(name, fault):
 
 
 def test_the_report_of_a_value(fault):
-    """Short, and all that is needed to look for the fault."""
+    """The report is short and has all that is needed to find the fault."""
     reduce_left_out(fault)
     x, w = torch.ones(1, 4), torch.eye(4)
     x[0, 3] = 5.0
@@ -275,7 +281,7 @@ check: op 2 differs, aten.relu.default at {line}
 
 
 def test_one_rank_alone(fault):
-    """Only the ranks that are wrong are named, with the global index."""
+    """Only the ranks with wrong elements are named, with the global index."""
     right = Slice.start
 
     def wrong(self, x, at):
@@ -313,7 +319,7 @@ PARTINGS = {
 
 @pytest.mark.parametrize("name", PARTINGS)
 def test_runs_that_part_are_shown_side_by_side(name):
-    """A function that does something else on DTensors is named as such, with both lines."""
+    """If a function calls other ops on DTensors, the report says so, with both lines."""
     fn, words = PARTINGS[name]
     found = check(fn, numbers(4, 4), mesh=MESH, placements=[S0, R])
     assert found.first.kind == "parted"
@@ -321,7 +327,7 @@ def test_runs_that_part_are_shown_side_by_side(name):
 
 
 def test_python_that_fails_between_ops_is_an_error_at_its_line():
-    """What goes wrong in the function itself on DTensors is reported like an op that fails."""
+    """An error in the function itself on DTensors is reported like a failing op."""
 
     def uses_numpy(x):
         return x.numpy()
@@ -332,13 +338,13 @@ def test_python_that_fails_between_ops_is_an_error_at_its_line():
 
 
 def test_an_error_of_the_function_is_raised():
-    """What fails on one device is the user's to know."""
+    """An error on one device is raised."""
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         check(lambda x: x @ x, numbers(4, 3), mesh=MESH)
 
 
 def test_plain_tensors_meet_dtensors_as_on_real_ranks():
-    """Only where the user says that they are the same everywhere."""
+    """Plain tensors may meet DTensors only if the user says that they are equal on all ranks."""
 
     def shifted(x):
         return x + torch.ones(4)
@@ -350,7 +356,7 @@ def test_plain_tensors_meet_dtensors_as_on_real_ranks():
 
 
 def test_tolerance_is_the_callers_where_given(fault):
-    """A difference of 1e-4 is one by default and none where the user allows it."""
+    """A difference of 1e-4 is reported by default, and not if the user's tolerance allows it."""
     right = AllReduce.finish
     fault.setattr(AllReduce, "finish", lambda self, y, at: right(self, y, at) * 1.0001)
     args, placements = XW
@@ -359,7 +365,7 @@ def test_tolerance_is_the_callers_where_given(fault):
 
 
 def test_a_limit_leaves_later_ops_uncompared(fault):
-    """Results after the first few are not kept; the end is compared all the same."""
+    """Only the first results are kept. The return values are compared all the same."""
     reduce_left_out(fault)
     args, placements = XW
     found = check(activated, *args, mesh=MESH, placements=placements, limit=1)
@@ -377,16 +383,16 @@ WRONG_PLACEMENTS = {
 
 @pytest.mark.parametrize("name", WRONG_PLACEMENTS)
 def test_wrong_placements_are_refused(name):
-    """Before anything runs, naming the tensor."""
+    """Wrong placements raise before anything runs, and the error names the tensor."""
     placements, message = WRONG_PLACEMENTS[name]
     with pytest.raises(ValueError, match=message):
         check(lambda x, w: x @ w, numbers(4, 4), numbers(4, 4), mesh=MESH, placements=placements)
 
 
 def test_drawn_numbers_are_taken_over():
-    """The ranks go on with the numbers that one device drew."""
+    """The ranks continue with the random numbers of one device."""
     want = numbers(5, 3)
     with_rows = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(1, 3), torch.zeros(0, 3)]
     x = DTensor(LocalTensor(dict(enumerate(with_rows))), spec_of(LINE, [S0], (5, 3)))
-    take_over(want, x)
+    overwrite(want, x)
     assert torch.equal(torch.cat(with_rows), want)

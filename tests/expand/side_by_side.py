@@ -1,12 +1,12 @@
-"""A training on one device beside the same training on simulated ranks.
+"""Compare a training on simulated ranks with the same training on one device.
 
     case = Case(build=lambda: (Net(), ...), step=train_step, batches=batches(7))
     case.check((2, 2))
 
-The truth is one device: the same step, not compiled. What is compared is all that a user can see: what each step
-returns, and after the last one every parameter, buffer, gradient and tensor of the optimiser.
+The truth is one device: the same step, not compiled. Everything that a user can see is compared: the return value of
+each step, and after the last step every parameter, buffer, gradient and tensor of the optimiser.
 
-Ranks that train here share their programs, for time; that each would make the same is asked elsewhere.
+The ranks share their programs here, to save time. That each rank makes the same program is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def tokens(batch: int, n: int = 2, time: int = 6, vocab: int = 11) -> list[tuple
 
 
 def seeded(build: Callable[[], Any]) -> Any:
-    """What `build` makes, from the same random numbers each time, and the caller's left alone."""
+    """The result of `build`, with the same random numbers each time. The caller's random state is unchanged."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build()
@@ -106,8 +106,8 @@ def copied(pair: Pair) -> Pair:
 
 @contextmanager
 def shared_programs() -> Iterator[None]:
-    """Inside, the program that one rank has made the others take over, where their calls look the same."""
-    real, made, lock = CompiledStep._expanded, {}, threading.Lock()
+    """Inside, a program is made by one rank, and the others take it over if their calls have the same key."""
+    real, made, lock = CompiledStep._capture_and_expand, {}, threading.Lock()
 
     def expanded(self, call):
         key = self.fn, self.mesh, self.bucket_mb, call.key, tuple(call.numbers.items())
@@ -116,7 +116,7 @@ def shared_programs() -> Iterator[None]:
                 made[key] = real(self, call)
             return made[key]
 
-    with mock.patch.object(CompiledStep, "_expanded", expanded):
+    with mock.patch.object(CompiledStep, "_capture_and_expand", expanded):
         yield
 
 
@@ -125,10 +125,10 @@ def shared_programs() -> Iterator[None]:
 
 @dataclass
 class Case:
-    """A training: what it begins with, its step, and what is passed to each step.
+    """A training: its model, optimiser and step, and the batch of each step.
 
-    model, optimizer: how to make them. between: called with (i, model, optimizer) before the i-th step. wanted: what of
-    the model the optimiser gets. share: whether ranks share programs.
+    model, optimizer: functions that make them. between: called with (i, model, optimizer) before the i-th step. wanted:
+    gives the parameters for the optimiser. share: whether the ranks share programs.
     """
 
     model: Callable[[], nn.Module] = Net
@@ -161,8 +161,8 @@ class Case:
     def compiled(self, mesh) -> CompiledStep:
         return spmd.compile(self.step, mesh, params=self.params, inputs=self.inputs)
 
-    def on_ranks(self, shape: Sequence[int], look: Callable[..., Any] | None = None, timeout: float = 120.0) -> list:
-        """Per rank what the steps returned, all tensors at the end, and what `look(step, model, optimizer)` says."""
+    def on_ranks(self, shape: Sequence[int], probe: Callable[..., Any] | None = None, timeout: float = 120.0) -> list:
+        """By rank: the steps' results, all tensors at the end, and the result of `probe(step, model, optimizer)`."""
         pair = self.begin()
 
         def rank(r: int) -> tuple:
@@ -170,15 +170,15 @@ class Case:
             model, optimizer = copied(pair)
             step = self.compiled(mesh)
             returned = self.steps(step, model, optimizer)
-            return returned, tensors(model, optimizer), look and look(step, model, optimizer)
+            return returned, tensors(model, optimizer), probe and probe(step, model, optimizer)
 
         with shared_programs() if self.share else nullcontext():
             return run_ranks(rank, torch.Size(shape).numel(), timeout)
 
-    def check(self, shape: Sequence[int], look: Callable[..., Any] | None = None, **close) -> Any:
-        """Every rank has what one device has; what `look` says on rank 0."""
+    def check(self, shape: Sequence[int], probe: Callable[..., Any] | None = None, **close) -> Any:
+        """Every rank has the values of one device. Returns the result of `probe` on rank 0."""
         returned, state = self.on_one_device()
-        ranks = self.on_ranks(shape, look)
+        ranks = self.on_ranks(shape, probe)
         for theirs, their_state, _ in ranks:
             same(theirs, returned, "returned", **close)
             same(their_state, state, "state", **close)
@@ -186,7 +186,7 @@ class Case:
 
 
 def values(x: Any) -> Any:
-    """Whole tensors, in memory of their own, for whatever a step returned."""
+    """A step's return value with global tensors, in memory of their own."""
     if isinstance(x, (tuple, list)):
         return [values(v) for v in x]
     if isinstance(x, dict):
@@ -197,7 +197,7 @@ def values(x: Any) -> Any:
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All that the training keeps, by name, whole."""
+    """All tensors of the training's state, by name, as global tensors."""
     return {str(slot): values(t) for slot, t in State.of({"model": model, "optimizer": optimizer}).tensors().items()}
 
 
@@ -229,9 +229,9 @@ def step_of(fn):
 
 
 def agree(fn, tensors, *placings, mesh_shape=(2, 2), single=None) -> None:
-    """What the compiled function and its gradients are on one device they are on every rank, however the inputs lie.
+    """The compiled function and its gradients are on every rank what they are on one device, for any input placements.
 
-    single: what one device computes, where it is written otherwise.
+    single: the function for one device, if it is written differently.
     """
     step, tensors = step_of(fn), [t.detach() for t in tensors]
     want = step_of(single or fn)(*tensors)

@@ -1,8 +1,8 @@
 """Any legal choice of rows gives the numbers of one device.
 
-The lowering picks the cheapest row of a rule for each axis; which one that is depends on sizes and links, so a wrong
-row may lie hidden for years. Here the choice is random among the legal ones - the same on all ranks - and a whole train
-step must still be right: rows, moves between any two of them, and what the expander makes of it.
+The lowering picks the cheapest row of a rule for each axis. Which row is cheapest depends on sizes and links, so a
+wrong row may stay unnoticed for years. Here the row is chosen at random among the legal ones, the same on all ranks. A
+complete train step must still be right. This tests the rows, the moves between any two of them, and the expander.
 """
 
 import random
@@ -17,34 +17,35 @@ from torch import nn, optim
 
 import spmd.expand.expand as expand_module
 import spmd.tensor.lower as lower_module
+from spmd import Shard
 from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
 from tests.expand.test_train import Normed, clipping_step, penalty_step
 
 
 @contextmanager
 def random_rows(seed: int):
-    """Inside, programs are expanded by rows drawn from the legal ones; the draw depends on the call and the seed."""
+    """Inside, programs are expanded with legal rows chosen at random. The choice depends on the call and the seed."""
     real_rows, real_lower = lower_module._cheapest_rows, expand_module.lower
     here = threading.local()
 
     def choose(call, rule, in_place):
-        if not getattr(here, "wild", False):
+        if not getattr(here, "random", False):
             return real_rows(call, rule, in_place)
         text = f"{seed} {call.op} {call.args} {call.kwargs} {rule}"
         rng = random.Random(zlib.crc32(text.encode()))
         options = lower_module.rows(rule)
         choice = [options[0]] * call.mesh.ndim
         for axis in rng.sample(range(call.mesh.ndim), call.mesh.ndim):
-            legal = [row for row in options if lower_module._legal(call, rule, choice, axis, row)]
+            legal = [row for row in options if lower_module._is_legal(call, rule, choice, axis, row)]
             choice[axis] = rng.choice(legal)
         return choice
 
     def lower(call, **how):
-        here.wild = True
+        here.random = True
         try:
             return real_lower(call, **how)
         finally:
-            here.wild = False
+            here.random = False
 
     with mock.patch.object(lower_module, "_cheapest_rows", choose), mock.patch.object(expand_module, "lower", lower):
         yield
@@ -94,12 +95,12 @@ def images(batch, n=2):
     return [(torch.randn(batch, 2, 3, 4, generator=g), torch.randint(0, 5, (batch,), generator=g)) for _ in range(n)]
 
 
-ZOO = {"conv.weight": {"tp": lower_module.Shard(0)}, "q.weight": {"tp": lower_module.Shard(0)}}
+ZOO = {"conv.weight": {"tp": Shard(0)}, "q.weight": {"tp": Shard(0)}}
 
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Simulated ranks are threads already."""
+    """One torch thread: simulated ranks are threads already."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -118,7 +119,7 @@ def test_a_gpt_trains_by_any_rows(shape, batch, layers, seed):
     model = lambda: gpt(n_layer=layers, tied=seed % 2 == 0, n_head=2)  # noqa: E731
     case = Case(model, sgd, batches=tokens(batch, n=1), params=GPT_PLAN)
     with random_rows(seed):
-        moves = case.check(shape, look=lambda step, *_: len(step.program.collectives), rtol=1e-3, atol=1e-4)
+        moves = case.check(shape, probe=lambda step, *_: len(step.program.collectives), rtol=1e-3, atol=1e-4)
     assert moves > 100
 
 
@@ -134,6 +135,6 @@ def test_a_zoo_of_ops_trains_by_any_rows(shape, seed):
 )
 def test_steps_of_many_kinds_train_by_any_rows(step, model, seed):
     """Gradient clipping, second derivatives, batch norm; the second call's program too."""
-    plan = {"up.*": {"tp": lower_module.Shard(0)}}
+    plan = {"up.*": {"tp": Shard(0)}}
     with random_rows(seed):
         Case(model, sgd, step, rows(5, n=2), plan).check((2, 2), rtol=1e-3, atol=1e-4)

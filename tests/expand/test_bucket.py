@@ -1,4 +1,4 @@
-"""Buckets: all-reduces sent together give what each alone gives."""
+"""Buckets: all-reduces that are sent together give the same results as when each is sent alone."""
 
 import copy
 
@@ -31,7 +31,7 @@ def test_a_training_in_buckets_is_that_on_one_device(shape, batch):
 
 @pytest.mark.parametrize("bucket_mb", [None, 0.0, 1e-4, 25.0])
 def test_the_size_of_a_bucket_does_not_change_the_training(bucket_mb, monkeypatch):
-    """From one tensor a collective to all in one."""
+    """Bucket sizes from one tensor per collective to all tensors in one."""
     case = Case(batches=rows(7))
     compile = spmd.compile
     monkeypatch.setattr(spmd, "compile", lambda *a, **k: compile(*a, **k, bucket_mb=bucket_mb))
@@ -39,7 +39,7 @@ def test_the_size_of_a_bucket_does_not_change_the_training(bucket_mb, monkeypatc
 
 
 def test_a_bucket_holds_what_can_wait():
-    """All gradients and the loss in one; the count of targets is read at once, and stays alone."""
+    """All gradients and the loss are in one bucket. The count of targets is read at once, so it is sent alone."""
     case = Case(batches=rows(8))
     alone, packed = program(case, (2, 1), None), program(case, (2, 1), 25.0)
     parameters = len(list(Net().parameters()))
@@ -50,14 +50,14 @@ def test_a_bucket_holds_what_can_wait():
 
 
 def test_what_is_read_at_once_stays_alone():
-    """The all-reduces of a tensor-parallel layer are not put off."""
+    """The all-reduces of a tensor-parallel layer are not delayed."""
     case = Case(model=gpt, params=GPT_PLAN, batches=tokens(4), inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}})
     alone, packed = program(case, (1, 2), None), program(case, (1, 2), 25.0)
     assert str(packed) == str(alone)
 
 
 def test_a_full_bucket_is_sent():
-    """With room for one gradient each goes when it is there; the program that was given is left alone."""
+    """With room for one gradient, each is sent as soon as it is made. The given program is not changed."""
     case = Case(batches=rows(8))
     alone = program(case, (2, 1), None)
     text = str(alone)
@@ -69,7 +69,7 @@ def test_a_full_bucket_is_sent():
 
 
 def test_only_like_goes_with_like():
-    """Axes, reduce kinds and dtypes do not mix."""
+    """A bucket has one axis, one reduce kind and one dtype."""
 
     def step(x, y):
         return x.sum(0), y.sum(0), x.amax(0), (x * x).sum(0), y.double().sum(0)

@@ -1,4 +1,4 @@
-"""A capture is the step on global sizes, functional, with numbers as symbols; it leaves everything as it was."""
+"""A capture is the step on global sizes, functional, with numbers as symbols. Capturing changes nothing."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ def captured(fn, **args) -> Captured:
 
 
 def text(found: Captured) -> str:
-    """The graph, a line a node."""
+    """The graph, with a line for each node."""
 
     def line(n):
         name = str(n.target).replace("aten.", "").removesuffix(".default")
@@ -61,7 +61,7 @@ class Vector(nn.Module):
 
 
 def test_the_graph_is_the_step_with_its_writes_as_results():
-    """Forward, backward and update; what is written is an output under its name, plain results are kept aside."""
+    """Forward, backward and update. A written tensor is an output under its name; plain results are kept separately."""
     found = captured(descend, model=Vector(), x=torch.ones(5, 3), rate=0.1)
     assert_expected_inline(
         text(found),
@@ -106,7 +106,7 @@ def batch():
 
 
 def test_sizes_are_global():
-    """What the step reads of shapes is in the graph as numbers."""
+    """Sizes that the step reads from shapes are numbers in the graph."""
 
     def step(x):
         return x.sum() / x.numel() + torch.arange(x.shape[0]).sum() * len(x)
@@ -155,7 +155,7 @@ def test_constants_are_kept_by_value():
 
 @pytest.mark.parametrize("lr", [0.1, 0.0, 1.0, -1.0, 1e-30, 3.0, math.inf])
 def test_floats_are_symbols_whatever_their_value(lr):
-    """Nought and one are no constants: an update with another rate comes from the same graph."""
+    """Rates of 0 and 1 are symbols too: an update with another rate has the same graph."""
     model = Vector()
     found = captured(descend, model=model, x=torch.ones(5, 3), rate=lr)
     assert Argument("rate") in found.inputs
@@ -164,7 +164,7 @@ def test_floats_are_symbols_whatever_their_value(lr):
 
 
 def test_branches_on_numbers_are_conditions():
-    """A branch is taken by the present value, and remembered."""
+    """A branch is decided by the present value, and the decision is remembered."""
 
     def step(x, rate: float):
         return x * 2 if rate > 0.25 else x * rate
@@ -197,7 +197,7 @@ def test_hyper_parameters_are_numbers_by_path():
 
 
 def test_the_step_count_is_read_from_its_tensor():
-    """The first step makes the count, a constant; later ones read what the tensor says."""
+    """The first step makes the count as a constant; later steps read it from its tensor."""
     case = Case(gpt, batches=tokens(2, n=1))
     model, optimizer = case.begin()
     args = dict(model=model, optimizer=optimizer, **batch())

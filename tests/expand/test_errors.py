@@ -1,4 +1,4 @@
-"""What is wrong is said before anything is changed, by all ranks, and with what would work."""
+"""Errors are raised before anything is changed, by all ranks, and they say what would work."""
 
 import copy
 
@@ -29,8 +29,12 @@ def mesh_of(*shape):
     [
         ({"params": {"up.*": {"pp": Shard(0)}}}, ValueError, r"'up.\*': .*pp.*axes.*dp.*tp"),
         ({"inputs": {"x": {"tq": Shard(0)}}}, ValueError, r"'x': .*tq.*dp.*tp"),
-        ({"params": {"up.*": [Shard(0)]}}, ValueError, r"'up.\*': \[Shard\(0\)\] is no placing.*list of 2 placements"),
-        ({"params": {"up.*": Shard(0)}}, ValueError, r"no placing on a mesh with axes dp, tp"),
+        (
+            {"params": {"up.*": [Shard(0)]}},
+            ValueError,
+            r"'up.\*': \[Shard\(0\)\] gives no placements.*list of 2 placements",
+        ),
+        ({"params": {"up.*": Shard(0)}}, ValueError, r"gives no placements on a mesh with axes dp, tp"),
         (
             {"params": {"up.*": {"tp": Partial()}}},
             ValueError,
@@ -42,7 +46,7 @@ def mesh_of(*shape):
     ids=lambda v: str(v)[:40],
 )
 def test_placings_are_checked_when_compiling(given, error, message):
-    """What needs no tensor to be found wrong is found at once; no process group is needed."""
+    """Mistakes that can be found without tensors are found at once. No process group is needed."""
     mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     with pytest.raises(error, match=message):
         spmd.compile(train_step, mesh, **given)
@@ -64,14 +68,14 @@ def test_there_is_no_program_before_the_first_call():
 
 
 def unchanged(pair, before, objects) -> None:
-    """The same tensors, of the same values, and nothing kept by the optimiser."""
+    """Assert that tensors and values are the same, and that the optimiser has no state."""
     assert [id(t) for t in pair[0].parameters()] == objects
     assert [id(t) for group in pair[1].param_groups for t in group["params"]] == objects
     same(tensors(*pair), before, "state")
 
 
 def first_call_fails(step, error, message, given=None, pair=None, args=None, **patterns) -> None:
-    """On both ranks, and leaves the model and the optimiser as they were."""
+    """Assert that the first call raises on both ranks and changes neither the model nor the optimiser."""
     pair = pair or Case().begin()
 
     def rank(r):
@@ -128,11 +132,6 @@ def changes_the_learning_rate(model, optimizer, x, y):
 
 def counts_in_python(model, optimizer, x, y):
     model.calls = getattr(model, "calls", 0) + 1
-    return train_step(model, optimizer, x, y)
-
-
-def leaves_training(model, optimizer, x, y):
-    model.eval()
     return train_step(model, optimizer, x, y)
 
 
@@ -193,7 +192,6 @@ def of_wrong_shapes(model, optimizer, x, y):
         (writes_into_its_input, RuntimeError, r"writes into its argument x; let it return the new value instead"),
         (changes_the_learning_rate, RuntimeError, r"changes optimizer.param_groups.0.lr itself.*between steps"),
         (counts_in_python, RuntimeError, r"changes a Python value in model .*counts in tensors"),
-        (leaves_training, RuntimeError, r"changes a Python value.*set flags outside the step"),
         (
             draws_from_its_own,
             NotImplementedError,
@@ -222,7 +220,7 @@ def of_wrong_shapes(model, optimizer, x, y):
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_steps_that_cannot_be_compiled(step, error, message):
-    """Said with the user's line where there is one."""
+    """The error names the user's line if there is one."""
     first_call_fails(step, error, message)
 
 
@@ -233,7 +231,7 @@ def with_scheduler(model, optimizer, x, y, scheduler):
 
 
 def test_arguments_of_other_types():
-    """A scheduler is told to stay outside; too few arguments are Python's own error."""
+    """The error for a scheduler says to keep it outside; too few arguments raise Python's own error."""
     first_call_fails(
         with_scheduler, TypeError, r"argument scheduler is a StepLR.*learning-rate scheduler, outside the step",
         args=lambda pair: (X, Y, optim.lr_scheduler.StepLR(copy.deepcopy(pair[1]), 1)),
@@ -246,7 +244,7 @@ def test_arguments_of_other_types():
 
 
 def test_optimisers_that_decide_by_their_step_count():
-    """They read the count from a tensor and branch on it: an error that names the line, and the state as it was."""
+    """They read the count from a tensor and branch on it. The error names the line, and the state is unchanged."""
     case = Case(optimizer=lambda p: optim.RAdam(p, lr=1e-2))
     pair = case.begin()
 
@@ -263,7 +261,7 @@ def test_optimisers_that_decide_by_their_step_count():
 
 
 def test_hooks_on_parameters():
-    """They would not run."""
+    """Hooks on parameters are refused: they would not run."""
     pair = Case().begin()
 
     def rank(r):
@@ -299,7 +297,7 @@ class Shared(nn.Module):
 
 
 def test_tensors_that_share_memory():
-    """On one device a write into one shows in the other; parted, it would not."""
+    """On one device a write into one changes the other; on the mesh it would not."""
 
     def step(model, x):
         return (model.a @ x).sum()
@@ -319,7 +317,7 @@ def test_a_model_on_another_mesh():
         mine = copied(pair)
         spmd.compile(train_step, mesh_of(2))(*mine, X, Y)
         before = tensors(*mine)
-        with pytest.raises(ValueError, match=r"model.up.weight lies on .*'dp',.* but the step is compiled for .*'tp'"):
+        with pytest.raises(ValueError, match=r"model.up.weight is on .*'dp',.* but the step is compiled for .*'tp'"):
             spmd.compile(train_step, mesh_of(1, 2))(*mine, X, Y)
         same(tensors(*mine), before, "state")
 
@@ -327,7 +325,7 @@ def test_a_model_on_another_mesh():
 
 
 def test_after_an_error_the_right_step_works():
-    """Nothing was half done: the same model trains as on one device, by the same compiled step or another."""
+    """An error leaves nothing half done: the same model then trains as on one device."""
     case = Case(batches=rows(6))
     want, _ = case.on_one_device()
     pair = case.begin()
@@ -365,7 +363,7 @@ def test_a_later_error_leaves_the_state_too():
 
 
 def on_each_rank(step_of, args_of=lambda r: (), params_of=lambda r: None) -> list[str]:
-    """What each of two ranks raises when it compiles its own step, model unchanged."""
+    """The errors of two ranks that each compile a step of their own. Asserts that the model is unchanged."""
     pair = Case(Net, lambda p: optim.SGD(p, lr=0.1)).begin()
 
     def rank(r):
@@ -382,7 +380,7 @@ def on_each_rank(step_of, args_of=lambda r: (), params_of=lambda r: None) -> lis
 
 
 def test_ranks_with_different_programs_all_raise():
-    """With the difference, and the advice where to look."""
+    """The error shows the difference and says where to look for the cause."""
 
     def step_of(r):
         def step(model, optimizer, x, y):
@@ -422,7 +420,7 @@ def test_ranks_that_bake_other_constants_all_raise():
 
 
 def test_one_rank_that_fails_fails_all():
-    """In the step, before it, or in its patterns; the others hear of it and none waits for ever."""
+    """A failure in the step, before it, or in its patterns is reported to all ranks, and none waits for ever."""
 
     def step_of(r):
         def step(model, optimizer, x, y):

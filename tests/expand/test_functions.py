@@ -1,4 +1,4 @@
-"""Functions other than train steps: each gives on a mesh what it gives on one device."""
+"""Functions other than train steps give the same results on a mesh as on one device."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ STRIDES = {
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
 @pytest.mark.parametrize("name", STRIDES)
 def test_views_after_moves(name, placement):
-    """A move leaves blocks contiguous, where one device has other strides."""
+    """A move makes blocks contiguous, even if the tensor on one device has other strides."""
     check(STRIDES[name], (3, 1), {"x": {"a": placement}}, X)
 
 

@@ -1,4 +1,4 @@
-"""Random programs, each compiled as one step, give what they give on one device."""
+"""Random programs, each compiled as one step, give the same results as on one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CASES = 20
 
 
 def test_random_programs_compiled(record_property):
-    """Views and writes through them, lists, dtypes: what a graph can hold of the programs that DTensors are asked."""
+    """The eager fuzz tests' programs, with views, writes, lists and dtypes, without ops that no graph can hold."""
     seen = []
 
     @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])

@@ -1,4 +1,4 @@
-"""Memory is reused where nobody can tell, and what outlives a call has memory of its own."""
+"""Memory is reused where it changes no result, and tensors that outlive a call have memory of their own."""
 
 import copy
 from unittest import mock
@@ -10,9 +10,9 @@ from torch import fx, nn
 import spmd
 import spmd.expand.compile as compile_module
 from spmd import Replicate, Shard
+from spmd.expand.passes.aliasing import written_into
 from spmd.expand.passes.in_place import reuse_memory
-from spmd.expand.passes.memory import written_into
-from spmd.expand.passes.separate import separate_outputs
+from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.sim import run_ranks
 from spmd.tensor.spec import spec_of
 from tests.expand.side_by_side import same, values
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Kept(nn.Module):
-    """Matrices that are sharded and one that is not, a vector and a count, to be written into."""
+    """A module to write into: sharded matrices, a replicated matrix, a vector and a count."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def swapped_by_copies(m, x):
 
 
 def shifted(m, x):
-    """c is the newest; what it was is given."""
+    """Writes c and returns its old value."""
     old = m.c
     m.c = m.c * 2 + x[0]
     return old
@@ -145,7 +145,7 @@ def constants_written(m, x):
 
 
 def input_kept(m, x):
-    """What the caller passed lives on in the state, and is written into by the next call."""
+    """The caller's tensor becomes state, and the next call writes into it."""
     m.a.add_(1)
     m.c.mul_(2)
     before = m.c
@@ -186,7 +186,7 @@ STEPS = [
 @pytest.mark.parametrize("reuse", [True, False], ids=["reused", "not reused"])
 @pytest.mark.parametrize("step", STEPS, ids=lambda f: f.__name__)
 def test_writes_are_those_of_one_device(step, reuse):
-    """Three calls; each result is the same when it is returned and after the last call, the caller's tensors stay."""
+    """Three calls. Each result is still the same after the last call, and the caller's tensors are unchanged."""
     inputs = [torch.arange(16.0).view(4, 4) + i for i in range(3)]
     alone = Kept()
     want = [values(step(alone, x.clone())) for x in inputs]
@@ -311,8 +311,8 @@ def of_a_reshaped(x):
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
-def test_an_op_writes_into_its_first_operand_where_nobody_reads_it_again(fn, want):
-    """Not while a collective reads it, not beside a view of it, and only where the result fits."""
+def test_an_op_writes_into_its_first_operand_that_is_not_read_again(fn, want):
+    """Not while a collective reads it, not if a view of it is another operand, and only if the result fits."""
     graph = graph_of(fn)
     changed = reuse_memory(graph, [True])
     assert targets(graph) == want
@@ -322,7 +322,7 @@ def test_an_op_writes_into_its_first_operand_where_nobody_reads_it_again(fn, wan
         same(list(values([fx.GraphModule({}, graph)(x.clone())])), values([fn(x.clone())]), "results")
 
 
-def test_what_is_not_ours_is_not_written_into():
+def test_inputs_that_are_not_owned_are_not_written_into():
     graph = graph_of(chain)
     assert reuse_memory(graph, [False]) == 0
     assert targets(graph) == "add.Tensor mul.Tensor sqrt.default"
@@ -340,19 +340,19 @@ def test_what_is_not_ours_is_not_written_into():
         (lambda x: (y := aten.add.Tensor(x, 1), aten.t.default(y)), [0, None], 1),
         (lambda x: (aten.add.Tensor(x, 1), aten.add.Tensor(x, 2)), [0, None], 0),
         (lambda x: (wait(all_reduce(x, "sum", "0")),), [None], 0),
-        (lambda x: (h := aten.clone.default(x).split([1, 3]), [h[0], h[1]])[1], [None, None], 0),  # cut apart
+        (lambda x: (h := aten.clone.default(x).split([1, 3]), [h[0], h[1]])[1], [None, None], 0),  # pieces of a split
         (lambda x: (h := aten.clone.default(x).split([1, 3]), [h[0], h[0].t()])[1], [None, None], 1),
         (lambda x: (h := aten.clone.default(x), h.split([1, 3])[1]), [None, None], 1),
     ],
     ids=range(12),
 )
-def test_outputs_that_share_memory_are_parted(fn, homes, copies):
+def test_outputs_that_share_memory_are_copied(fn, homes, copies):
     graph = graph_of(fn)
-    assert separate_outputs(graph, homes) == copies
+    assert unshare_outputs(graph, homes) == copies
 
 
 def test_a_parameter_keeps_its_memory():
-    """The update goes into the block that the rank holds; nothing is copied home."""
+    """The update is written into the rank's block; nothing is copied back."""
 
     def step(model, optimizer, x):
         optimizer.zero_grad()

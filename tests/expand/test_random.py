@@ -1,4 +1,4 @@
-"""Random numbers in compiled steps: on any mesh those of one rank, new ones in each step, and reproducible."""
+"""Random numbers in compiled steps are those of one rank on any mesh, new in each step, and reproducible."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train_step(model, optimizer, tokens, targets):
 
 
 def made():
-    """A model of fixed weights: threads would take each other's random numbers."""
+    """A model with fixed weights: threads would disturb each other's random numbers."""
     model = Block().double()
     with torch.no_grad():
         for p in model.parameters():
@@ -114,7 +114,7 @@ def drawn(mesh_shape, calls=2):
 
 
 def test_each_step_draws_anew_by_the_same_program():
-    """The number of a draw is no part of the program but an input of it; plain tensors draw from it as well."""
+    """The number of a draw is an input of the program and not part of it. Plain tensors use the same numbers."""
     want = on_mesh((1, 1), drawn)[0][0]
     for mesh_shape in MESHES:
         for (first, second), step in on_mesh(mesh_shape, drawn):
@@ -125,7 +125,7 @@ def test_each_step_draws_anew_by_the_same_program():
 
 
 def test_a_step_draws_what_eager_ops_draw():
-    """From the same state, op by op."""
+    """Eager and compiled draws from the same state are equal, op by op."""
 
     def rank(number):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -140,7 +140,7 @@ def test_a_step_draws_what_eager_ops_draw():
 
 
 def test_ranks_in_different_states_are_told():
-    """Before anything is drawn, and not by training apart."""
+    """Ranks with different seeds raise before anything is drawn, instead of diverging."""
 
     def rank(number):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

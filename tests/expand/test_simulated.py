@@ -27,7 +27,7 @@ def batches(rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 @pytest.mark.parametrize("shape, rows, inside", [((2, 2), 4, True), ((4, 1), 3, False), ((2, 3), 5, True)])
 def test_even_uneven_and_empty_shards(shape: tuple[int, int], rows: int, inside: bool) -> None:
-    """With a model that is made inside the mode, or outside of it."""
+    """With a model that is made inside or outside of the mode."""
     check(shape, rows, inside)
 
 

@@ -1,4 +1,4 @@
-"""The state of a step: where its tensors live, by names that mean the same on all ranks."""
+"""The state of a step: its tensors by names that mean the same on all ranks."""
 
 import copy
 
@@ -12,7 +12,7 @@ from tests.expand.side_by_side import Case, same, tensors, train_step
 
 
 class Tied(nn.Module):
-    """A weight under two names, a buffer too, a buffer that is not saved, and places that are empty."""
+    """A weight and a buffer with two names each, a buffer that is not saved, and empty entries."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def state_of(model, optimizer) -> State:
 
 
 def test_each_tensor_has_one_slot():
-    """Tied tensors the first of their names; gradients and what optimisers keep go by their parameter."""
+    """Tied tensors have their first name. Gradients and optimiser state go by their parameter."""
     state = state_of(*pair())
     found = [f"{slot.kind:<10}{slot}" for slot in state.tensors()]
     assert_expected_inline("\n".join(found), """\
@@ -49,8 +49,8 @@ buffer    model.mean
 buffer    model.cache
 grad      model.first.weight.grad
 grad      model.second.bias.grad
-kept      optimizer.momentum_buffer[model.first.weight]
-kept      optimizer.momentum_buffer[model.second.bias]
+optimizer optimizer.momentum_buffer[model.first.weight]
+optimizer optimizer.momentum_buffer[model.second.bias]
 hyper     optimizer.param_groups.0.momentum""")
     assert state.parameter_names()["model.first.weight"] == [
         "model.first.weight", "model.second.weight", "optimizer.param_groups.0.params.0"
@@ -59,7 +59,7 @@ hyper     optimizer.param_groups.0.momentum""")
 
 
 def test_the_order_depends_on_names_alone():
-    """Not on the order in which an optimiser met its parameters, or was loaded."""
+    """The order does not depend on the order in which an optimiser got its parameters, or on loading."""
     model, optimizer = pair()
     want = list(state_of(model, optimizer).tensors())
     items = list(optimizer.state.items())
@@ -69,7 +69,7 @@ def test_the_order_depends_on_names_alone():
 
 
 def test_parameters_that_only_an_optimiser_knows():
-    """They have a name in it."""
+    """Such parameters are named by the optimiser."""
     loose = nn.Parameter(torch.ones(3))
     model = nn.Linear(2, 2, bias=False)
     optimizer = optim.SGD([*model.parameters(), loose], lr=0.1)
@@ -84,8 +84,8 @@ def test_modules_within_modules_are_one():
     assert list(state.parameters()) == ["part.weight", "all.model.second.bias"]
 
 
-def test_looking_makes_no_entries():
-    """An optimiser's state is a defaultdict."""
+def test_reading_makes_no_entries():
+    """An optimiser's state is a defaultdict: reading must not add entries."""
     model, optimizer = Case().begin()
     state_of(model, optimizer).tensors()
     assert not optimizer.state
@@ -104,7 +104,7 @@ def others(state: State) -> dict[Slot, torch.Tensor]:
 
 
 def test_installed_tensors_are_found_where_they_belong():
-    """Under all names, as gradients, in groups, and as keys of what the optimiser keeps; ties stay tied."""
+    """Under all names, as gradients, in groups, and as keys of optimiser state. Tied tensors stay tied."""
     model, optimizer = pair()
     state = state_of(model, optimizer)
     new = others(state)
@@ -114,24 +114,24 @@ def test_installed_tensors_are_found_where_they_belong():
     assert model.first.weight is model.second.weight is optimizer.param_groups[0]["params"][0] is weight
     assert model.mean is model.second.center is new[Slot("buffer", "model.mean")]
     assert set(optimizer.state) == set(optimizer.param_groups[0]["params"])
-    kept = Slot("kept", "model.first.weight", "optimizer", "momentum_buffer")
+    kept = Slot("optimizer", "model.first.weight", "optimizer", "momentum_buffer")
     assert optimizer.state[weight]["momentum_buffer"] is new[kept]
     assert optimizer.param_groups[0]["momentum"] is new[Slot("hyper", "optimizer.param_groups.0.momentum")]
     assert weight.grad is new[Slot("grad", "model.first.weight")]
 
 
 def test_what_is_not_given_is_dropped():
-    """Gradients and kept tensors that the new state has not."""
+    """Gradients and optimiser state that the new state does not have are dropped."""
     model, optimizer = pair()
     state = state_of(model, optimizer)
-    state.install({slot: t for slot, t in others(state).items() if slot.kind not in ("grad", "kept")})
+    state.install({slot: t for slot, t in others(state).items() if slot.kind not in ("grad", "optimizer")})
     assert all(p.grad is None for p in model.parameters())
     assert not any("momentum_buffer" in kept for kept in optimizer.state.values())
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_swap_is_undone(fails):
-    """Tensors, options, and what was added or removed inside the block, however it ends."""
+    """Tensors, options, and additions or removals inside the block, also if it raises."""
     model, optimizer = pair()
     state = state_of(model, optimizer)
     before, objects = tensors(model, optimizer), list(state.tensors().values())
@@ -195,7 +195,7 @@ def keep_a_count(model, optimizer):
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_constants_name_what_has_changed(change, path):
-    """Numbers and tensors are no constants."""
+    """Floats and tensors are not constants."""
     model, optimizer = Case().begin()
     before = state_of(model, optimizer).constants()
     change(model, optimizer)

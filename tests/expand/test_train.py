@@ -1,4 +1,4 @@
-"""A compiled step trains as the step itself does on one device: losses, parameters, buffers, gradients, optimiser."""
+"""A compiled step trains as the step does on one device: losses, parameters, buffers, gradients, optimiser state."""
 
 import copy
 
@@ -32,7 +32,7 @@ from tests.expand.side_by_side import (
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Simulated ranks are threads already."""
+    """One torch thread: simulated ranks are threads already."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def sgd(params):
     ],
 )
 def test_a_gpt_trains_as_on_one_device(shape, batch, tied, make):
-    """Whatever the mesh, and whether or not the batch divides."""
+    """On every mesh, and with batches that divide and that do not."""
     Case(lambda: gpt(tied=tied), make, batches=tokens(batch), params=GPT_PLAN).check(shape)
 
 
@@ -115,7 +115,7 @@ class Small(nn.Module):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimisers_step_as_on_one_device(name):
-    """Also those that work on lists of tensors or in one kernel; the batch is uneven."""
+    """Also optimisers that work on lists of tensors or in one fused kernel. The batch is uneven."""
     make = getattr(optim, name.split()[0])
     options = OPTIMIZERS[name]
     plan = {"up.weight": {"tp": Shard(0)}, "down.bias": {"dp": Shard(0)}}
@@ -123,7 +123,7 @@ def test_optimisers_step_as_on_one_device(name):
 
 
 def test_parameter_groups_keep_their_own_options():
-    """Decay for weights and none for biases, and a learning rate each."""
+    """Weight decay only for weights, and different learning rates."""
 
     def build(params):
         params = list(params)
@@ -150,7 +150,7 @@ def accumulating_step(model, optimizer, x, y):
 
 
 def backward_only(model, optimizer, x, y):
-    """Adds to the gradients and leaves them."""
+    """Adds to the gradients and does not clear them."""
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     return loss
@@ -223,7 +223,7 @@ def test_steps_of_many_kinds(step, shape, batch):
 
 
 def test_autocast_in_the_step():
-    """Rounds where one device rounds, but sums are split: close, not equal."""
+    """Rounds where one device rounds, but sums are split, so the results are close and not equal."""
     Case(step=autocast_step).check((2, 2), rtol=2e-2, atol=2e-3)
 
 
@@ -244,7 +244,7 @@ def test_gradients_add_up_over_calls():
 
 
 def test_the_learning_rate_as_an_argument():
-    """A float argument may be another one each call, without another program."""
+    """A float argument may change from call to call without another program."""
 
     def step(model, optimizer, x, y, lr):
         optimizer.param_groups[0]["lr"] = lr
@@ -302,7 +302,7 @@ def set_group(**options):
     ids=str,
 )
 def test_options_may_change_between_steps(options, programs):
-    """And are honoured; a number makes a new program only where the optimiser branches on it."""
+    """Changed options take effect. A number makes a new program only if the optimiser branches on it."""
     case = Case(
         lambda: nn.Linear(4, 3),
         lambda params: optim.Adam(params, lr=1e-2),
@@ -310,12 +310,12 @@ def test_options_may_change_between_steps(options, programs):
         params={"weight": {"tp": Shard(0)}},
         between=set_group(**options),
     )
-    assert case.check((2, 1), look=lambda step, *_: len(step.programs)) == programs
+    assert case.check((2, 1), probe=lambda step, *_: len(step.programs)) == programs
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=str)
 def test_a_scheduler_outside_is_honoured(lr):
-    """It is made before the first step, keeps the optimiser, and sets floats or fills tensors."""
+    """The scheduler is made before the first step, refers to the optimiser, and sets floats or fills tensors."""
     schedulers = {}
 
     def between(i, model, optimizer):
@@ -330,16 +330,16 @@ def test_a_scheduler_outside_is_honoured(lr):
         between=between,
         share=False,  # a scheduler warns when an optimiser was never run
     )
-    assert case.check((2, 1), look=lambda step, *_: len(step.programs)) == 2
+    assert case.check((2, 1), probe=lambda step, *_: len(step.programs)) == 2
 
 
 def test_frozen_parameters_stay():
-    """They get no gradient, and what is frozen may change between steps."""
+    """Frozen parameters get no gradient, and the set of frozen ones may change between steps."""
 
     def freeze(i, model, optimizer):
         model.up.requires_grad_(i != 1)
 
-    assert Case(between=freeze, batches=rows(5, n=4)).check((2, 2), look=lambda step, *_: len(step.programs)) == 4
+    assert Case(between=freeze, batches=rows(5, n=4)).check((2, 2), probe=lambda step, *_: len(step.programs)) == 4
 
 
 def test_parameters_outside_the_optimiser_stay():
@@ -349,7 +349,7 @@ def test_parameters_outside_the_optimiser_stay():
 
 
 class Modes(nn.Module):
-    """Does another thing in training, and by a number that the user may set."""
+    """Its forward depends on the training flag and on a number that the user may set."""
 
     def __init__(self):
         super().__init__()
@@ -359,19 +359,19 @@ class Modes(nn.Module):
         return self.linear(self.dropout(x)) * (self.scale if self.training else 1.0)
 
 
-def test_flags_and_numbers_of_modules_are_looked_at():
-    """train() and eval(), and a plain attribute, mean another program; going back, the same one."""
+def test_flags_and_numbers_of_modules_select_the_program():
+    """train(), eval() and a plain attribute each need another program; a change back needs none."""
 
     def between(i, model, optimizer):
         model.train(i != 1)
         model.scale = 2.0 if i == 3 else 1.0
 
     case = Case(Modes, lambda p: optim.SGD(p, lr=0.1), between=between, batches=rows(4, n=5), params={})
-    assert case.check((2, 1), look=lambda step, *_: len(step.programs)) == 4  # one without gradients at first
+    assert case.check((2, 1), probe=lambda step, *_: len(step.programs)) == 4  # one without gradients at first
 
 
 class Normed(nn.Module):
-    """Batch norm: running statistics are buffers, and a batch is all of it."""
+    """Batch norm: the running statistics are buffers, and the statistics are those of the global batch."""
 
     def __init__(self):
         super().__init__()
@@ -401,16 +401,16 @@ def test_state_from_before_is_taken_over():
     begun = case.begin()
     train_step(*begun, *case.batches[0])
     case.begin = lambda: copied(begun)
-    assert case.check((2, 2), look=lambda step, *_: len(step.programs)) == 1
+    assert case.check((2, 2), probe=lambda step, *_: len(step.programs)) == 1
 
 
 def test_state_dicts_tell_the_truth():
-    """After a step they hold DTensors where the plan put them, of the values that one device has."""
+    """After a step they have DTensors with the planned placements and with the values of one device."""
     case = Case(batches=rows(6, n=1))
     model, optimizer = case.begin()
     train_step(model, optimizer, *case.batches[0])
 
-    def look(step, theirs, their_optimizer):
+    def probe(step, theirs, their_optimizer):
         state, kept = theirs.state_dict(), their_optimizer.state_dict()
         assert all(isinstance(t, DTensor) for t in state.values())
         assert state["up.weight"].placements == (Replicate(), Shard(0))
@@ -419,12 +419,12 @@ def test_state_dicts_tell_the_truth():
         same(values(kept["state"]), values(optimizer.state_dict()["state"]), "optimizer")
         assert kept["param_groups"] == optimizer.state_dict()["param_groups"]
 
-    case.check((2, 2), look)
+    case.check((2, 2), probe)
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_a_training_resumes(plain):
-    """From state dicts of whole tensors or of DTensors, into a model that has run or into a new one."""
+    """From state dicts of plain tensors or of DTensors, into a model that has run or into a new one."""
     batches = rows(6, n=4)
     alone, alone_optimizer = Case().begin()
     want = [train_step(alone, alone_optimizer, *batch).item() for batch in batches]
@@ -512,7 +512,7 @@ def test_two_models_in_one_step():
 
 
 def test_training_and_evaluation_share_a_model():
-    """Two compiled steps, one model; the second takes it as it lies."""
+    """Two compiled steps, one model. The second keeps the model's placements."""
 
     def evaluate(model, x, y):
         with torch.no_grad():
@@ -536,7 +536,7 @@ def test_training_and_evaluation_share_a_model():
 
 
 def test_inputs_may_be_dtensors():
-    """As they lie, or where the pattern says."""
+    """With their own placements, or with those of the pattern."""
     batches = rows(6)
     case = Case(batches=batches)
     want, _ = case.on_one_device()
@@ -563,7 +563,7 @@ def test_inputs_may_be_dtensors():
 
 
 def trained_on_gloo(rank: int, pair, batches: list[tuple]) -> tuple:
-    """On a worker: what the steps return, and all tensors at the end."""
+    """Runs on a worker: returns the steps' results, and all tensors at the end."""
     mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model, optimizer = pair
     step = spmd.compile(train_step, mesh, params=GPT_PLAN, inputs=INPUTS)

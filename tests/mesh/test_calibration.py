@@ -1,4 +1,4 @@
-"""Machines are values, known ones have names, and files of them are read with care."""
+"""Machines are values, presets have names, and mistakes in files of machines are named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("machine", PRESETS.values(), ids=PRESETS)
-def test_a_preset_outlives_a_file(machine: Machine, tmp_path: Path) -> None:
+def test_a_preset_is_the_same_after_a_file(machine: Machine, tmp_path: Path) -> None:
     save(machine, tmp_path / "machine.json")
     assert load(tmp_path / "machine.json") == machine
     assert machine_named(machine.name) is machine
@@ -79,7 +79,7 @@ counts = st.none() | st.integers(1, 16)
     st.lists(curves, max_size=3, unique_by=lambda curve: curve.group),
     links,
 )
-def test_any_machine_outlives_a_file(
+def test_any_machine_is_the_same_after_a_file(
     tmp_path_factory: pytest.TempPathFactory, name: str, more: list, nics: int | None, ranks: int | None, found: list,
     memory: Link,
 ) -> None:
@@ -117,7 +117,7 @@ def changed(**more: object) -> str:
         (changed(measured=FILE["measured"] * 2), "is measured twice"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:

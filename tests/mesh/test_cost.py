@@ -1,4 +1,4 @@
-"""Costs, in microseconds: formulas by hand, and laws that hold on any mesh and machine."""
+"""Costs, in microseconds: formulas worked out by hand, and laws that hold on any mesh and machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_megabyte_on_a_ring_of_four(cost: Callable, us: float) -> None:
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, MB, 1 << 30])
 @pytest.mark.parametrize("axis, n, hop, gb_per_s", [(0, 2, 2.7, 19.294), (1, 4, 0.6, 87.7)])
 def test_the_textbook(axis: int, n: int, hop: float, gb_per_s: float, nbytes: int) -> None:
-    """Rings only, 6.6 us to begin with; golden pages of plans are priced by it."""
+    """Rings only, with 6.6 us at the start; golden pages of plans are priced by it."""
     for topo in (MeshTopoInfo(HostGrid((2, 4), "0*4 1*4")), MeshTopoInfo.textbook((2, 4), (False, True))):
         part = nbytes * (n - 1) / n / gb_per_s * 1e-3
         for cost in (all_gather_cost, reduce_scatter_cost, all_to_all_cost):
@@ -102,7 +102,7 @@ def test_the_textbook(axis: int, n: int, hop: float, gb_per_s: float, nbytes: in
     ],
 )
 def test_a_megabyte_on_two_hosts_of_four(collective: str, way: str, us: float) -> None:
-    """Bytes are charged to the links that carry them: a quarter of a gather's crosses between hosts on each card."""
+    """Bytes count on the links that carry them: a quarter of those of a gather crosses between hosts on each card."""
     topo = on_hosts("ring tree direct doubling", "0*4 1*4", (8,))
     assert ways_cost(collective, MB, 0, topo)[way] == pytest.approx(us)
     assert COSTS[collective](MB, 0, topo) == min(ways_cost(collective, MB, 0, topo).values())
@@ -112,9 +112,9 @@ def test_a_megabyte_on_two_hosts_of_four(collective: str, way: str, us: float) -
     "collective, sharing",
     [("all_gather", 4), ("reduce_scatter", 4), ("all_reduce", 4), ("all_to_all", 4), ("permute", 4), ("scatter", 1)],
 )
-def test_who_shares_a_card_waits(collective: str, sharing: int) -> None:
-    """Eight ranks on two hosts, as one group: behind one card the bytes between hosts take four times as long, but
-    those of a scatter, which one rank sends."""
+def test_ranks_that_share_a_card_wait(collective: str, sharing: int) -> None:
+    """Eight ranks on two hosts, as one group. With one card on each host, bytes between hosts take four times as long,
+    except those of a scatter, which one rank sends."""
     own, shared = (on_hosts("ring", places, (8,)) for places in ("0*4 1*4", "0.0*4 1.0*4"))
     cost = COSTS[collective]
     between = {"all_gather": 6.25, "reduce_scatter": 6.25, "all_reduce": 12.5, "permute": 50}.get(collective, 25)
@@ -123,8 +123,8 @@ def test_who_shares_a_card_waits(collective: str, sharing: int) -> None:
 
 
 @pytest.mark.parametrize("cost", COSTS.values())
-def test_groups_that_talk_at_once_share_a_card(cost: Callable) -> None:
-    """Axis 0 has four groups between the hosts; a mesh with one of them alone has the card for itself."""
+def test_groups_that_send_at_once_share_a_card(cost: Callable) -> None:
+    """Axis 0 has four groups between the hosts; a mesh with one of them alone has the card to itself."""
     all_four, alone = on_hosts("ring", "0.0*4 1.0*4", (2, 4)), on_hosts("ring", "0.0 1.0", (2,))
     latency = cost(0, 0, alone)
     assert cost(MB, 0, all_four) - latency == pytest.approx(4 * (cost(MB, 0, alone) - latency))
@@ -137,8 +137,8 @@ def test_the_slowest_group_counts(cost: Callable) -> None:
     assert cost(MB, 1, on_hosts("ring", "0 0 0 1", (2, 2))) == cost(MB, 0, on_hosts("ring", "0 1", (2,)))
 
 
-def test_a_host_with_few_of_the_ranks_is_the_narrow_place() -> None:
-    """Three ranks on one host, one on the next: the one receives all that its host lacks."""
+def test_a_host_with_few_of_the_ranks_is_the_bottleneck() -> None:
+    """Three ranks on one host, one on the next: this one receives all bytes of the others."""
     assert all_gather_cost(MB, 0, on_hosts("ring", "0*3 1", (4,))) == pytest.approx(
         6 + 2 * 0.5 + 2 + 2 / 3 * 10 + 1 / 2 * 50
     )
@@ -154,8 +154,8 @@ def test_an_exchange_waits_for_the_rank_with_most_bytes() -> None:
         exchange_cost([1, 2, -1, 4], 0, topo)
 
 
-def test_what_was_measured_goes_first() -> None:
-    """A curve stands for groups of its shape alone, and its highest line counts."""
+def test_measured_times_replace_the_model() -> None:
+    """A curve is for groups of its shape alone, and the maximum of its lines counts."""
     curve = Measured("all_reduce", ranks_per_host=4, hosts=1, lines=((30.0, 0.0), (20.0, 2e-5)))
     topo = on_hosts("ring", "0*4 1*4", (2, 4), measured=(curve,))
     bare = on_hosts("ring", "0*4 1*4", (2, 4))
@@ -172,11 +172,11 @@ def test_what_was_measured_goes_first() -> None:
     assert all_reduce_cost(MB, 0, on_hosts("ring", "0*3 1", (4,), measured=(pair,))) != 99.0
 
 
-def test_a_copy_takes_what_the_memory_does_or_what_was_measured() -> None:
-    """It is the rank's own, so it takes the same on any mesh; of measured lines the highest counts."""
+def test_a_copy_takes_the_time_of_the_memory_or_the_measured_time() -> None:
+    """A rank copies alone, so the time is the same on any mesh; the maximum of the measured lines counts."""
     known = on_hosts("ring", "0*4 1*4", (2, 4), memory=Link(2.0, 866.6))
     assert copy_cost(MB, known) == copy_cost(MB, known.view([(0, 1)])) == pytest.approx(2 + 1e6 / 866.6e3)
-    assert copy_cost(MB, LINE) == 0.0  # nobody said what its memory does
+    assert copy_cost(MB, LINE) == 0.0  # its memory is not known
     curve = Measured("copy", 1, 1, ((5.0, 0.0), (1.0, 1e-5)))
     measured = on_hosts("ring", "0*4 1*4", (2, 4), measured=(curve,))
     assert [copy_cost(x, measured) for x in (0, 400_000, MB)] == pytest.approx([5.0, 5.0, 11.0])
@@ -185,7 +185,7 @@ def test_a_copy_takes_what_the_memory_does_or_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("cost", COSTS.values())
-def test_one_rank_talks_for_free(cost: Callable) -> None:
+def test_a_group_of_one_rank_costs_nothing(cost: Callable) -> None:
     for topo in (MeshTopoInfo.textbook((1, 4), (True, True)), MeshTopoInfo(HostGrid((1, 2), "0 1"), "hopper")):
         assert cost(1 << 30, 0, topo) == cost(1 << 30, (), topo) == 0.0
         assert cost(1 << 30, (0, 1), topo) == cost(1 << 30, 1, topo) > 0.0
@@ -213,8 +213,8 @@ CURVES = st.builds(Measured, st.sampled_from(COLLECTIVES), st.integers(1, 4), FE
 
 @st.composite
 def topologies(draw: st.DrawFn, measured: bool = False) -> MeshTopoInfo:
-    """Any mesh of up to 16 ranks, scattered over hosts at will, on a known machine or one with shared cards; with
-    measured curves for some groups, if asked for."""
+    """Any mesh of up to 16 ranks, on any hosts, on a preset or a machine with shared cards; with `measured`, also with
+    measured curves for some groups."""
     sizes = draw(st.sampled_from([(4,), (2, 4), (3, 2), (2, 1, 4), (2, 2, 2), (2, 2, 4)]))
     mesh = init_device_mesh("cpu", sizes)
     hosts = draw(st.lists(st.integers(0, 2), min_size=mesh.size(), max_size=mesh.size()))
@@ -259,7 +259,7 @@ def test_views_of_one_set_of_groups_price_alike(topo: MeshTopoInfo, nbytes: int,
 @settings(max_examples=40, deadline=None)
 @given(topologies(), st.data())
 def test_a_view_of_a_view(topo: MeshTopoInfo, data: st.DataObject) -> None:
-    """Transposed there and back is the same; to flatten is to flatten in two steps."""
+    """Transposing there and back changes nothing; flattening at once is flattening in two steps."""
     n = len(topo.sizes)
     order = data.draw(st.sampled_from(list(permutations(range(n)))))
     assert topo.take(order).take([order.index(i) for i in range(n)]) == topo
@@ -269,7 +269,7 @@ def test_a_view_of_a_view(topo: MeshTopoInfo, data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(topologies(), st.integers(0, 1 << 34), st.data())
-def test_a_reduction_is_no_dearer_than_its_two_halves(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
+def test_an_all_reduce_costs_no_more_than_its_two_halves(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from(subsets(len(topo.sizes))))
     halves = reduce_scatter_cost(nbytes, axes, topo) + all_gather_cost(nbytes, axes, topo)
     assert all_reduce_cost(nbytes, axes, topo) <= halves * (1 + 1e-12)
@@ -277,8 +277,8 @@ def test_a_reduction_is_no_dearer_than_its_two_halves(topo: MeshTopoInfo, nbytes
 
 @settings(max_examples=60, deadline=None)
 @given(topologies(), st.integers(0, 1 << 34), st.data())
-def test_no_way_round_is_cheaper(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
-    """The triangle inequality on one group of ranks: going by another layout, and slicing for free, saves nothing."""
+def test_no_detour_is_cheaper(topo: MeshTopoInfo, nbytes: int, data: st.DataObject) -> None:
+    """The triangle inequality on one group of ranks: a detour by another layout, with free slices, saves nothing."""
     axes = data.draw(st.sampled_from(subsets(len(topo.sizes))))
     n = prod(topo.sizes[axis] for axis in axes)
     part, slack = nbytes / n, 1 + 1e-12
@@ -293,7 +293,7 @@ def test_no_way_round_is_cheaper(topo: MeshTopoInfo, nbytes: int, data: st.DataO
 @pytest.mark.parametrize("machine", PRESETS.values(), ids=PRESETS)
 @pytest.mark.parametrize("nics", [None, 1, 2])
 def test_axes_as_one_send_no_more_than_one_by_one(name: str, machine: Machine, nics: int | None) -> None:
-    """Bytes, level by level; the hops of one long ring may be more than those of two short ones."""
+    """Bytes, level by level; one long ring may have more hops than two short ones."""
     machine = Machine("m", machine.ways, nics)
     for hosts in (1, 2, 4):
         mesh = init_device_mesh("cpu", (2, 2, 4))
@@ -305,11 +305,11 @@ def test_axes_as_one_send_no_more_than_one_by_one(name: str, machine: Machine, n
 
 
 def per_byte(name: str, share: float, axes: tuple[int, ...], topo: MeshTopoInfo) -> float:
-    """Microseconds that a further byte of the whole takes, where messages are large."""
+    """Microseconds for one more byte of the global tensor, for large messages."""
     return (COSTS[name](share * 2**50, axes, topo) - COSTS[name](share * 2**49, axes, topo)) / 2**49
 
 
-def test_a_known_machine_is_near_what_was_measured() -> None:
+def test_a_preset_is_near_measured_times() -> None:
     """An all-gather of 64 MiB over the 8 GPUs of an H100 host takes about 200 us; the textbook says 680."""
     hopper, textbook = (all_gather_cost(64 << 20, 0, MeshTopoInfo(HostGrid((8,)), n)) for n in ("hopper", "textbook"))
     assert 150 < hopper < 250 < 600 < textbook
@@ -317,7 +317,7 @@ def test_a_known_machine_is_near_what_was_measured() -> None:
 
 
 def test_small_messages_go_by_tree_between_many_hosts() -> None:
-    """Latency decides there; rings take as many hops as there are ranks."""
+    """Latency dominates there; a ring takes as many hops as there are ranks."""
     topo = MeshTopoInfo(HostGrid((512,), " ".join(f"{host}*8" for host in range(64))), "hopper")
     ways = ways_cost("all_reduce", 1024, 0, topo)
     assert min(ways, key=ways.get) == "tree LL" and ways["tree LL"] < ways["ring LL"] / 2

@@ -81,7 +81,7 @@ def test_groups_are_listed_row_major_over_the_other_axes() -> None:
     assert CUBE.groups_along("tp", "pp") == [(0, 4, 1, 5), (2, 6, 3, 7)]
 
 
-def test_a_mesh_is_indexed_by_names_and_knows_its_ranks() -> None:
+def test_a_mesh_contains_names_and_ranks() -> None:
     assert list(NAMED) == ["dp", "tp"] and list(PLAIN) == ["dim0", "dim1"]
     assert "dp" in NAMED and "pp" not in NAMED and 5 in NAMED and 6 not in NAMED
 
@@ -113,7 +113,7 @@ def test_slices_of_slices() -> None:
 
 @pytest.mark.parametrize("names", [("tp",), ("pp",), ("dp", "pp"), ("tp", "pp", "dp")])
 def test_all_slices_are_known_on_any_rank(names: tuple[str, ...]) -> None:
-    """Also on one outside; a rank's own is the one that it is in."""
+    """Also on a rank outside the mesh; the own slice of a rank is the slice that contains it."""
     with as_rank(99):
         parts = CUBE.slices(*names)
     assert sorted(rank for part in parts for rank in part.ranks) == list(range(8))
@@ -122,7 +122,7 @@ def test_all_slices_are_known_on_any_rank(names: tuple[str, ...]) -> None:
             assert [CUBE[names]] == [part for part in parts if rank in part]
 
 
-def test_a_part_that_all_ranks_have_is_there_for_others_too() -> None:
+def test_ranks_outside_have_the_parts_that_all_ranks_share() -> None:
     padded = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     with as_rank(99):
         assert NAMED["tp", "dp"].mesh.tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -194,7 +194,7 @@ def test_equal_meshes_are_equal_by_content() -> None:
         "a mesh",
     ],
 )
-def test_whatever_differs_makes_another_mesh(other: object) -> None:
+def test_any_difference_makes_another_mesh(other: object) -> None:
     assert other != NAMED
 
 
@@ -211,17 +211,18 @@ def test_whatever_differs_makes_another_mesh(other: object) -> None:
         NAMED.with_topology(MeshTopoInfo.from_mesh(NAMED, 2, "ampere")).slices("dp")[1],
         NAMED.with_topology(BY_HAND),
         NAMED.with_topology(BY_HAND).flatten(),
+        init_device_mesh("cpu", (32, 4), mesh_dim_names=("dp", "tp")),
     ],
 )
 def test_the_repr_can_be_pasted_back_and_a_pickle_is_equal(mesh: DeviceMesh) -> None:
-    names = {kind.__name__: kind for kind in (DeviceMesh, AxisLink, *topology.PARTS)}
+    names = {kind.__name__: kind for kind in (DeviceMesh, AxisLink, init_device_mesh, *topology.PARTS)}
     assert eval(repr(mesh), names) == mesh
     again = pickle.loads(pickle.dumps(mesh))
     assert again == mesh and hash(again) == hash(mesh) and again.topology == mesh.topology
 
 
 def test_a_pickled_mesh_is_found_in_the_tables_of_another_process() -> None:
-    """Strings hash differently there, so the hash must not travel."""
+    """Strings hash differently there, so the pickle must not contain the hash."""
     code = (
         "import pickle, sys; from spmd.mesh import init_device_mesh; "
         "mesh = pickle.load(sys.stdin.buffer); "
@@ -291,7 +292,7 @@ def test_a_group_needs_an_initialised_process_group() -> None:
         NAMED.get_group("tp")
 
 
-def test_the_environment_says_the_rank_until_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_gives_the_rank_until_overridden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert (current_rank(), world_size()) == (5, 8)
@@ -307,11 +308,11 @@ def test_the_environment_says_the_rank_until_overridden(monkeypatch: pytest.Monk
         pass
 
 
-# On real processes: meshes of groups that exist
+# On real processes: meshes over existing groups
 
 
 def made(*groups_of_ranks: list[int]) -> dist.ProcessGroup:
-    """The group of the current rank among these, made on all ranks alike; a fresh one at every call."""
+    """The group of the current rank among these; all ranks make all of them, anew at every call."""
     every = [dist.new_group(ranks) for ranks in groups_of_ranks]
     return next(g for g, ranks in zip(every, groups_of_ranks, strict=True) if dist.get_rank() in ranks)
 
@@ -391,3 +392,11 @@ def groups_of_views(rank: int) -> tuple:
 
 def test_views_use_the_groups_of_the_mesh(gloo4: Pool) -> None:
     assert gloo4.run(groups_of_views) == [(True, True, [0, 2, 1, 3])] * 4
+
+
+def test_the_repr_of_a_large_mesh_is_short() -> None:
+    """It stands in errors."""
+    mesh = init_device_mesh("cpu", (128, 128), mesh_dim_names=("dp", "tp"))
+    assert repr(mesh) == "init_device_mesh('cpu', (128, 128), mesh_dim_names=('dp', 'tp'))"
+    turned = repr(mesh["tp", "dp"])
+    assert "ranks 0, 128, 256, ..., 16383" in turned and "(128, 128)" in turned and len(turned) < 200

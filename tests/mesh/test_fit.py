@@ -1,4 +1,4 @@
-"""Fits find what made the times again, whatever noise lies over them, and are fit to plan by."""
+"""A fit recovers the costs that the times were made from, despite noise, and planning can rely on it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_regimes_without_noise_are_found(lines: tuple) -> None:
 
 
 @pytest.mark.parametrize("lines", REGIMES.values(), ids=REGIMES)
-def test_noise_and_a_few_spoilt_times_do_not_matter_much(lines: tuple) -> None:
-    """A tenth of noise, and two of fifteen times taken while something else ran."""
+def test_noise_and_a_few_wrong_times_do_not_matter_much(lines: tuple) -> None:
+    """With 10% noise, and two of fifteen times measured while something else ran."""
     for seed in range(5):
         noise = np.random.default_rng(seed)
         us = times(lines) * np.exp(noise.normal(0, 0.1, len(SIZES)))
@@ -58,7 +58,7 @@ points = st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0.1, 1e6)), min_s
 @settings(max_examples=40, deadline=None)
 @given(points)
 def test_any_times_give_a_curve_to_plan_by(found: list[tuple[int, float]]) -> None:
-    """It may be stored, grows with the bytes and never jumps, and prices are those of its lines."""
+    """It can be stored, grows with the bytes and never jumps, and costs are the maximum of its lines."""
     curve = fit_curve(*zip(*found, strict=True))
     measured = Measured("all_reduce", 4, 1, curve)
     machine = Machine("m", (Way("ring", 6.0, (Link(0.5, 100.0),)),), measured=(measured,))
@@ -72,7 +72,7 @@ def test_any_times_give_a_curve_to_plan_by(found: list[tuple[int, float]]) -> No
 
 @pytest.mark.parametrize("places, levels", [("0*8", 1), ("0*4 1*4", 2), ("0 1 2 3 4 5 6 7", 2)])
 def test_a_ring_is_found_again(places: str, levels: int) -> None:
-    """Whatever ring made the times of groups of 2, 4 and 8 ranks; a level that none crosses gets another's links."""
+    """The ring that made the times of groups of 2, 4 and 8 ranks; a level that no group crosses gets other links."""
     ring = Way("ring", 12.0, (Link(0.7, 80.0), Link(3.0, 20.0))[:levels], "measured")
     topo = MeshTopoInfo(HostGrid((2, 2, 2), places), Machine("m", (ring,)))
     samples = [

@@ -1,4 +1,4 @@
-"""Process groups by their ranks: names that spell them, lazily made groups, errors where ranks part."""
+"""Process groups by their ranks: names that list them, groups made at first use, errors instead of hangs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPS = torch.ops._c10d_functional
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, unique=True).map(tuple))
-def test_a_name_spells_its_ranks(ranks: tuple[int, ...]) -> None:
+def test_a_name_lists_its_ranks(ranks: tuple[int, ...]) -> None:
     assert groups.ranks_in(groups.name_of(ranks)) == ranks
 
 
@@ -40,12 +40,12 @@ def test_names_of_regular_groups_are_short(ranks: tuple[int, ...], name: str) ->
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "0-", "0-3:0", "-1", "0-3:x", "0..3"])
-def test_a_name_that_spells_nothing_is_an_error(text: str) -> None:
+def test_a_name_that_cannot_be_parsed_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="names no group"):
         groups.ranks_in("ranks:" + text)
 
 
-def test_a_name_that_torch_gave_spells_no_ranks() -> None:
+def test_a_name_that_torch_made_lists_no_ranks() -> None:
     assert groups.ranks_in("0") is None
 
 
@@ -60,7 +60,7 @@ def ranks_of_groups(rank: int) -> dict[str, list[int]]:
 
 
 def test_the_place_in_a_group_is_the_place_on_the_axis(gloo4: Pool) -> None:
-    """Also where ranks do not grow along an axis, and where a slice asks first."""
+    """Also where ranks do not grow along an axis, and where a slice makes the group."""
     expected = {"dp": [[3, 0], [1, 2]], "tp": [[3, 1], [0, 2]]}
     for rank, found in enumerate(gloo4.run(ranks_of_groups)):
         for name, every in expected.items():
@@ -84,14 +84,15 @@ def test_groups_of_the_same_ranks_are_made_once(gloo4: Pool) -> None:
     assert gloo4.run(reused_groups) == [(True, True, True, True)] * 4
 
 
-def careful(rank: int) -> list:
+def concurrency(rank: int) -> list:
     group = groups.group_of((2, 1, 3, 0))
-    return [_torch.is_careful(group), dist.get_backend(group), _torch.is_careful(dist.group.WORLD)]
+    overlaps = [_torch.collectives_may_overlap(each) for each in (group, dist.group.WORLD)]
+    return [dist.get_backend(group), *overlaps]
 
 
 def test_groups_of_gloo_have_one_thread(gloo4: Pool) -> None:
-    """With the two that torch gives them several all-gathers at once corrupt memory."""
-    assert gloo4.run(careful) == [[True, "gloo", False]] * 4
+    """By default torch gives them two, with which several all-gathers at once corrupt memory."""
+    assert gloo4.run(concurrency) == [["gloo", True, False]] * 4
 
 
 def groups_with_other_histories(rank: int) -> list:
@@ -107,7 +108,7 @@ def groups_with_other_histories(rank: int) -> list:
 
 
 def test_only_its_members_make_a_group(gloo4: Pool) -> None:
-    """Ranks outside need not come, and members may have made other groups, and other numbers of them, before."""
+    """Other ranks need not come; members may have made other groups before, and different numbers of them."""
     assert gloo4.run(groups_with_other_histories) == [[3, [3, 0]], [3, [1, 2]], [3, [1, 2]], [3, [3, 0]]]
 
 
@@ -115,7 +116,7 @@ def traced_before(rank: int) -> list[float]:
     mine = (rank, (rank + 1) % 4) if rank in (0, 2) else ((rank - 1) % 4, rank)
     store = _torch.default_store()
     dist.destroy_process_group()
-    name = groups.named(mine)
+    name = groups.registered_name(mine)
     graph = make_fx(lambda x: OPS.wait_tensor(OPS.all_reduce(x, "sum", name)), tracing_mode="fake")(torch.ones(1))
     dist.init_process_group("gloo", store=dist.PrefixStore("after", store), rank=rank, world_size=4)
     first = graph(torch.tensor([float(rank)])).item()
@@ -126,9 +127,9 @@ def test_a_graph_traced_before_there_was_a_process_group_runs_on_one(gloo4: Pool
     assert gloo4.run(traced_before) == [[1, 10, 2], [1, 10, 2], [5, 50, 2], [5, 50, 2]]
 
 
-def test_without_a_process_group_such_a_graph_says_what_is_missing() -> None:
+def test_without_a_process_group_such_a_graph_raises() -> None:
     with pytest.raises(RuntimeError, match=r"before torch\.distributed is initialised"):
-        OPS.all_reduce(torch.ones(1), "sum", groups.named((0, 1)))
+        OPS.all_reduce(torch.ones(1), "sum", groups.registered_name((0, 1)))
 
 
 def too_large_a_mesh(rank: int) -> None:
@@ -162,7 +163,7 @@ def groups_in_two_orders(rank: int) -> str:
 
 
 def test_other_meshes_on_other_ranks_are_an_error_and_no_hang(gloo4: Pool) -> None:
-    """Rank 3 waits for rank 1, rank 1 for rank 3: they part, and who waits for one of them learns of it."""
+    """Rank 3 waits for rank 1 and rank 1 for rank 3: both raise, and so do the ranks that wait for them."""
     said = gloo4.run(groups_in_two_orders)
     gloo4.kill()  # after such an error a job ends
     assert all("Every rank must use the same meshes and groups in the same order" in text for text in said[1::2])
@@ -174,7 +175,7 @@ def late_rank(rank: int) -> str:
         if rank != 2:
             groups.group_of((0, 1, 2, 3)[::-1])
         return "made"
-    except (TimeoutError, RuntimeError) as error:  # whose time is up first tells the others
+    except (TimeoutError, RuntimeError) as error:  # the first rank to time out stops the others
         return str(error)
 
 
@@ -183,14 +184,14 @@ def a_short_timeout(rank: int) -> str:
         return late_rank(rank)
 
 
-def test_a_rank_that_never_comes_is_named_in_time(gloo4: Pool) -> None:
+def test_a_rank_that_never_comes_is_named_at_the_timeout(gloo4: Pool) -> None:
     said = gloo4.run(a_short_timeout)
     gloo4.kill()
     assert said[2] == "made"
     assert "the others did not come: rank 2 makes none" in said[0]
 
 
-def groups_again(rank: int) -> list[list[int]]:
+def groups_made_anew(rank: int) -> list[list[int]]:
     mesh = init_device_mesh("cpu", (2, 2))
     store = _torch.default_store()
     before = dist.get_process_group_ranks(mesh.get_group(0))
@@ -203,7 +204,7 @@ def groups_again(rank: int) -> list[list[int]]:
 
 
 def test_groups_are_made_anew_after_destroy_and_init(gloo4: Pool) -> None:
-    assert gloo4.run(groups_again) == [
+    assert gloo4.run(groups_made_anew) == [
         [[0, 2], [0, 2], [2]], [[1, 3], [1, 3], [4]], [[0, 2], [0, 2], [2]], [[1, 3], [1, 3], [4]]
     ]  # fmt: skip
 
@@ -213,8 +214,8 @@ def adopted(rank: int) -> list[bool]:
     found = []
     for mine in (pairs[rank % 2], dist.new_group([0, 1, 2, 3]), dist.group.WORLD):
         ranks = groups.adopt(mine)
-        y = OPS.wait_tensor(OPS.all_reduce(torch.tensor([rank]), "sum", groups.named(ranks)))
-        is_used = _torch.group_called(groups.named(ranks)) is mine is groups.group_of(ranks)
+        y = OPS.wait_tensor(OPS.all_reduce(torch.tensor([rank]), "sum", groups.registered_name(ranks)))
+        is_used = _torch.group_named(groups.registered_name(ranks)) is mine is groups.group_of(ranks)
         found.append(is_used and y.item() == sum(ranks))
     return found
 

@@ -1,4 +1,4 @@
-"""Where ranks stand is read off the ranks; views of a mesh see the same groups."""
+"""The places of ranks follow from the ranks; views of a mesh have the same groups."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ def short(ladder: Ladder) -> str:
         (init_device_mesh("cpu", (2, 4)), 2, ["out2", "in2+out2"]),
         (init_device_mesh("cpu", (4, 2)), 4, ["in2+out2", "in2"]),
         (init_device_mesh("cpu", (8, 1)), 1, ["out8", ""]),
-        # The sizes say 4 ranks on 4-rank hosts, the ranks say that every second one is elsewhere.
+        # By the sizes, 4 ranks are on a host of 4; by the ranks, every second one is on another host.
         (DeviceMesh("cpu", [[0, 4, 1, 5], [2, 6, 3, 7]]), 4, ["in2", "in2+out2"]),
-        # Groups that differ: one inside a host, one across two.
+        # Groups that differ: one inside a host, one on two hosts.
         (DeviceMesh("cpu", [[0, 1], [3, 4]]), 4, ["in2, out2", "in2, out2"]),
         # Three ranks on one host and one on the next.
         (DeviceMesh("cpu", [1, 2, 3, 4]), 4, ["in3+out2"]),
     ],
 )
-def test_what_an_axis_crosses_is_read_off_the_ranks(
+def test_the_links_that_an_axis_crosses_follow_from_the_ranks(
     mesh: DeviceMesh, ranks_per_host: int | None, crossed: list[str]
 ) -> None:
     assert levels(mesh, ranks_per_host) == crossed
 
 
-def test_hosts_can_be_said_for_each_rank() -> None:
+def test_hosts_can_be_given_for_each_rank() -> None:
     mesh = DeviceMesh("cpu", [0, 1, 2, 5])
     assert MeshTopoInfo.from_mesh(mesh, hosts=[7, 8, 7, 9, 9, 8]).layout == HostGrid((4,), "7 8 7 8")
     with pytest.raises(ValueError, match="hosts has 3 entries and the mesh has rank 5"):
@@ -81,7 +81,7 @@ def test_hosts_can_be_said_for_each_rank() -> None:
     [(None, 1, 1), (4, 1, 1), (2, 2, 2), (1, 4, 4)],
 )
 def test_ranks_that_share_a_card_are_counted(nics: int | None, senders: int, groups: int) -> None:
-    """Two hosts of 4: every rank talks to its like on the other host, at the same time."""
+    """Two hosts of 4 ranks: each rank sends to its counterpart on the other host, all at the same time."""
     mesh, machine = init_device_mesh("cpu", (2, 4)), Machine("m", PRESETS["textbook"].ways, nics_per_host=nics)
     topo = MeshTopoInfo.from_mesh(mesh, 4, machine)
     assert topo.crossings(0) == ((Rung(1, 2, 1, 2, senders, groups),),)
@@ -93,7 +93,7 @@ def test_a_group_inside_a_host_sends_through_no_card() -> None:
     assert MeshTopoInfo(HostGrid((2, 2), "0.0*3 1.0")).crossings(1) == ((Rung(0, 2, 1, 2),), (Rung(1, 2, 1, 2, 1, 1),))
 
 
-def test_a_part_of_the_ranks_has_the_cards_it_has_in_the_whole() -> None:
+def test_some_ranks_of_a_job_have_the_cards_they_have_in_all_of_it() -> None:
     """Ranks 0 and 1 of 8 on a host with 4 cards share one, also where the other ranks are not in the mesh."""
     machine = Machine("m", PRESETS["textbook"].ways, nics_per_host=4)
     topo = MeshTopoInfo.from_mesh(DeviceMesh("cpu", [0, 1, 8, 9]), 8, machine)
@@ -105,7 +105,7 @@ def test_a_part_of_the_ranks_has_the_cards_it_has_in_the_whole() -> None:
 
 
 def test_a_slice_keeps_its_parents_links() -> None:
-    """By itself the slice 0, 1 would be on one host; its sister 3, 4 is not, and plans must be the same on both."""
+    """The slice 0, 1 is on one host, its sister 3, 4 is not; plans must be the same on both."""
     mesh = DeviceMesh("cpu", [[0, 1], [3, 4]], mesh_dim_names=("dp", "tp"))
     mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, 4))
     with as_rank(0):
@@ -144,26 +144,26 @@ def test_sisters_have_no_order() -> None:
     assert HostGrid((2, 2), "0 1 0 2").view([(1,)]) == HostGrid((2, 2), "0 2 0 1").view([(1,)])
 
 
-def test_links_by_hand_are_cut_and_joined_too() -> None:
+def test_links_by_hand_are_sliced_and_joined_too() -> None:
     fast, slow = AxisLink(4, 0.6, 90.0), AxisLink(2, 2.7, 20.0)
     topo = MeshTopoInfo.by_hand([slow, fast])
     assert topo.take((1,)) == MeshTopoInfo.by_hand([fast])
     assert topo.view([(0, 1)]) == MeshTopoInfo.by_hand([(slow, fast)]) and topo.view([(0, 1)]).sizes == (8,)
     assert topo.crossings((0, 1)) == ((Rung(0, 4, 1, 4), Rung(1, 2, 4, 8)),) == topo.view([(0, 1)]).crossings(0)
-    # Equal links are one level: a ring of 8 and no ring of rings.
+    # Equal links are one level: one ring, not a ring of rings.
     assert MeshTopoInfo.by_hand([fast, fast]).crossings((0, 1)) == ((Rung(0, 16, 1, 16),),)
 
 
-def test_where_nobody_leaves_a_host_there_is_nothing_to_tell() -> None:
-    """So a slice inside a host equals a mesh that was built by itself."""
+def test_groups_inside_a_host_need_no_places() -> None:
+    """So a slice inside a host equals a mesh that was built directly."""
     with as_rank(5):
         assert CUBE["tp"] == DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("tp",), topology=ONE_CARD)
 
 
-# Where it comes from
+# The sources of a topology
 
 
-def test_the_launcher_says_how_many_ranks_share_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_gives_the_number_of_ranks_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     mesh = init_device_mesh("cpu", (2, 4))
     assert levels(mesh) == ["out2", "in4"] and levels(mesh, 8) == ["in2", "in4"]
@@ -175,8 +175,8 @@ def test_the_launcher_says_how_many_ranks_share_a_host(monkeypatch: pytest.Monke
         levels(mesh, 0)
 
 
-def test_hosts_with_unequally_many_ranks_must_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each host would see others like itself, and plan by a topology of its own."""
+def test_hosts_with_unequal_numbers_of_ranks_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each host would take the others for like itself, and plan by a topology of its own."""
     here = HostGrid((6,), "0*4 1*2")
     for count in ("4", "2"):
         for name, value in {"WORLD_SIZE": "6", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": count}.items():
@@ -188,7 +188,7 @@ def test_hosts_with_unequally_many_ranks_must_be_said(monkeypatch: pytest.Monkey
     assert init_device_mesh("cpu", (6,)).topology.layout == HostGrid((6,), "0*3 1*3")
 
 
-def test_the_first_who_says_it_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_first_source_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An argument, a file, the environment, the textbook."""
     path = tmp_path / "machine.json"
     save(Machine("mine", PRESETS["hopper"].ways, ranks_per_host=2), path)
@@ -228,11 +228,11 @@ def test_a_topology_can_be_printed_pickled_and_hashed(topo: MeshTopoInfo) -> Non
     again = pickle.loads(pickle.dumps(topo))
     assert again == topo and hash(again) == hash(topo) and repr(again) == repr(topo)
     all_gather_cost(1, 0, topo)
-    assert pickle.loads(pickle.dumps(topo)) == again == topo  # prices are no part of it
+    assert pickle.loads(pickle.dumps(topo)) == again == topo  # prices are not pickled
 
 
-def test_a_topology_is_loaded_from_a_file_without_trust(tmp_path: Path) -> None:
-    """`torch.load` takes nothing but numbers and the classes it was told of."""
+def test_a_topology_is_loaded_with_weights_only(tmp_path: Path) -> None:
+    """`torch.load` then reads nothing but numbers and registered classes."""
     curve = Measured("all_reduce", 4, 1, ((1.0, 2.0),))
     topo = MeshTopoInfo(HostGrid((2,), "0.0 1"), Machine("m", PRESETS["hopper"].ways, measured=(curve,)))
     torch.save([topo, LINE], tmp_path / "topo.pt")
@@ -251,7 +251,7 @@ def test_a_topology_is_loaded_from_a_file_without_trust(tmp_path: Path) -> None:
         "a topology",
     ],
 )
-def test_whatever_differs_makes_another_topology(other: object) -> None:
+def test_any_difference_makes_another_topology(other: object) -> None:
     assert other != MeshTopoInfo(HostGrid((2, 4)))
     assert MeshTopoInfo(HostGrid((2, 4), "0*3 1*5")) != other
 

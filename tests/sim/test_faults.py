@@ -1,4 +1,4 @@
-"""Faults that make a real job hang or lie are caught in every simulation, with the ranks, the op and the line."""
+"""Every simulation finds the faults that make a real job hang or compute wrong numbers: ranks, op and line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def other_op() -> None:
 
 
 def other_splits() -> None:
-    """Rank 0 sends more to rank 1 than that expects."""
+    """Rank 0 sends more rows to rank 1 than rank 1 expects."""
     splits = [1, 2, 1, 0] if current_rank() == 0 else [1, 1, 1, 1]
     all_to_all_single(torch.ones(4), [1, 1, 1, 1], splits, ALL)  # line: splits
 
@@ -89,14 +89,14 @@ def test_threads_tell_the_ranks_the_op_and_the_line(name: str) -> None:
     assert kind in str(error.value) and re.search(lines(name), str(error.value)), error.value
 
 
-# Where one thread plays all ranks they cannot part by a branch, which is the first thing that is caught; faults get in
-# by what differs between ranks, or by playing some ranks only.
+# Where one thread plays all ranks, a branch on the rank is caught first. So the faults below come from values that
+# differ between ranks, or from playing some ranks only.
 
 
 @pytest.mark.parametrize("name", ["skipped", "swapped", "shape", "dtype", "op", "splits", "alone"])
 def test_a_branch_on_the_rank_is_caught_where_it_is_taken(name: str) -> None:
     fault, _, _ = FAULTS[name]
-    with LocalTensorMode(4), pytest.raises(RuntimeError, match=r"ranks part here.* on rank 0.*per_rank") as error:
+    with LocalTensorMode(4), pytest.raises(RuntimeError, match=r"ranks diverge here.* on rank 0.*per_rank") as error:
         fault()
     assert error.traceback[1].path == Path(__file__), "the traceback shows the branch"
 

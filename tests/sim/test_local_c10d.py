@@ -1,4 +1,4 @@
-"""torch.distributed's own API, one process playing four ranks: what it gives is what four processes on gloo get."""
+"""torch.distributed's own API in one process that plays four ranks gives the results of four processes on gloo."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spmd import init_device_mesh
 from spmd.comm import CommTensor, all_reduce, comm_tensors
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.sim import LocalTensor, LocalTensorMode, PerRank
-from spmd.sim.varying import pick
+from spmd.sim.local_int import pick
 
 N = 4
 Op = dist.ReduceOp
@@ -345,7 +345,7 @@ def _on_gloo(pool: Pool) -> list[dict[str, Any]]:
 
 
 def of_rank(tree: Any, rank: int) -> Any:
-    """What one rank has of a result of all."""
+    """One rank's part of a result for all ranks."""
 
     def own(x: Any) -> Any:
         return x.local[rank] if isinstance(x, LocalTensor) else pick(x, rank)
@@ -479,7 +479,7 @@ def test_functional_collectives_are_traced_with_plain_names(four: LocalTensorMod
 
 
 def from_spelled_rows(rank: int) -> float:
-    """A name that spells several groups, on real ranks."""
+    """A name that lists several groups, on real ranks."""
     return all_reduce(torch.ones(1) * rank, "sum", "ranks:0,1|2,3").item()
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from spmd import LocalTensor, LocalTensorMode
 from spmd.mesh import as_rank, current_rank, init_device_mesh, world_size
 from spmd.sim import BranchOnRank, PerRank, localize, per_rank
+from spmd.sim.local_int import local_int
 from spmd.sim.local_mode import own
-from spmd.sim.varying import local_int
 
 A, B = {0: 2, 1: -3, 2: 7}, {0: 5, 1: 2, 2: 1}
 
@@ -31,12 +31,12 @@ UNARY = {"-": operator.neg, "abs": abs, "float": torch.sym_float, "not": torch.s
 
 
 def each(value: object, ranks: object = A) -> list:
-    """What a value is on each rank."""
+    """The value on each rank."""
     return [own(value, rank) for rank in ranks]
 
 
 def tensors(*shapes: tuple[int, ...]) -> LocalTensor:
-    """Another tensor on each rank."""
+    """A LocalTensor with a different tensor on each rank."""
     return LocalTensor({r: torch.arange(float(torch.Size(s).numel())).reshape(s) + r for r, s in enumerate(shapes)})
 
 
@@ -81,7 +81,7 @@ ASK: dict[str, Callable] = {
 
 @pytest.mark.parametrize("name", ASK)
 def test_python_cannot_go_several_ways(name: str) -> None:
-    """What `rank == 0` says on several ranks at once: an error with the values and what to do, never False."""
+    """A branch on `rank == 0` for several ranks is an error with the values and what to do; it is never False."""
     with pytest.raises(BranchOnRank, match=r"on rank 0, .* on rank 1, .* on rank 2.*@spmd\.sim\.per_rank"):
         ASK[name](local_int(A))
 
@@ -191,6 +191,29 @@ def test_data_can_be_replaced() -> None:
     assert each(p.detach(), (0, 1))[0].tolist() == [0, 0] and p.local[1].tolist() == [1, 1]
 
 
+def test_ops_that_change_the_shape_in_place() -> None:
+    """The memory stays: views see writes, another LocalTensor of the same tensors keeps its shape, gradients flow."""
+    base = X.clone()
+    row, x = base[0], base.detach()
+    x.data = base
+    for change, shape in (
+        (lambda: x.t_(), (3, 2)), (lambda: x.unsqueeze_(1), (3, 1, 2)), (lambda: x.transpose_(1, 2), (3, 2, 1)),
+        (lambda: x.squeeze_(2), (3, 2)), (lambda: x.detach_(), (3, 2)), (lambda: x.resize_(2, 2), (2, 2)),
+    ):  # fmt: skip
+        assert change() is x and x.shape == shape and all(of.shape == shape for of in x.local.values())
+    assert base.shape == (2, 3)
+    x.zero_()
+    assert not row.reconcile().any()
+    uneven = UNEVEN.clone()
+    stride = [of.stride() for of in UNEVEN.local.values()]
+    assert [of.stride()[::-1] for of in uneven.t_().local.values()] == stride
+    leaf = X.clone().requires_grad_()
+    (leaf * 2).t_().sum().backward()
+    assert leaf.grad.reconcile().eq(2).all()
+    with torch.inference_mode():
+        assert X.clone().detach_().t_().shape == (3, 2)
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -198,7 +221,7 @@ def test_data_can_be_replaced() -> None:
         (lambda: torch.add(X, 1, out=torch.zeros(2, 3)), "into a plain tensor"),
         (lambda: torch._foreach_add_([torch.zeros(2, 3)], [X]), "into a plain tensor"),
         (lambda: X + UNEVEN, r"tensors of ranks \[0, 1\] and of ranks \[0, 1, 2\] meet"),
-        (lambda: X.clone().t_(), "changes a LocalTensor's shape in place"),
+        (lambda: torch.zeros(2, 3).resize_as_(UNEVEN), "into a plain tensor"),
         (lambda: LocalTensor({0: torch.ones(1), 1: torch.ones(1, dtype=torch.int)}), "ranks may differ in sizes only"),
         (lambda: LocalTensor({0: torch.ones(1), 1: torch.ones(1, 1)}), "1 dims on rank 0 and .* 2 dims on rank 1"),
     ],

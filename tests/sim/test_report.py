@@ -1,4 +1,4 @@
-"""What was sent: bytes to the byte, time by the cost model, a table, and a timeline that other tools read."""
+"""Reports of what was sent: exact bytes, time by the cost model, a table, and a timeline that other tools read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_has_its_bytes_and_its_cost(name):
-    """What each rank is given, what leaves it, and what the cost model says of the same mesh axis."""
+    """The bytes each rank is given, the bytes that leave it, and the time of the cost model for the same mesh axis."""
     fn, sent, us = COLLECTIVES[name]
     found = played(fn)
     assert [found.given(rank) for rank in range(4)] == [X] * 4
@@ -78,7 +78,7 @@ TOPOLOGIES = {
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("where", TOPOLOGIES)
 def test_links_are_those_of_the_mesh(where, axis):
-    """A collective along an axis is priced as the planner prices it on that mesh, groups that talk at once together."""
+    """A collective along an axis is priced as the planner prices it; groups that run at once share their links."""
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     mesh = mesh.with_topology(TOPOLOGIES[where]) if TOPOLOGIES[where] else mesh
     with LocalTensorMode(8) as mode:
@@ -91,7 +91,7 @@ def parts(step, kind, group, nbytes=400, args=()):
 
 
 def test_a_collective_starts_when_the_last_rank_arrives():
-    """Ranks 0 and 1 talk twice; then all four do, for whom ranks 2 and 3 have waited."""
+    """Ranks 0 and 1 communicate twice, then all four ranks do; ranks 2 and 3 wait for them."""
     pair = [Sent(n, rank, "all_reduce", (0, 1), 8, "a.py:1") for n in (0, 1) for rank in (0, 1)]
     found = report([*pair, *parts(2, "all_reduce", (0, 1, 2, 3))], (0, 1, 2, 3))
     first, second, last = found.events
@@ -100,7 +100,7 @@ def test_a_collective_starts_when_the_last_rank_arrives():
 
 
 def test_groups_that_do_not_meet_run_side_by_side():
-    """The clock of ranks 2 and 3 does not know of ranks 0 and 1."""
+    """The clock of ranks 2 and 3 does not depend on ranks 0 and 1."""
     found = report([*parts(0, "all_reduce", (0, 1)), *parts(1, "all_reduce", (2, 3))], (0, 1, 2, 3))
     assert [event.start_us for event in found.events] == [0, 0]
 
@@ -123,7 +123,7 @@ def test_collectives_with_a_root(kind):
 
 
 def test_a_message_has_one_side_that_gives():
-    """The rank that receives is there, and waits, but sends nothing."""
+    """The receiving rank takes part and waits, but sends nothing."""
     found = report([Sent(0, 2, "send", (0, 1, 2, 3), 400, "train.py:1", (3,))], (0, 1, 2, 3))
     assert found.events[0].group == (2, 3)
     assert [found.sent(rank) for rank in range(4)] == [0, 0, 400, 0]
@@ -131,20 +131,20 @@ def test_a_message_has_one_side_that_gives():
 
 
 def test_an_unknown_kind_is_taken_as_sent_once_and_named():
-    """A report of what it does not know says so and does not fail."""
+    """A report names the collectives without a model and does not fail."""
     found = report(parts(0, "gossip", (0, 1)), (0, 1))
     assert found.sent(0) == 400 and found.unmodelled == ("gossip",)
     assert "without a model, taken as sent once: gossip" in str(found)
 
 
 def test_a_group_of_one_costs_nothing():
-    """Nobody is there to send to."""
+    """A group of one rank sends nothing."""
     found = report(parts(0, "all_reduce", (0,)), (0,))
     assert (found.sent(0), found.us) == (0, 0)
 
 
 def test_a_mesh_that_lacks_ranks_is_refused():
-    """Links of ranks that the mesh does not have are not known."""
+    """The links of ranks outside of the mesh are unknown."""
     with pytest.raises(ValueError, match="give a mesh of all ranks"):
         report(parts(0, "all_reduce", (0, 5)), tuple(range(6)), DeviceMesh("cpu", [0, 1]))
 
@@ -167,7 +167,7 @@ all         all_gather_into_tensor  1 x 4       1   400 B  1.2 kB   8.4
 
 
 def test_nothing_sent_is_one_line():
-    """An empty table would say nothing."""
+    """Without collectives no table is printed."""
     assert str(report([], (0, 1))) == "0 collectives, at most 0 B sent by a rank, 0.0 us modelled"
 
 

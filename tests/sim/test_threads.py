@@ -1,4 +1,4 @@
-"""Simulated ranks: what would hang on a real job is an error that says why."""
+"""Ranks in threads: everything that would hang in a real job is an error that says why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_thread_plays_its_rank() -> None:
 
 
 def test_many_collectives_on_groups_that_cross() -> None:
-    """Each group goes at its own pace; the n-th call meets the n-th calls of the others."""
+    """Each group runs at its own pace; a rank's n-th call meets the n-th calls of the others."""
 
     def work(rank: int) -> float:
         x = torch.tensor(float(rank))

@@ -89,7 +89,7 @@ def mesh_collectives() -> list:
 
 @per_rank
 def rows(length: int, n: int) -> int:
-    """Where this rank's rows along dp begin."""
+    """The offset of this rank's rows along dp."""
     return -(-length // n) * grid().get_local_rank("dp")
 
 
@@ -113,6 +113,55 @@ def from_local() -> list:
     return [terms.full_tensor(), (terms * 2).redistribute(mesh, [Shard(0), Replicate()])]
 
 
+def made_by_torch() -> list:
+    """Functions of torch in which plain tensors of its own meet DTensors, or shapes change in place."""
+    mesh = grid()
+    ids = distribute_tensor(torch.arange(7) % 3, mesh, [Shard(0), Replicate()])
+    spectrum = torch.stft(data(64), 16, window=torch.ones(16), return_complex=True)
+    spectrum = distribute_tensor(spectrum, mesh, [Replicate(), Shard(0)])
+    return [x.full_tensor() for x in (F.one_hot(ids, 4), F.one_hot(ids), torch.istft(spectrum, 16))]
+
+
+def uneven_from_local() -> list:
+    mesh = grid()
+    found = []
+    for of in (data(3, 7), data(7, 3).mT):
+        for options in ({"stride": of.stride()}, {}, {"run_check": True}):
+            block = columns(of)
+            x = DTensor.from_local(block, mesh, [Shard(1), Shard(1)], shape=(3, 7), **options)
+            found += [x.full_tensor(), x.mT.redistribute(mesh, [Replicate(), Shard(0)]), str(x._spec)]
+    return found
+
+
+@per_rank
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """The columns of this rank: 2, 2, 2 and 1."""
+    at = grid().get_rank()
+    return x[:, 2 * at : 2 * at + 2].clone()
+
+
+def changed_in_place() -> list:
+    mesh = grid()
+    with torch.inference_mode():
+        x = distribute_tensor(data(6, 5), mesh, [Shard(0), Shard(1)])
+        outs = [x.detach_(), x.clone().t_(), x.clone().unsqueeze_(0)]
+        return [out.full_tensor() for out in outs]
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+def parametrized() -> list:
+    mesh, net = grid(), nn.Linear(4, 4)
+    net.weight.data = data(4, 4)
+    net = spmd.distribute_module(net, mesh)
+    nn.utils.parametrize.register_parametrization(net, "weight", Symmetric())
+    net.weight.sum().backward()
+    return [net.weight.detach().full_tensor(), net.parametrizations.weight.original.grad.full_tensor()]
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,14 +181,20 @@ def train_step(net: Net, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> t
     return loss
 
 
-def compiled(batch: int) -> list:
+def compiled(batch: int, dtype: torch.dtype) -> list:
     """A compiled training step, two times."""
-    net = Net()
+    net = Net().to(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=1 / 64)
     plan = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
     step = spmd.compile(train_step, grid(), params=plan, inputs={"x": {"dp": Shard(0)}})
-    losses = [step(net, optimizer, data(batch, 4, seed=i)).full_tensor() for i in range(2)]
+    losses = [step(net, optimizer, data(batch, 4, seed=i).to(dtype)).full_tensor() for i in range(2)]
     return [*losses, *[p.full_tensor() for p in net.parameters()]]
+
+
+def compiled_in_rank_order(batch: int) -> list:
+    """The same where sums round: they are added in the order of the ranks."""
+    with spmd.deterministic():
+        return compiled(batch, torch.float32)
 
 
 CASES: list[tuple[Callable, tuple]] = [
@@ -147,8 +202,9 @@ CASES: list[tuple[Callable, tuple]] = [
     *[(gradients, (group,)) for group in GROUPS],
     (mesh_collectives, ()),
     *[(tensors, (batch,)) for batch in (4, 5, 1)],
-    (from_local, ()),
-    *[(compiled, (batch,)) for batch in (4, 3, 1)],
+    *[(fn, ()) for fn in (from_local, made_by_torch, uneven_from_local, changed_in_place, parametrized)],
+    *[(compiled, (batch, torch.float64)) for batch in (4, 3, 1)],  # exact, whatever order gloo adds four ranks in
+    *[(compiled_in_rank_order, (batch,)) for batch in (4, 3, 1)],
 ]
 
 

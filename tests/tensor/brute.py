@@ -1,4 +1,4 @@
-"""The cheapest plan by Dijkstra over every state and way, nothing left out: slow, and plainly right."""
+"""The cheapest plan, by Dijkstra over all states and moves. Nothing is left out: slow, and plainly right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from math import inf
 
 from spmd.tensor.redistribute.states import Space, State
-from spmd.tensor.redistribute.strided import taken_apart
+from spmd.tensor.redistribute.strided import split_specs
 from spmd.tensor.spec import Spec
 
 
@@ -19,19 +19,20 @@ def least_ps(src: Spec, dst: Spec) -> int:
 
 
 def least_of_strides(src: Spec, dst: Spec) -> float:
-    """Of those that scatter sums into blocks of any kind of the tensor taken apart, from which one move leads on."""
+    """The cheapest of the plans of two moves on the tensor with split dims. The first move reduces all sums into any
+    blocks."""
     found = inf
-    for start, _, goal in taken_apart(src, dst):
+    for start, _, goal in split_specs(src, dst):
         space = Space(start, goal, src.mesh.topology)
         for to in states(space):
             if not to.pending:
-                for a, b in itertools.product(space.ways(space.start, to), space.ways(to, space.goal)):
+                for a, b in itertools.product(space.edges(space.start, to), space.edges(to, space.goal)):
                     found = min(found, a.ps + b.ps)
     return found
 
 
 def least_of_boxes(src: Spec, dst: Spec) -> int:
-    """Of those by way of blocks that are boxes."""
+    """The cheapest of the plans whose states are all blocks that are boxes."""
     space, count = Space(src, dst, src.mesh.topology), itertools.count()
     every = list(states(space))
     queue, done = [(0, next(count), space.start)], set()
@@ -41,13 +42,14 @@ def least_of_boxes(src: Spec, dst: Spec) -> int:
             return ps
         if state not in done:
             done.add(state)
-            for way in itertools.chain.from_iterable(space.ways(state, to) for to in every if to not in done):
-                heapq.heappush(queue, (ps + way.ps, next(count), way.to))
+            for edge in itertools.chain.from_iterable(space.edges(state, to) for to in every if to not in done):
+                heapq.heappush(queue, (ps + edge.ps, next(count), edge.to))
     raise AssertionError(f"no way from {src} to {dst}")
 
 
 def states(space: Space) -> Iterator[State]:
-    """Each axis that moves inside those that stay in some dim, in any order and unit, or in none; or still pending."""
+    """All states. Each axis that moves is in a dim, inside the axes that stay, in any order and unit, or in no dim, or
+    still pending."""
     cutting, dims = space.cutting, range(len(space.sizes))
     for fates in itertools.product([*dims, "whole", "pending"], repeat=len(cutting.movable)):
         pending = tuple(sorted(a for axes, fate in zip(cutting.movable, fates) for a in axes if fate == "pending"))

@@ -1,8 +1,8 @@
-"""In these tests a DTensor whose block is not what its spec says cannot be made."""
+"""In these tests, a DTensor cannot be made with a block that does not match its spec."""
 
 import pytest
 
-from spmd.tensor.dtensor import DTensor
+from spmd.tensor.eager.dtensor import DTensor
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,16 @@
-"""Random programs that must give on a mesh what they give on one device.
+"""Random programs that must give the same results on a mesh as on one device.
 
 A program is text: some tensors with their placements, and steps, each a line of Python over names for tensors.
 
     Program((2,), (Given("a", (3, 2), "float64", 1, (Shard(0),)),), ("b = a[1:]", "b.mul_(2)", "c = a.sum(0)"))
 
-It is written (`write`) by running every step on one device: a step that raises there is mostly thrown away, and else
-must raise on the mesh too and change nothing. `differences` runs a program on simulated ranks, twice, so that the
-second run finds all caches warm, and says where any rank has something else than one device. `shrink` finds the
-shortest program that still differs. All print as Python that can be run.
+`write` makes a program by running every step on one device. Most steps that raise there are dropped; the others must
+raise on the mesh, too, and change nothing. `differences` runs a program on simulated ranks, twice, so that the second
+run finds all caches warm, and lists where a rank differs from one device. `shrink` finds the shortest program that
+still differs. Programs print as Python that can be run.
 
-Rounding differs between orders of sums, so a value is *rough* where it came of ops that round, and *exact* elsewhere:
-small multiples of 1/256, also as terms of a Partial. What jumps (comparisons, sort, casts to int) is fed with exact
+Sums in another order round differently. So a value is *rough* if it comes from ops that round, else it is *exact*: a
+small multiple of 1/256, also as a term of a Partial. Discontinuous ops (comparisons, sort, casts to int) get exact
 values only.
 """
 
@@ -33,8 +33,8 @@ import torch.nn.functional as F
 from spmd.expand.compile import compile as spmd_compile
 from spmd.mesh import DeviceMesh
 from spmd.sim import LocalTensor, LocalTensorMode
-from spmd.tensor.dispatch import forget
-from spmd.tensor.dtensor import DTensor
+from spmd.tensor.cache import forget_decisions
+from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.spec import Spec, spec_of
 from tests.tensor.single import mesh_of, weights
@@ -45,12 +45,12 @@ TOLERANCE = {
     torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 2e-3, torch.complex64: 2e-3, torch.bfloat16: 5e-2,
 }  # fmt: skip
 MAGNITUDE = 1e3
-"""Rough values stay below it, so that what they lose where they cancel stays below the tolerance."""
+"""The limit of rough values. It keeps the digits that they lose by cancellation below the tolerance."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that a program begins with. `turned`: blocks lie in memory with their dims in the opposite order."""
+    """A tensor that a program begins with. `turned`: blocks are in memory with their dims in the opposite order."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Program:
 
 
 def values(given: Given) -> torch.Tensor:
-    """The global tensor: small numbers that every sum of them gives exactly."""
+    """The global tensor: small numbers whose sums are all exact."""
     rng = torch.Generator().manual_seed(given.seed)
     dtype = getattr(torch, given.dtype)
     whole = torch.randint(0, 13, given.shape, generator=rng)
@@ -95,7 +95,7 @@ def values(given: Given) -> torch.Tensor:
 
 
 def terms(x: torch.Tensor, kind: str | None, n: int, seed: int) -> list[torch.Tensor]:
-    """n tensors whose reduction is x, exactly; n times x where there is nothing to reduce."""
+    """n tensors whose reduction is exactly x; without a reduction, n times x."""
     if kind is None:
         return [x] * n
     rng = torch.Generator().manual_seed(seed)
@@ -117,7 +117,7 @@ def terms(x: torch.Tensor, kind: str | None, n: int, seed: int) -> list[torch.Te
 
 
 def pieces(given: Given, mesh: DeviceMesh) -> tuple[Spec, dict[tuple[int, ...], torch.Tensor]]:
-    """How a tensor lies, and what the rank at each coordinate holds."""
+    """The spec of a tensor, and the block of the rank at each coordinate."""
     x = values(given)
     spec = spec_of(mesh, given.placements, x.shape, x.dtype)
     parts = {(): x}
@@ -141,14 +141,14 @@ def _block(part: torch.Tensor, spec: Spec, at: tuple[int, ...], turned: bool) ->
 
 @dataclass
 class Outcome:
-    """What a run left: for each step the error or None, for each name what it stands for."""
+    """The outcome of a run: for each step the error or None, and for each name its value."""
 
     errors: list[str | None]
     heap: dict[str, Any]
 
 
 class OneDevice:
-    """The meaning of a program's words on one device."""
+    """The functions that a program calls, on one device."""
 
     def leaf(self, given: Given) -> torch.Tensor:
         return values(given).requires_grad_(given.grad)
@@ -164,7 +164,7 @@ class OneDevice:
 
 
 class OnMesh(OneDevice):
-    """The same on the ranks of a mesh, which one thread plays."""
+    """The same on the ranks of a mesh, all run by one thread."""
 
     def __init__(self, program: Program):
         self.mesh = mesh_of(program.mesh)
@@ -187,7 +187,7 @@ class OnMesh(OneDevice):
         return super().words() | {"stay": stay, "move": move, "weights": weighing}
 
     def read(self, x: torch.Tensor) -> Any:
-        """The whole tensor, which all ranks have alike; or what is wrong with it."""
+        """The global tensor, equal on all ranks; or a text that says what is wrong with it."""
         if not isinstance(x, DTensor):
             return f"a plain tensor of {list(x.shape)}"
         if (wrong := dishonest(x)) is not None:
@@ -200,7 +200,7 @@ PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
 
 
 def dishonest(x: DTensor) -> str | None:
-    """How a DTensor's blocks are not what its spec says, if they are not."""
+    """How a DTensor's blocks differ from its spec, if they do."""
     spec, local = x._spec, x._local_tensor
     if (tuple(x.shape), x.stride(), x.dtype) != (spec.shape, spec.stride, spec.dtype):
         return f"{spec} of strides {spec.stride} in a tensor of {list(x.shape)}, strides {x.stride()}, {x.dtype}"
@@ -213,7 +213,7 @@ def dishonest(x: DTensor) -> str | None:
 
 
 def run(program: Program, side: OneDevice) -> Outcome:
-    """The steps one after the other; after one that raises, the next."""
+    """Run the steps one after the other. A step that raises does not stop the others."""
     names = side.words() | {g.name: side.leaf(g) for g in program.tensors}
     words = set(side.words())
     errors: list[str | None] = []
@@ -248,11 +248,11 @@ def _facts(x: Any, side: OneDevice) -> Any:
 
 
 def differences(program: Program, warm: bool = True) -> list[str]:
-    """Where some rank has something else than one device, with caches cold and then warm; empty if nowhere."""
+    """Where some rank differs from one device, with cold caches and then with warm ones; empty if nowhere."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         want = run(program, OneDevice())
-        forget()
+        forget_decisions()
         for caches in ("cold", "warm") if warm else ("cold",):
             side = OnMesh(program)
             try:
@@ -271,11 +271,12 @@ DECIDES = re.compile(
     r"copy\.|func\.|item\(\)|tolist|bool\(\(|nonzero\(\)|unique|masked_select|torch.equal|bincount|histc|isin|detach_"
     r"|\[\(\w+ != 1\)\]|\[t?\w+\]|requires_grad_|autograd|backward"
 )
-"""Steps whose shapes or ways are in the data, which no graph has, or that make an argument want a gradient."""
+"""Steps whose shapes or branches depend on data, which a graph cannot have, or that make an argument require grad.
+"""
 
 
 def graph_of(program: Program) -> Program:
-    """The program without the steps that one graph cannot hold, and those that need them."""
+    """The program without the steps that one graph cannot have, and without the steps that need them."""
     tensors = tuple(dataclasses.replace(given, grad=False) for given in program.tensors)
     steps = tuple(step for step in program.steps if not DECIDES.search(step))
     while True:
@@ -289,7 +290,7 @@ def graph_of(program: Program) -> Program:
 
 
 def compiled_differences(program: Program) -> list[str]:
-    """Where the program as one compiled step leaves something else than one device, the first time or the second."""
+    """Where the program as one compiled step differs from one device, in the first call or in the second."""
     side, plain = OnMesh(program), OneDevice()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -310,7 +311,7 @@ def compiled_differences(program: Program) -> list[str]:
 
 
 def _function(program: Program) -> Callable[..., dict[str, torch.Tensor]]:
-    """The program as a function of its tensors, which it does not write into; it gives all that it has at the end."""
+    """The program as a function of its tensors. It does not write into them, and returns all values at the end."""
 
     def body(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         names = OneDevice().words() | {name: x.clone() for name, x in given.items()}
@@ -334,9 +335,9 @@ REFUSED = {
     "mutated that has internal overlap": "in a graph: torch refuses writes into views whose elements share memory",
     "lshift: Expected input tensor to have an integral dtype": "torch infers no shape of bools here",
     "decides by a value in a tensor": "in a graph: there is one way through it",
-    "the size of its result is in the values": "in a graph: sizes are known",
+    "the size of its result depends on values": "in a graph: sizes are known",
 }
-"""What may be refused that one device does, with the reason. The program is not compared further."""
+"""Errors that are allowed where one device has none, with the reason. The program is not compared further."""
 
 
 def _unlike(got: Outcome, want: Outcome, program: Program) -> Iterator[str]:
@@ -363,7 +364,7 @@ def _differs(name: str, got: Any, want: Any) -> Iterator[str]:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Equal; of floats, as close as rounding may part them; NaN equals NaN."""
+    """Equal, or for floats equal up to rounding. NaN equals NaN."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         limit = TOLERANCE.get(b.dtype, 0.0)
         return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, limit, limit, equal_nan=True)
@@ -373,8 +374,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 # ---- writing ----------------------------------------------------------------------------------
-# In a step {x} is a tensor; {y} one that is broadcast with it; {z} one of any kind, mostly of the shape of x; {e} an
-# exact one broadcast with it; {m} a mask for it; {i} indices into dim 0; {n} one new name; {d}, {k} its dims; {s} a
+# In a step {x} is a tensor; {y} one that is broadcast with it; {z} any tensor, mostly of the shape of x; {e} an exact
+# one that is broadcast with it; {m} a mask for it; {i} indices into dim 0; {n} one new name; {d}, {k} its dims; {s} a
 # number; {v} some views; {p} placements.
 
 def _listed(text: str) -> list[str]:
@@ -512,7 +513,7 @@ WHOLE_NUMBERS = re.compile(r"long|int\(|histc|//|%|bincount|round")
 
 
 class Writer:
-    """Writes one program, running it on one device as it goes. `rng` is asked for choices alone."""
+    """Writes one program and runs it on one device meanwhile. `rng` is used only for choices."""
 
     def __init__(self, rng: random.Random):
         self.rng = rng
@@ -525,14 +526,14 @@ class Writer:
         self._replay()
 
     def program_of(self, length: int) -> Program:
-        """A program of so many steps."""
+        """A program of this many steps."""
         for _ in range(length * 12):
             if len(self.program.steps) == length:
                 break
             self._try()
         return self.program
 
-    # ---- what it begins with ------------------------------------------------------------------
+    # ---- the first tensors --------------------------------------------------------------------
     def _given(self, name: str) -> Given:
         shape = tuple(self.rng.choice(self.pool) for _ in range(self.rng.choice((0, 1, 2, 2, 2, 3))))
         if shape and self.rng.random() < 0.04:
@@ -556,7 +557,7 @@ class Writer:
 
     # ---- steps --------------------------------------------------------------------------------
     def _try(self) -> None:
-        """One more step, if what was thought of fits."""
+        """Add one more step, if the chosen one fits."""
         kind = self.rng.choice(CHOICES)
         step = self._filled(self.rng.choice(TABLE[kind]))
         if step is None or not self._fits(kind, step):
@@ -595,7 +596,7 @@ class Writer:
         return {name: x for name, x in self._tensors().items() if re.search(rf"\b{name}\b", text)}
 
     def _reads_what_it_writes(self, step: str) -> bool:
-        """Whether a step writes into a part of a memory of which it reads another, in an order that nobody promises."""
+        """Whether a step writes into a part of a memory and reads another part of it, in an undefined order."""
         target, *given = re.split(r"_\(|\] [+*]?= | [+*]= ", step, maxsplit=1)
         if target.startswith("torch") or not given:
             return False
@@ -615,7 +616,7 @@ class Writer:
         return {name: x for name, x in found.items() if _error_of(lambda x=x: x.is_leaf) is None}
 
     def _replay(self) -> None:
-        """The heap as the steps leave it; a step that was thrown away may have changed it."""
+        """The heap as the steps leave it. A step that was dropped may have changed it."""
         marked = [name for name, x in self._tensors().items() if _memory(x) in self.rough]
         side = OneDevice()
         self.names = side.words() | {g.name: side.leaf(g) for g in self.program.tensors}
@@ -693,7 +694,7 @@ class Writer:
 
 
 def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """The reductions that there are of a dtype."""
+    """The reductions that exist for a dtype."""
     if dtype is torch.bool:
         return ("max", "min")
     if dtype.is_complex:
@@ -702,7 +703,7 @@ def kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def is_short(x: torch.Tensor) -> bool:
-    """Whether sums of such numbers, in any order, are exact in 24 bits."""
+    """Whether sums of these numbers, in any order, are exact in 24 bits."""
     if not (x.is_floating_point() or x.is_complex()):
         return True
     parts = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
@@ -737,7 +738,7 @@ def write(rng: random.Random) -> Program:
 
 
 def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """The shortest program that can be reached from this one by leaving out, replicating and simplifying."""
+    """The shortest program found from this one by dropping steps, replicating tensors and simplifying."""
     for smaller in _smaller(program):
         if fails(smaller):
             return shrink(smaller, fails)
@@ -772,7 +773,7 @@ def _simpler(given: Given) -> Iterator[Given]:
 
 
 def fails_like(program: Program, ask: Callable[[Program], list[str]] = differences) -> Callable[[Program], bool]:
-    """Whether a program differs in a way that this one does, and runs as well on one device."""
+    """Whether a program has a difference of the same kind as this one, and uses no name that it lacks."""
     kind = symptom(ask(program))
 
     def fails(smaller: Program) -> bool:
@@ -788,7 +789,7 @@ def _names_missing(program: Program) -> bool:
 
 
 def symptom(found: Sequence[str]) -> str:
-    """What kind of difference it is: the error, or the fact that differs."""
+    """The kind of a difference: the error, or the property that differs."""
     if not found:
         return ""
     error = re.search(r"(\w+(Error|Warning|Exception)): .{,60}", found[0])

@@ -1,11 +1,11 @@
-"""Rows that are right, and that no rule offers: the oracle asked about all there could be.
+"""Rows that are right but that no rule has: the oracle is asked about all possible rows.
 
     for found in missing(table()): print(found)
 
     convolution_backward: Shard(1), Replicate(), Shard(0) -> Partial(), Shard(0), Replicate()   for 4 of 4, such as ...
 
-A row lets an op run where it else would have to see whole tensors. Not each is worth having: what is right for some
-samples only may hang on an argument, or on their values.
+With such a row, the op would run where now its operands have to be gathered. Not every such row is useful: a row that
+is right for only some samples may depend on an argument, or on the values.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.rules.rule import Row, rows
 
 KINDS = ("sum", "max", "min", "product")
-"""Of averages holds what holds for sums, and a little more."""
+"""Averages are left out: every law of sums holds for averages, too, and a few more laws hold for averages."""
 
 Ins = tuple[Placement, ...]
 
 
 @dataclass
 class Missing:
-    """A row that is right for an op and that no rule offers: for how many samples, of how many it was asked of."""
+    """A row that is right for an op and that no rule has, and for how many of the tested samples it is right."""
 
     op: str
     row: Row
@@ -46,7 +46,7 @@ class Missing:
 
 
 def missing(samples: Iterable[Sample], most: int = 64) -> list[Missing]:
-    """Rows on one axis that are right, on 2 and on 3 ranks, though no rule offers them; the surest first.
+    """Rows on one axis that are right on 2 and on 3 ranks, and that no rule has. The most certain ones are first.
 
     Of each sample up to `most` choices of placements are asked about. Left out: ops that are told the size of their
     result, and rows that tie dims of different sizes.
@@ -70,11 +70,11 @@ def missing(samples: Iterable[Sample], most: int = 64) -> list[Missing]:
     return sorted(found.values(), key=lambda m: (-m.right / m.asked, -m.right, m.op, str(m.row)))
 
 
-# ---- how operands could lie -------------------------------------------------------------------
+# ---- placements of operands -------------------------------------------------------------------
 
 
 def placings(tensors: Sequence[torch.Tensor]) -> list[Ins]:
-    """The ways for operands to lie on one axis that a row could have: dims of one size sharded, or partials of a kind.
+    """The placements of operands on one axis that a row could have: dims of one size sharded, or Partials of one kind.
 
     >>> [str(p) for (p,) in placings([torch.ones(4, 1)])]
     ['Shard(0)', 'Partial()', "Partial('max')", "Partial('min')", "Partial('product')"]
@@ -94,11 +94,11 @@ def _kinds(t: torch.Tensor) -> Sequence[str]:
     return ("sum", "product") if t.is_complex() else KINDS
 
 
-# ---- asking -----------------------------------------------------------------------------------
+# ---- testing ----------------------------------------------------------------------------------
 
 
 def right_row(case: Case, ins: Ins) -> Row | None:
-    """The row with operands that lie so, if there is one that is right on 2 and on 3 ranks.
+    """The row with these placements of the operands, if there is one that is right on 2 and on 3 ranks.
 
     Only on as many as have a block each: there are kernels that die of an empty one, and the process with them.
     """
@@ -108,15 +108,15 @@ def right_row(case: Case, ins: Ins) -> Row | None:
 
 
 def _outs(case: Case, ins: Ins, n: int) -> Ins | None:
-    """How the results then lie on n ranks; None where there is no name for it."""
+    """The placements of the results on n ranks; None if no placement describes them."""
     parts = [split(x, [p], (n,)) for x, p in zip(case.ins, ins, strict=True)]
     try:
         got = [_run_with(case.sample, [of[at,] for of in parts]) for at in range(n)]
-    except Exception:  # it does not fit together so
+    except Exception:  # these blocks do not fit together
         return None
     if any(len(results) != len(case.want) for results in got):
         return None
-    outs = tuple(_lies(case, want, [results[j] for results in got]) for j, want in enumerate(case.want))
+    outs = tuple(_placement_of(case, want, [results[j] for results in got]) for j, want in enumerate(case.want))
     return None if None in outs else outs
 
 
@@ -126,8 +126,8 @@ def _run_with(sample: Sample, tensors: Sequence[torch.Tensor]) -> list:
     return run(sample.op, args, kwargs)
 
 
-def _lies(case: Case, want: Any, parts: list) -> Placement | None:
-    """The first placement by which these parts are the result."""
+def _placement_of(case: Case, want: Any, parts: list) -> Placement | None:
+    """The first placement with which these blocks are the result."""
     if not isinstance(want, torch.Tensor):
         return REPLICATE
     for p in (*map(Shard, range(want.ndim)), REPLICATE, *(Partial(kind) for kind in _kinds(want))):
@@ -139,7 +139,7 @@ def _lies(case: Case, want: Any, parts: list) -> Placement | None:
 
 
 def _are_blocks(parts: list[torch.Tensor], shape: Sequence[int], dim: int) -> bool:
-    """Whether parts differ from the whole in the length of this dim alone, of which there is something to share."""
+    """Whether the blocks differ from the global tensor only in the length of this dim, which is longer than 1."""
 
     def others(of: Sequence[int]) -> list[int]:
         return [n for d, n in enumerate(of) if d != dim]

@@ -55,7 +55,7 @@ def captured(
 
 
 def _calls(entry, given) -> list[Sample]:
-    with Capture() as capture, contextlib.suppress(Exception):  # a sample that torch itself refuses is no sample
+    with Capture() as capture, contextlib.suppress(Exception):  # torch itself raises an error for some samples
         out = entry.op(given.input, *given.args, **given.kwargs)
         out = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
         torch.autograd.backward(out, [torch.randn_like(t) for t in out])
@@ -63,7 +63,7 @@ def _calls(entry, given) -> list[Sample]:
 
 
 def _fits(sample: Sample, largest: int) -> bool:
-    """A functional aten call of a size worth asking about, on numbers that are numbers."""
+    """Whether the sample is a functional aten call of a useful size on finite numbers."""
     tensors = [x for x in tree_leaves((sample.args, sample.kwargs)) if isinstance(x, torch.Tensor)]
     return (
         sample.op.namespace == "aten"
@@ -89,9 +89,9 @@ def runs(sample: Sample) -> bool:
 
 
 def _sane(x: torch.Tensor) -> bool:
-    """Not the contents of memory that nobody wrote."""
+    """Whether the values look computed, and are not the contents of uninitialised memory."""
     if x.dtype == torch.complex32:
-        return False  # nothing can be asked of half-precision complex numbers
+        return False  # half-precision complex numbers have almost no kernels
     if not (x.is_floating_point() or x.is_complex()):
         return True
     size = x.nan_to_num().abs()

@@ -1,4 +1,4 @@
-"""Plans carried out for all ranks in one thread, and what every rank receives meanwhile, counted at the transport.
+"""Runs plans for all ranks in one thread, and counts the bytes that each rank receives, at the transport.
 
     blocks = carried_out(plan(src, dst), cut_up(x, src), count := Counter())
 """
@@ -14,7 +14,7 @@ import torch
 
 from spmd.comm import C10dTransport
 from spmd.mesh import DeviceMesh, as_rank
-from spmd.sim.collectives import Collective, complaint, disagreement, play
+from spmd.sim.collectives import Collective, call_error, mismatch, run_collective
 from spmd.tensor.redistribute.plan import Plan, Step
 from spmd.tensor.spec import Spec
 
@@ -22,7 +22,7 @@ Blocks = dict[tuple[int, ...], torch.Tensor]
 
 
 def layouts(mesh: DeviceMesh, ndim: int, partial: bool, ordered: bool = False) -> Iterator[tuple]:
-    """Every way to lay a tensor on the mesh, (dims, partial): each axis a dim, replicated, or a sum, in every order."""
+    """All layouts of a tensor on the mesh, as (dims, partial): each axis shards a dim, replicates, or owes a sum."""
     choices = [*range(ndim), "r", *(["p"] if partial else [])]
     for fates in itertools.product(choices, repeat=mesh.ndim):
         kept = [(axis, "sum") for axis, fate in enumerate(fates) if fate == "p"]
@@ -37,7 +37,7 @@ def specs(mesh: DeviceMesh, shape, partial: bool, dtype=torch.float64, ordered: 
 
 
 def block_of(x: torch.Tensor, spec: Spec, coordinate) -> torch.Tensor:
-    """What a rank holds of the global x; of a sum, the rank with coordinate 0 holds all but what the others hold."""
+    """A rank's block of the global x. Of a sum, the rank with coordinate 0 has x minus the terms of the others."""
     for dim in range(x.ndim):
         x = x.narrow(dim, *spec.block(dim, coordinate))
     for axis, _ in spec.partial:
@@ -51,7 +51,7 @@ def cut_up(x: torch.Tensor, spec: Spec) -> Blocks:
 
 
 def wrong_blocks(blocks: Blocks, x: torch.Tensor, spec: Spec) -> list[tuple[int, ...]]:
-    """Where the ranks do not hold x as the spec says; sums are put together first."""
+    """The ranks whose blocks are not those of x by the spec. Sums are reduced first."""
     axes = [a for a, _ in spec.partial]
     bare, wrong = spec.with_layout(spec.dims, spec.units), []
     for at in spec.mesh.coordinates():
@@ -82,14 +82,14 @@ def _stepped(step: Step, blocks: Blocks, received: Counter) -> Blocks:
 def _meet(group: list[_Posts], received: Counter) -> None:
     calls, ranks = [p.call for p in group], group[0].group_ranks
     assert None not in calls and all(p.group_ranks == ranks for p in group), "a real job would hang"
-    assert disagreement(calls, ranks) is None and complaint(calls[0], len(ranks)) is None
-    for i, (p, y) in enumerate(zip(group, play(calls, [p.x for p in group]), strict=True)):
+    assert mismatch(calls, ranks) is None and call_error(calls[0], len(ranks)) is None
+    for i, (p, y) in enumerate(zip(group, run_collective(calls, [p.x for p in group]), strict=True)):
         p.result = y
         received[p.at] += bytes_received(p.call.kind, p.x, p.call.args, i, len(ranks))
 
 
 def bytes_received(kind: str, x: torch.Tensor, args: tuple, place: int, n: int) -> int:
-    """What a rank gets from others in a collective that sends no byte in vain."""
+    """The bytes that a rank gets from others in a collective that sends no byte without need."""
     if kind == "all_to_all_single":
         out = args[0]
         return (sum(out) - out[place]) * x.element_size() * prod(x.shape[1:])
@@ -101,7 +101,7 @@ def bytes_received(kind: str, x: torch.Tensor, args: tuple, place: int, n: int) 
 
 
 class _Posts:
-    """One rank's transport: it takes down the one collective of a move."""
+    """One rank's transport. It records the one collective of a move."""
 
     def __init__(self, mesh: DeviceMesh, at: tuple[int, ...]):
         self.mesh, self.at, self.call, self.result = mesh, at, None, None
@@ -111,7 +111,7 @@ class _Posts:
 
     def _post(self, kind, x, group, *args):
         assert self.call is None and x.is_contiguous()
-        self.call, self.x, self.group_ranks = Collective.of(kind, x, *args), x, group
+        self.call, self.x, self.group_ranks = Collective.with_tensor(kind, x, *args), x, group
         return x.new_empty(0)
 
     def all_reduce(self, x, op, group):

@@ -1,4 +1,4 @@
-"""Samples of every op in the book, with the cases that tempt a rule to be wrong.
+"""Samples of every op in the book, with cases in which a rule is easily wrong.
 
 The sizes: 4 and 6 divide by 2, 5 and 7 do not, 1 and 2 leave ranks empty on 3.
 """
@@ -51,6 +51,8 @@ def contractions():
     yield s("bmm", f(1, 3, 4), f(1, 4, 1))
     yield s("mv", f(4, 5), f(5))
     yield s("dot", f(5), f(5))
+    yield s("vdot", f(5), f(5))
+    yield s("vdot", f(4, dtype=torch.complex64), f(4, dtype=torch.complex64))
     yield s("ger", f(5), f(4))
     yield s("linear", f(4, 2, 5), f(3, 5))
     yield s("linear", i(4, 5), i(3, 5))
@@ -78,6 +80,21 @@ def contractions():
         yield s("convolution_backward", x, g, w, [2], stride, zero, stride, True, zero, 1, mask)
     yield s("convolution", g, w, None, stride, zero, stride, True, zero, 1)
     yield s("convolution", g, w, f(2), stride, zero, stride, True, zero, 1)
+    yield from _side_by_side(stride, zero)
+
+
+def _side_by_side(one, zero):
+    """Convolutions whose windows do not overlap: 1 x 1, patches, with gaps, transposed, in groups."""
+    x, step = f(2, 3, 8, 6), [2, 2]
+    yield s("convolution", x, f(4, 3, 1, 1), None, one, zero, one, False, zero, 1)
+    yield s("convolution", x, f(4, 3, 2, 2), f(4), step, zero, one, False, zero, 1)
+    yield s("convolution", x, f(4, 3, 1, 2), None, step, [0, 1], one, False, zero, 1)
+    yield s("convolution", f(2, 3, 8), f(3, 1, 2), None, [4], [0], [2], False, [0], 3)
+    yield s("convolution", x, f(3, 4, 2, 2), f(4), step, zero, one, True, zero, 1)
+    yield s("convolution", x, f(3, 4, 1, 1), None, step, zero, one, True, one, 1)
+    for mask in ([True, True, False], [True, True, True], [False, True, False]):
+        yield s("convolution_backward", f(2, 4, 4, 3), x, f(4, 3, 2, 2), [4], step, zero, one, False, zero, 1, mask)
+        yield s("convolution_backward", f(2, 4, 16, 12), x, f(3, 4, 2, 2), [4], step, zero, one, True, zero, 1, mask)
 
 
 def algebra():
@@ -193,12 +210,23 @@ def factories():
             yield s(name, x, [7])
         yield s("new_full", x, [2, 2], 3)
     yield s("fill.Tensor", f(4, 5), f())
+    yield s("new_empty_strided", f(4, 5), [4, 5], [7, 1])
+    yield s("new_empty_strided", f(4, 5), [2], [3])
     yield s("zeros_like", f(4, 5), dtype=torch.int64)
 
 
 def reductions():
     yield s("histc", f(5, 6), 4, -1.0, 1.0)
     yield s("histc", f(5, 6), 4)
+    for x, weight in ((f(5, 2), None), (f(4, 2), pos(4)), (f(3, 4, 2), None)):
+        for options in ({}, {"range": [-1.0, 1.0, -2.0, 2.0]}, {"range": [-1.0, 1.0, -2.0, 2.0], "density": True}):
+            yield s("_histogramdd_from_bin_cts", x, [3, 4], weight=weight, **options)
+    for kind in ("sum", "mean", "max"):
+        lengths = torch.tensor([2, 0, 3])
+        out = aten.segment_reduce(f(5, 4, 2), kind, lengths=lengths)
+        yield s("segment_reduce", f(5, 4, 2), kind, lengths=lengths)
+        yield s("segment_reduce", f(5), kind, lengths=lengths)
+        yield s("_segment_reduce_backward", f(3, 4, 2), out, f(5, 4, 2), kind, lengths=lengths)
     for x in (f(4, 5), f(1, 2), i(5, 2), b(4, 3), f(4, 5).t(), f(), f(0, 4)):
         for name in ("sum", "nansum", "prod", "any", "all"):
             yield s(name, x)
@@ -301,6 +329,7 @@ def views():
     yield s("unsafe_split_with_sizes", x, [1, 4], 1)
     for offset, dims in ((0, (0, 1)), (1, (0, -1)), (-1, (2, 1))):
         yield s("diag_embed", f(4, 5), offset, *dims)
+        yield s("diagonal_scatter", x, f(*aten.diagonal(x, offset, *dims).shape), offset, *dims)
         yield s("diagonal_backward", f(*aten.diagonal(x, offset, *dims).shape), [4, 5, 6], offset, *dims)
     yield s("flip", x, [])
     yield s("flip", x, [0, 2])
@@ -333,6 +362,8 @@ def views():
         yield s("stack", [f(4, 5), f(4, 5), f(4, 5)], dim)
     yield s("cat", [f(4, 5), f(4, 2), f(4, 1)], 1)
     yield s("cat", [f(4, 5), f(0)], 1)
+    yield s("cat", [f(0), f(4, 5), f(4, 2)], 1)
+    yield s("cat", [f(0), i(4, 5)], 1)
     yield s("cat", [f(4, 5), i(4, 5)], 1)
     yield s("cat", [i(3), i(2)])
     yield s("cat", [b(3), b(2)])
@@ -414,11 +445,12 @@ def networks():
         yield s("_fused_rms_norm", x, shape, weight, 1e-5)
     yield from batch_norms()
     yield from losses()
+    yield from margin_losses()
     yield from attention()
 
 
 def batch_norms():
-    """Trained and in evaluation, with and without running statistics and weights."""
+    """In training and in evaluation, with and without running statistics and weights."""
     for shape in ((4, 6), (5, 4, 3), (2, 1, 3, 2)):
         x, w, mean, var = f(*shape), f(shape[1]), f(shape[1]), pos(shape[1])
         for training, given in ((True, (w, w, mean, var)), (True, (None,) * 4), (False, (w, None, mean, var))):
@@ -462,6 +494,20 @@ def losses():
             yield s("binary_cross_entropy_backward", g, x, y, weight, reduction)
 
 
+def margin_losses():
+    x, one, many = f(4, 5), i(4), i(4, 5) - 1
+    for reduction in (0, 1, 2):
+        g = f(4) if reduction == 0 else f()
+        for weight in (None, pos(5)):
+            yield s("multi_margin_loss", x, one, 1, 1.0, weight, reduction)
+            yield s("multi_margin_loss_backward", g, x, one, 2, 0.5, weight, reduction)
+        _, is_target = aten.multilabel_margin_loss_forward(x, many, reduction)
+        yield s("multilabel_margin_loss_forward", x, many, reduction)
+        yield s("multilabel_margin_loss_backward", g, x, many, reduction, is_target)
+    yield s("multi_margin_loss", f(5), i(), 1, 1.0, None, 0)
+    yield s("multi_margin_loss", f(1, 1), i(1, high=1), 1, 1.0, None, 0)
+
+
 def attention():
     forward = aten._scaled_dot_product_flash_attention_for_cpu
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -493,22 +539,33 @@ def matrices():
     yield s("linalg_pinv.atol_rtol_tensor", f(4, 3, 2))
     yield s("cholesky_inverse", lower)
     yield s("cholesky_solve", x, lower)
-    for b in (x, f(1, 3, 2), f(3, 3), f(3)):
+    yield s("_linalg_svd", f(5, 4, 3), False, False)
+    yield s("_linalg_eigh", square, "L", False)
+    for b in (x, f(1, 3, 2), f(3, 3), f(3), f(4, 3), f(3, 6), f(5, 1, 3, 2), f(2, 1, 3, 4)):
         yield s("_linalg_solve_ex", square[:3] if b.shape == (3, 3) else square, b)
+    yield s("_linalg_solve_ex", square[0], f(5, 3, 2))
+    yield s("_linalg_solve_ex", square[0], f(5, 3), left=False)
+    yield s("_linalg_solve_ex", square[0], f(3))
     yield s("linalg_solve_triangular", lower, x, upper=False)
     yield s("linalg_solve_triangular", lower, f(4, 2, 3), upper=False, left=False)
     yield s("_linalg_solve_ex", square, f(4, 2, 3), left=False)
     yield s("triangular_solve", x, lower, False)
     lu, pivots = torch.linalg.lu_factor(square)
     yield s("lu_unpack", lu, pivots)
+    yield s("lu_unpack", lu, pivots, unpack_data=False)
+    yield s("lu_unpack", lu, pivots, unpack_pivots=False)
+    yield s("linalg_lu_solve", lu[0], pivots[0], x)
     yield s("linalg_lu_solve", lu, pivots, x)
     ld, at = torch.linalg.ldl_factor(square)
     yield s("linalg_ldl_solve", ld, at, x)
+    yield s("linalg_ldl_solve", ld[0], at[0], x[0])
     q, tau = torch.geqrf(f(4, 3, 3))
     yield s("linalg_householder_product", q, tau)
     yield s("ormqr", q, tau, x)
+    yield s("ormqr", q[0], tau[0], f(5, 3), left=False)
     yield s("linalg_cross", f(4, 3), f(4, 3), dim=-1)
     yield s("linalg_cross", f(4, 3), f(1, 3), dim=-1)
+    yield s("linalg_cross", f(3, 1, 5), f(3, 4, 5), dim=0)
     for rows in ((2, 4, 3), (4, 3)):
         yield s("_cdist_forward", f(*rows), f(*rows[:-2], 5, 3), 2.0, None)
     yield s("_cdist_forward", f(1, 4, 3), f(2, 5, 3), 1.0, None)
@@ -527,6 +584,8 @@ def signals():
     yield s("view_as_complex", f(4, 5, 2))
     for dim in (0, -1):
         yield s("unfold", f(4, 5), dim, 3, 1)
+        yield s("unfold", f(4, 8), dim, 2, 2)
+        yield s("unfold_backward", f(*((2, 8, 2) if dim == 0 else (4, 4, 2))), [4, 8], dim, 2, 2)
         yield s("unfold_backward", f(*((2, 5, 3) if dim == 0 else (4, 3, 3))), [4, 5], dim, 3, 1)
         yield s("slice_scatter", f(4, 5), f(*((2, 5) if dim == 0 else (4, 2))), dim, 1, 3)
         yield s("select_scatter", f(4, 5), f(5 if dim == 0 else 4), dim, 1)
@@ -560,6 +619,9 @@ def signals():
         _, norms = aten._weight_norm_interface(v, g, dim % 3)
         yield s("_weight_norm_interface", v, g, dim % 3)
         yield s("_weight_norm_interface_backward", f(4, 5, 6), v, g, norms, dim % 3)
+    at, starts, bag = i(6, high=7), torch.tensor([0, 2, 5]), torch.tensor([0, 0, 1, 1, 1, 2])
+    for given in (bag, i(0)):
+        yield s("_embedding_bag_per_sample_weights_backward", f(3, 4), f(7, 4), at, starts, given, 0)
     at, bag, size = i(6, high=7), torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([2, 3, 1])
     for mode in (0, 1, 2):
         for by_freq in (False, True) if mode < 2 else (False,):
@@ -619,6 +681,8 @@ def _pooled(n: int, x):
     yield s(f"max_unpool{n}d", out, at, [6] * n, *([step, pad] if n == 3 else []))
     yield s(f"avg_pool{n}d", x, window, step)
     yield s(f"avg_pool{n}d", i(4, 3, *[6] * n), window, step)
+    yield s(f"avg_pool{n}d", f(2, 3, *[6] * n), 2)
+    yield s(f"avg_pool{n}d_backward", f(2, 3, *[3] * n), f(2, 3, *[6] * n), [2], [2], [0], False, True, None)
     yield s(f"avg_pool{n}d_backward", f(*out.shape), x, window, step, pad, False, True, None)
     out, at = getattr(aten, f"adaptive_max_pool{n}d")(x, [4] * n)
     yield s(f"adaptive_max_pool{n}d", x, [4] * n)
@@ -632,7 +696,7 @@ PARTS = (contractions, algebra, gradients, factories, reductions, one_dim_whole,
 
 
 def samples_of(part) -> list[Sample]:
-    """The samples of one part, the same ones every time."""
+    """The samples of one part. They are the same every time."""
     torch.manual_seed(0)
     return list(part())
 

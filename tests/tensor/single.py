@@ -1,9 +1,9 @@
-"""The truth is one device: a function of tensors, run on DTensors by simulated ranks, beside the same on plain tensors.
+"""The truth is one device: runs a function on DTensors on simulated ranks, and compares it with plain tensors.
 
     agree(lambda x, w: x @ w, [x, w], [[Shard(0), R], [R, Shard(1)]])
 
 runs it on a 2 x 2 mesh and compares on every rank: values, shapes, dtypes, and the gradients of a weighted sum.
-Tensors are cut up before the ranks start, for simulated ranks share torch's random generator.
+Tensors are split before the ranks start, because simulated ranks share torch's random generator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from spmd import _torch
 from spmd.mesh import DeviceMesh, init_device_mesh
 from spmd.sim import LocalTensor, LocalTensorMode, run_ranks
-from spmd.tensor.dtensor import DTensor
+from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.spec import spec_of
 from tests.tensor.oracle import close, split
@@ -34,12 +34,12 @@ def mesh_of(shape: Sequence[int]) -> DeviceMesh:
 
 
 def cut(x: torch.Tensor, placements: Placing, mesh_shape: Sequence[int]) -> dict[tuple, torch.Tensor]:
-    """What every coordinate holds of x; the terms of a sum, and so on, are random."""
+    """The block of x at every coordinate. The terms of a sum, of a maximum and so on are random."""
     return split(x.detach(), list(placements), tuple(mesh_shape))
 
 
 def leaf(parts: dict[tuple, torch.Tensor], placements: Placing, like: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's DTensor of a tensor that was cut up; a leaf that wants a gradient if `like` does."""
+    """This rank's DTensor of a tensor that was split. It is a leaf, and requires a gradient if `like` does."""
     spec = spec_of(mesh, placements, like.shape, like.dtype)
     return DTensor(parts[mesh.get_coordinate()].clone(), spec, requires_grad=like.requires_grad)
 
@@ -49,12 +49,12 @@ def whole(x: Any) -> Any:
 
 
 def weights(x: torch.Tensor) -> torch.Tensor:
-    """Numbers for a weighted sum, of which no two are equal."""
+    """Numbers for a weighted sum, all different."""
     return (torch.arange(1.0, x.numel() + 1, dtype=torch.float64).reshape(x.shape) / math.pi).sin().to(x.dtype)
 
 
 def outcome(fn: Callable, tensors: Sequence[torch.Tensor], place_weights: Callable = lambda w: w) -> list:
-    """Results of fn, then the gradients of a weighted sum of those that have one."""
+    """The results of fn, then the gradients of a weighted sum of the differentiable ones."""
     out = fn(*tensors)
     results = list(out) if isinstance(out, (tuple, list)) else [out]
     smooth = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
@@ -76,7 +76,7 @@ def on_ranks(fn: Callable[[DeviceMesh], Any], mesh_shape: Sequence[int] = (2, 2)
 
 
 def agree(fn: Callable, tensors: Sequence[torch.Tensor], *placings: Sequence[Placing], mesh_shape=(2, 2)) -> None:
-    """fn on DTensors gives what it gives on the tensors, for each choice of placements, on every rank."""
+    """Check that fn on DTensors gives the results of fn on tensors, for each choice of placements, on every rank."""
     plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
     want = outcome(fn, plain)
     pieces = [[cut(t, p, mesh_shape) for t, p in zip(tensors, placing, strict=True)] for placing in placings]
@@ -99,12 +99,12 @@ def agree(fn: Callable, tensors: Sequence[torch.Tensor], *placings: Sequence[Pla
 
 
 # ---- in one thread ----------------------------------------------------------------------------
-# What torch has once a process - levels of forward-mode AD, modules whose parameters are swapped for a while - a
-# thread a rank would fight over. So here one thread plays all ranks, step by step, which is faster, too.
+# Some state of torch is one for the process: levels of forward-mode AD, modules whose parameters are swapped for a
+# while. Threads of several ranks would overwrite it. So here one thread runs all ranks, step by step. That is faster.
 
 
 def placed(x: torch.Tensor, placements: Placing, mesh: DeviceMesh) -> DTensor:
-    """In a LocalTensorMode: the DTensor of a tensor that is the same on all ranks; a leaf that wants what x wants."""
+    """In a LocalTensorMode: the DTensor of a tensor that is the same on all ranks. A leaf, like x."""
     one = x.detach().reconcile() if isinstance(x, LocalTensor) else x
     with _torch.no_modes():
         parts = cut(one, placements, mesh.shape)
@@ -113,13 +113,13 @@ def placed(x: torch.Tensor, placements: Placing, mesh: DeviceMesh) -> DTensor:
 
 
 def every_rank(x: Any) -> list:
-    """In a LocalTensorMode: what each rank has, of a DTensor all of it."""
+    """In a LocalTensorMode: the value on each rank; of a DTensor the global value."""
     x = whole(x.detach()) if isinstance(x, torch.Tensor) else x
     return list(x.local.values()) if isinstance(x, LocalTensor) else [x]
 
 
 def agree_at_once(fn: Callable, tensors: Sequence[torch.Tensor], *placings: Sequence[Placing], mesh_shape=(2, 2)):
-    """fn on DTensors gives what it gives on the tensors, as in `agree`, all ranks played by this thread."""
+    """As `agree`, with all ranks run by this thread."""
     want = outcome(fn, [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
     mesh = mesh_of(mesh_shape)
     for placing in placings:

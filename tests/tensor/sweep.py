@@ -1,4 +1,4 @@
-"""The sweep: every op that torch's op database knows, on tensors lying every way, beside the op on one device.
+"""The sweep: every op of torch's op database, on tensors with all kinds of placements, against the op on one device.
 
     for case in cases(entry): print(case, ask(case, Ours((2, 2))))
 
@@ -6,11 +6,12 @@ A case is an op with arguments and a placement for each tensor among them. It is
 gradients must be those of one device. Its verdict is one of
 
     right         on all ranks: values, shapes, dtypes, numbers
-    wrong         another number, and nothing said so
+    wrong         another number, without an error
     unsupported   NotImplementedError
     crashed       any other error, where one device has none
 
-`Ours` runs it on spmd's DTensors in LocalTensorMode; `benchmarks/coverage.py` has another side, for torch's DTensor.
+`Ours` runs it on spmd's DTensors in LocalTensorMode, `OnThreads` on ranks that are threads, where nothing of the
+simulation stands between the op and the rank. `benchmarks/coverage.py` has another class, for torch's DTensor.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from spmd.sim import LocalTensor, LocalTensorMode
-from spmd.tensor.dtensor import DTensor
+from spmd import _torch
+from spmd.sim import LocalTensor, LocalTensorMode, run_ranks
+from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.fallback import fallbacks
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.spec import spec_of
 from tests.tensor.oracle import close, split
@@ -41,29 +44,39 @@ MESHES = ((4,), (2, 2))
 LARGEST = 20_000  # elements of all operands of a case
 
 UNWRITTEN = ("empty", "new_empty")
-"""Ops, by the beginning of their name, whose results have no values to compare."""
+"""Prefixes of the names of ops whose results have no values to compare."""
 
 NO_DATA_OF_ITS_OWN = ("jiterator", "sparse", "torch.ops", "to_sparse", "_refs")
-"""Entries, by the beginning of their name, that are no ops on strided CPU tensors."""
+"""Prefixes of the names of entries that are no ops on strided CPU tensors."""
+
+DTYPES = (torch.float32, torch.int64, torch.complex64)
+"""An entry is asked in the first of these that it has."""
 
 AS_WRITTEN = {"__getitem__": operator.getitem}
-"""Entries that name a method of torch.Tensor, by what calls that of a DTensor, as users do."""
+"""Entries that name a method of torch.Tensor: here the method of the DTensor is called, as users do."""
 
 Placing = tuple[Placement, ...]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`kind`: right, wrong, unsupported, crashed or random. `shared`: results are still shared out; None: could not."""
+    """The verdict on a case, and what became of its placements.
+
+    kind: right, wrong, unsupported, crashed or random. shared: some result or gradient is still sharded. kept: some
+    result is, gradients aside. Both are None if no operand was sharded, or if nothing has a dim to shard. gathered: the
+    ops that ran on replicated tensors; None if no operand was sharded.
+    """
 
     kind: str
     why: str = ""
     shared: bool | None = None
+    kept: bool | None = None
+    gathered: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """An op of the database with arguments, and a placing for each tensor among them.
+    """An op of the database with arguments, and placements for each tensor among them.
 
     tensors: what the placings say the tensors are; a sum of parts is rounded, so this is not what the database gave.
     parts: for each tensor what each coordinate of the mesh holds. variant: "", "_" for in place, "out".
@@ -90,8 +103,8 @@ class Case:
         given = [*map(str, args), *(f"{name}={x}" for name, x in kwargs.items())]
         return f"{self.op}{self.variant}({'; '.join(given)})"
 
-    def run(self, tensors: Sequence[torch.Tensor], replicated: Callable) -> list:
-        """Results and gradients with these in the places of the tensors; `replicated` gives the weights of results."""
+    def run(self, tensors: Sequence[torch.Tensor], replicated: Callable) -> tuple[list, list]:
+        """Results and gradients with these tensors as arguments. `replicated` gives the weights of the results."""
         given = iter(tensors)
         args, kwargs = tree_map(lambda x: next(given) if isinstance(x, torch.Tensor) else x, self.arguments)
         if self.variant == "_":
@@ -101,8 +114,13 @@ class Case:
             target = tree_map_only(torch.Tensor, lambda x: torch.zeros_like(x).detach(), out)
             with torch.no_grad():
                 given = self.fn(*tree_map_only(torch.Tensor, torch.Tensor.detach, args), out=target, **kwargs)
-            return [*_leaves(target), *_leaves(given)]
-        return _leaves(out) + self._gradients(_leaves(out), tensors, replicated)
+            return [*_leaves(target), *_leaves(given)], []
+        return _leaves(out), self._gradients(_leaves(out), tensors, replicated)
+
+    def placed(self) -> list[tuple[dict[tuple, torch.Tensor], Placing, torch.Tensor]]:
+        """For each tensor copies of its parts, its placements, and the tensor that the parts make."""
+        parts = [{at: x.clone() for at, x in of.items()} for of in self.parts]
+        return list(zip(parts, self.placings, self.tensors, strict=True))
 
     def _gradients(self, results: list, tensors: Sequence[torch.Tensor], replicated: Callable) -> list:
         smooth = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
@@ -120,14 +138,60 @@ def _leaves(out: Any) -> list:
 class Side(Protocol):
     """An implementation of distributed tensors on simulated ranks of one mesh."""
 
-    def __enter__(self): ...
-    def __exit__(self, *exc): ...
-    def place(self, parts: dict[tuple, torch.Tensor], placing: Placing, like: torch.Tensor) -> torch.Tensor: ...
-    def whole(self, x: torch.Tensor) -> dict[int, torch.Tensor]: ...
-    def is_shared(self, x: torch.Tensor) -> bool: ...
+    def run(self, case: Case) -> list[Found]:
+        """What each rank finds."""
 
 
-class Ours:
+@dataclass(frozen=True)
+class Found:
+    """The results and gradients of a case on one rank, as whole tensors, and for each whether it was still sharded.
+
+    n_results: how many of them are results.
+    """
+
+    whole: list
+    shared: list[bool]
+    n_results: int
+
+
+class InOneThread:
+    """A Side for which one thread plays all ranks inside of the block `with self`."""
+
+    def __enter__(self):
+        raise NotImplementedError
+
+    def __exit__(self, *exc):
+        raise NotImplementedError
+
+    def place(self, parts: dict[tuple, torch.Tensor], placing: Placing, like: torch.Tensor) -> torch.Tensor:
+        """The tensor of which each coordinate holds this part."""
+        raise NotImplementedError
+
+    def whole(self, x: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The whole tensor as each rank has it; {0: x} for a tensor that is one for all."""
+        raise NotImplementedError
+
+    def is_shared(self, x: torch.Tensor) -> bool:
+        """Whether x is not replicated."""
+        raise NotImplementedError
+
+    def run(self, case: Case) -> list[Found]:
+        def replicated(shape, dtype):
+            with _disable_current_modes():
+                w = _weights(shape, dtype)
+                parts = split(w, _everywhere(case), case.mesh)
+            return self.place(parts, _everywhere(case), w)
+
+        with self:
+            results, gradients = case.run([self.place(*given) for given in case.placed()], replicated)
+            got = results + gradients
+            whole = [self.whole(x) if isinstance(x, torch.Tensor) else {0: x} for x in got]
+            shared = [isinstance(x, torch.Tensor) and self.is_shared(x) for x in got]
+        ranks = sorted(set().union({0}, *whole))
+        return [Found([x.get(rank, x[0]) for x in whole], shared, len(results)) for rank in ranks]
+
+
+class Ours(InOneThread):
     """spmd's DTensor in LocalTensorMode."""
 
     def __init__(self, mesh: tuple[int, ...]):
@@ -154,37 +218,62 @@ class Ours:
         return isinstance(x, DTensor) and not x._spec.is_replicated
 
 
-# ---- asking -----------------------------------------------------------------------------------
+class OnThreads:
+    """spmd's DTensor on a thread for each rank."""
+
+    def __init__(self, mesh: tuple[int, ...]):
+        self.mesh = mesh_of(mesh)
+
+    def run(self, case):
+        return run_ranks(lambda rank: self._on_rank(case), self.mesh.size())
+
+    def _on_rank(self, case: Case) -> Found:
+        def replicated(shape, dtype):
+            w = _weights(shape, dtype)
+            return DTensor(w, spec_of(self.mesh, _everywhere(case), w.shape, w.dtype))
+
+        results, gradients = case.run([self._leaf(*given) for given in case.placed()], replicated)
+        got = results + gradients
+        whole = [x.detach().full_tensor() if isinstance(x, DTensor) else x for x in got]
+        return Found(whole, [isinstance(x, DTensor) and not x._spec.is_replicated for x in got], len(results))
+
+    def _leaf(self, parts: dict[tuple, torch.Tensor], placing: Placing, like: torch.Tensor) -> DTensor:
+        spec = spec_of(self.mesh, placing, like.shape, like.dtype)
+        return DTensor(parts[self.mesh.get_coordinate()], spec, requires_grad=like.requires_grad)
+
+
+# ---- verdicts ---------------------------------------------------------------------------------
 
 
 def ask(case: Case, side: Side) -> Verdict | None:
-    """What becomes of the case on this side; None where one device itself refuses it."""
+    """The verdict on the case with this implementation; None if the op fails on one device."""
     torch.manual_seed(0)
     try:
         with _Draws() as draws:
-            want = case.run([_copy(t) for t in case.tensors], _weights)
+            results, gradients = case.run([_copy(t) for t in case.tensors], _weights)
     except Exception:
         return None
     if draws.any:
         return Verdict("random")
-    everywhere = tuple(R for _ in case.mesh)
-    parts = [{at: x.clone() for at, x in of.items()} for of in case.parts]
-    with side:
-        def replicated(shape, dtype):
-            with _disable_current_modes():
-                w = _weights(shape, dtype)
-                parts = split(w, everywhere, case.mesh)
-            return side.place(parts, everywhere, w)
+    fallbacks.clear()
+    try:
+        found = side.run(case)
+    except NotImplementedError as error:
+        return Verdict("unsupported", _brief(error))
+    except Exception as error:
+        return Verdict("crashed", f"{type(error).__name__}: {_brief(error)}")
+    for rank, on_rank in enumerate(found):
+        why = _first_difference(case, results + gradients, on_rank.whole)
+        if why:
+            return Verdict("wrong", f"on rank {rank} {why}")
+    if not _has_sharded_operand(case):
+        return Verdict("right")
+    first, gathered = found[0], tuple(f.op for f in fallbacks())
+    return Verdict("right", "", _is_shared(first, len(first.whole)), _is_shared(first, first.n_results), gathered)
 
-        try:
-            got = case.run([side.place(*given) for given in zip(parts, case.placings, case.tensors, strict=True)],
-                           replicated)  # fmt: skip
-            why = _first_difference(case, want, got, side)
-        except NotImplementedError as error:
-            return Verdict("unsupported", _brief(error))
-        except Exception as error:
-            return Verdict("crashed", f"{type(error).__name__}: {_brief(error)}")
-    return Verdict("wrong", why) if why else Verdict("right", "", _is_shared(case, got, side))
+
+def _everywhere(case: Case) -> Placing:
+    return tuple(R for _ in case.mesh)
 
 
 def _weights(shape, dtype) -> torch.Tensor:
@@ -200,35 +289,34 @@ def _brief(error: Exception) -> str:
 
 
 class _Draws(TorchDispatchMode):
-    """Notes whether an op draws random numbers."""
+    """Records whether an op draws random numbers."""
 
     any = False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.any |= torch.Tag.nondeterministic_seeded in op.tags
-        return op(*args, **(kwargs or {}))
+        return _torch.run_with_bits(op, *args, **(kwargs or {}))
 
 
-def _first_difference(case: Case, want: list, got: list, side: Side) -> str:
+def _first_difference(case: Case, want: list, got: list) -> str:
     if len(want) != len(got):
         return f"{len(got)} results, not {len(want)}"
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        why = _difference(case, a, b, side)
+        why = _difference(case, a, b)
         if why:
             return f"result {i} {why}"
     return ""
 
 
-def _difference(case: Case, want: Any, got: Any, side: Side) -> str:
+def _difference(case: Case, want: Any, got: Any) -> str:
     if not isinstance(want, torch.Tensor):
         return "" if type(want) is type(got) and _equal(want, got) else f"is {got!r}, not {want!r}"
     if got is None:
         return "is None, not a tensor"
-    for rank, x in side.whole(got).items():
-        if (x.shape, x.dtype) != (want.shape, want.dtype):
-            return f"on rank {rank} is {x.dtype}{list(x.shape)}, not {want.dtype}{list(want.shape)}"
-        if not case.op.startswith(UNWRITTEN) and not _close(x, want.detach()):
-            return f"on rank {rank} is {x.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
+    if (got.shape, got.dtype) != (want.shape, want.dtype):
+        return f"is {got.dtype}{list(got.shape)}, not {want.dtype}{list(want.shape)}"
+    if not case.op.startswith(UNWRITTEN) and not _close(got.detach(), want.detach()):
+        return f"is {got.flatten()[:6].tolist()}, not {want.flatten()[:6].tolist()}"
     return ""
 
 
@@ -240,22 +328,26 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.layout == b.layout and close(a, b, 1e-3 if b.is_floating_point() or b.is_complex() else 0)
 
 
-def _is_shared(case: Case, got: list, side: Side) -> bool | None:
-    """Whether some result is still shared out; None where no operand was, or no result has a dim to shard."""
+def _is_shared(found: Found, n: int) -> bool | None:
+    """Whether some of the first n results is still sharded; None if none of them has a dim to shard."""
+    results = zip(found.whole[:n], found.shared, strict=False)
+    able = [shared for x, shared in results if isinstance(x, torch.Tensor) and any(n > 1 for n in x.shape)]
+    return any(able) if able else None
+
+
+def _has_sharded_operand(case: Case) -> bool:
     placed = zip(case.tensors, case.placings, strict=True)
-    given = any(p.is_shard() and t.shape[p.dim] > 1 for t, placing in placed for p in placing)
-    able = [x for x in got if isinstance(x, torch.Tensor) and any(n > 1 for n in x.shape)]
-    return any(side.is_shared(x) for x in able) if given and able else None
+    return any(p.is_shard() and t.shape[p.dim] > 1 for t, placing in placed for p in placing)
 
 
 # ---- cases ------------------------------------------------------------------------------------
 
 
 def entries() -> list:
-    """The entries of torch's op database that run on CPU in float32."""
+    """The entries of torch's op database that run on CPU in one of DTYPES."""
     from torch.testing._internal.common_methods_invocations import op_db  # slow to import
 
-    return [e for e in op_db if torch.float32 in e.dtypes and not e.name.startswith(NO_DATA_OF_ITS_OWN)]
+    return [e for e in op_db if e.dtypes & set(DTYPES) and not e.name.startswith(NO_DATA_OF_ITS_OWN)]
 
 
 def name_of(entry) -> str:
@@ -263,7 +355,7 @@ def name_of(entry) -> str:
 
 
 def cases(entry, per_entry: int = 3, per_sample: int | None = None) -> Iterator[Case]:
-    """The cases of an entry: samples spread over those of the database, each placed in many ways, or in so many."""
+    """The cases of an entry: samples spread over those of the database, each with many choices of placements."""
     rng = random.Random(zlib.crc32(name_of(entry).encode()))
     torch.manual_seed(rng.randrange(1 << 30))
     samples = [s for s in itertools.islice(_samples(entry), 60) if 0 < _size(s) <= LARGEST]
@@ -290,8 +382,10 @@ def _variants(entry) -> Iterator[tuple[str, Callable]]:
 
 def _samples(entry) -> Iterator:
     try:
-        yield from entry.sample_inputs("cpu", torch.float32, requires_grad=entry.supports_autograd)
-    except Exception:  # some entries need what this build of torch has not
+        dtype = next(dtype for dtype in DTYPES if dtype in entry.dtypes)
+        differentiable = entry.supports_autograd and dtype != torch.int64
+        yield from entry.sample_inputs("cpu", dtype, requires_grad=differentiable)
+    except Exception:  # some entries need features that this build of torch does not have
         return
 
 
@@ -307,7 +401,7 @@ def _case(entry, variant, fn, arguments, tensors, mesh, placings) -> Case:
 
 
 def _meant(t: torch.Tensor, placing: Placing, parts: dict[tuple, torch.Tensor]) -> torch.Tensor:
-    """What the parts are together: t itself, but for the rounding of sums, done in the order of the ranks."""
+    """The tensor that the parts make together: t, except for the rounding of sums in the order of the ranks."""
     if not any(p.is_partial() for p in placing):
         return t
     by_column: dict[tuple, list[torch.Tensor]] = {}
@@ -320,7 +414,7 @@ def _meant(t: torch.Tensor, placing: Placing, parts: dict[tuple, torch.Tensor]) 
 
 
 def _ways(tensors: Sequence[torch.Tensor], rng: random.Random) -> Iterator[tuple[tuple[int, ...], list[Placing]]]:
-    """Meshes, and for each tensor a placing: none moved, all sharded on one dim, partial sums, and any."""
+    """Meshes, and placements for each tensor: all replicated, all sharded on one dim, partial sums, and random ones."""
     most = max(t.ndim for t in tensors)
     yield (4,), [(R,)] * len(tensors)
     for dim in range(most):

@@ -1,4 +1,4 @@
-"""What an index adds to a tensor from many places may be shared out: each rank adds its own, and sums are summed."""
+"""`index_add` and its kin with sharded sources: each rank adds its own entries, and the sums are reduced."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import spmd
+from tests.tensor.rules.test_norms import smooth
 from tests.tensor.single import AVG, S0, S1, SUM, R, agree_at_once, mesh_of, placed
-from tests.tensor.test_norms import smooth
 
 FNS = {
     "index_add": lambda x, i, y: x.index_add(0, i, y, alpha=2),
@@ -25,7 +25,7 @@ FNS = {
 @pytest.mark.parametrize("places", [12, 7, 1])
 @pytest.mark.parametrize("name", FNS)
 def test_it_is_what_one_device_adds(name, places):
-    """Forward and backward; of even, uneven and empty blocks, into what is whole, sharded or a sum."""
+    """Forward and backward, with even, uneven and empty blocks, into replicated, sharded and partial targets."""
     x, y = smooth(5, 3), smooth(places, 3)
     i = (torch.arange(places) * 3 + 1) % 5
     lie = [[R, R], [S0, R], [S0, R]], [[R, S1], [S0, R], [S0, S1]], [[SUM, R], [S0, S0], [S0, S0]]
@@ -33,7 +33,7 @@ def test_it_is_what_one_device_adds(name, places):
 
 
 def test_messages_of_edges_are_not_gathered():
-    """As in a graph network: of many edges on four ranks, what is sent is the sum at its few nodes, once."""
+    """As in a graph network with many edges on four ranks: only the sums at its few nodes are sent, once."""
     with spmd.LocalTensorMode(4) as mode:
         mesh = mesh_of((4,))
         edges = placed(torch.arange(1000) % 5, [S0], mesh)

@@ -1,6 +1,6 @@
-"""Random programs on DTensors give what they give on one device, with cold caches and with warm ones.
+"""Random programs on DTensors give the results of one device, with cold caches and with warm ones.
 
-`benchmarks/fuzz.py` does this for as long as one likes. What it found, once, is in the table below.
+`benchmarks/fuzz.py` does this for any length of time. The programs that it once found to differ are in the table below.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_what_fuzzing_found_stays_found(name):
 
 
 def test_random_programs(record_property):
-    """Views and writes through them, numbers and 0-dim tensors, lists, dtypes, gradients, moves in between."""
+    """Views and writes through them, numbers and 0-dim tensors, lists, dtypes, gradients, and moves between them."""
     seen = []
 
     @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])

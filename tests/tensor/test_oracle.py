@@ -1,7 +1,8 @@
-"""Every row of every rule, asked of the op itself: even, uneven and empty shards, forward and backward."""
+"""Every row of every rule is tested against the op itself: even, uneven and empty shards, forward and backward."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from dataclasses import replace
@@ -11,10 +12,20 @@ import torch
 
 from spmd.tensor.rules.book import book
 from spmd.tensor.rules.families import all_whole
-from spmd.tensor.rules.rule import Factor, laws
+from spmd.tensor.rules.rule import Factor, laws, rows
 from tests.tensor.missing import missing
 from tests.tensor.oracle import Case, Sample, Tally, captured, sweep
-from tests.tensor.samples import ELSEWHERE, PARTS, aten, samples_of, table
+from tests.tensor.samples import (
+    ELSEWHERE,
+    PARTS,
+    aten,
+    contractions,
+    gradients,
+    images,
+    networks,
+    samples_of,
+    table,
+)  # fmt: skip
 
 NO_RULE = {
     "view.dtype": "reads bits",
@@ -25,7 +36,7 @@ NO_RULE = {
 
 @pytest.fixture(autouse=True)
 def quiet_and_steady():
-    """One thread and one seed; torch warns of what its own samples do."""
+    """One thread and one seed. torch's own samples cause warnings, which are ignored."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -41,7 +52,7 @@ def cases(samples) -> list[Case]:
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_each_row_is_what_the_op_gives(part):
-    """Split as the row says, run on each rank, join as the row says: the op itself."""
+    """Splitting by the row, running on each rank and joining by the row gives the result of the op."""
     tally = Tally()
     for case in cases(samples_of(part)):
         case.check_each_row((2, 3), tally)
@@ -51,12 +62,28 @@ def test_each_row_is_what_the_op_gives(part):
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_right_rows_are_right_together(part):
-    """Any row on one axis goes with any row on another, but for kinds of Partial that do not commute."""
+    """Any row on one axis can be combined with any row on another, except for Partials that do not commute."""
     tally, rng = Tally(), random.Random(0)
     for case in cases(samples_of(part)):
         case.check_pairs(6, rng, tally)
     print(tally)
     assert not tally.wrong, tally.report()
+
+
+OF_NETWORKS = (contractions, gradients, networks, images)
+"""The parts of the table with the ops of networks and their gradients."""
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
+def test_rows_are_right_where_ranks_are_empty(part):
+    """Five ranks shard few images, rows or channels, so that some have none, and two ranks shard something else."""
+    tally, rng = Tally(), random.Random(0)
+    for case in cases(samples_of(part)):
+        pairs = [pair for pair in itertools.product(rows(case.rule), repeat=2) if pair[0].factor is not None]
+        for pair in rng.sample(pairs, min(12 if part in OF_NETWORKS else 2, len(pairs))):
+            case.check(pair, (5, 2), tally)
+    print(tally)
+    assert tally.right and not tally.wrong, tally.report()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +92,7 @@ def test_right_rows_are_right_together(part):
     ids=str,
 )
 def test_rows_hold_for_the_samples_of_torch(dtype, per_op, every):
-    """The same for what torch's own op database calls; a part of it here, all of it in benchmarks/oracle.py."""
+    """The same for the calls of torch's own op database: a part of it here, all of it in benchmarks/oracle.py."""
     tally = sweep(captured(dtype, per_op, every=every))
     print(tally)
     assert tally.right > 100
@@ -73,7 +100,7 @@ def test_rows_hold_for_the_samples_of_torch(dtype, per_op, every):
 
 
 def test_each_op_of_the_book_is_asked():
-    """An op without a sample is a rumour; one that cannot run here has a reason."""
+    """Every op of the book has a sample, or a reason why it cannot run here. A rule without a sample is not proved."""
     asked = {case.call.name for case in cases(table())}
     assert set(book) - asked == set(ELSEWHERE)
 
@@ -87,7 +114,7 @@ def test_samples_without_a_rule_have_a_reason():
 
 
 def found_wrong(change, op, *args, **kwargs) -> list[str]:
-    """The rows that the oracle finds wrong when the op's rule is changed so."""
+    """The rows that the oracle finds wrong when the op's rule is changed by this function."""
     case, tally = Case(Sample(op, args, kwargs)), Tally()
     case.rule = change(case.rule)
     case.check_each_row((2, 3), tally)
@@ -99,7 +126,7 @@ def with_laws(*texts):
 
 
 def with_free(dim):
-    """The rule that calls this dim free."""
+    """The rule with this dim free."""
 
     def free(dims):
         return tuple(Factor("new") if d == dim else f for d, f in enumerate(dims))
@@ -112,7 +139,7 @@ def with_unit(unit):
 
 
 def test_the_oracle_finds_laws_that_do_not_hold():
-    """Each of these is a trap that rules have fallen into."""
+    """Each of these wrong rules is a mistake that was made once."""
     x, y = torch.randn(4, 5), torch.randn(4, 5)
     p, pp, pr = "Partial() -> Partial()", "Partial(), Partial() -> Partial()", "Partial(), Replicate() -> Partial()"
     assert found_wrong(with_laws("sum avg: p -> p"), aten.add.Scalar, x, 2.0) == [p]
@@ -129,16 +156,20 @@ def test_the_oracle_finds_dims_that_are_not_free(op, args):
 
 
 def test_the_oracle_finds_cut_units():
-    """Of [5, 6] seen as [30], rows of 6 stay together: three ranks have 12, 12 and 6, not 10 each."""
+    """When [5, 6] is viewed as [30], rows of 6 stay together: three ranks have 12, 12 and 6, not 10 each."""
     x = torch.randn(5, 6)
     assert not found_wrong(with_unit(6), aten.view.default, x, [30])
     assert found_wrong(with_unit(1), aten.view.default, x, [30]) == ["Shard(0) -> Shard(0)"]
 
 
+def gradients_of_convolution(g, x, w) -> tuple:
+    """The arguments of `convolution_backward` for all three gradients."""
+    return g, x, w, [len(w)], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]
+
+
 def test_the_oracle_finds_factors_that_a_result_does_not_depend_on():
-    """Input channels are no factor of a bias's gradient: each rank has all of it, and a sum would count it twice."""
+    """The gradient of a bias has no input channels: each rank has all of it, and a sum would count it twice."""
     x, w, g = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 1, 1), torch.randn(2, 3, 5, 5)
-    one, zero = [1, 1], [0, 0]
 
     def with_channels(rule):
         grad, image, kernel = rule.ins
@@ -146,16 +177,27 @@ def test_the_oracle_finds_factors_that_a_result_does_not_depend_on():
         image, kernel = (image[0], c, *image[2:]), (kernel[0], c, None, None)
         return replace(rule, ins=(grad, image, kernel), outs=(image, kernel, rule.outs[2]))
 
-    args = g, x, w, [3], one, zero, one, False, zero, 1, [True, True, True]
-    wrong = found_wrong(with_channels, aten.convolution_backward.default, *args)
+    wrong = found_wrong(with_channels, aten.convolution_backward.default, *gradients_of_convolution(g, x, w))
     assert wrong == ["Replicate(), Shard(1), Shard(1) -> Shard(1), Shard(1), Partial()"]
+
+
+def test_the_oracle_finds_sizes_that_are_not_those_of_a_block():
+    """Of no images the kernel gives the bias a gradient of the size that it is told."""
+    x, w, g = torch.randn(2, 4, 5, 5), torch.randn(3, 4, 1, 1), torch.randn(2, 3, 5, 5)
+    case, tally = Case(Sample(aten.convolution_backward.default, gradients_of_convolution(g, x, w), {})), Tally()
+    of_batch, of_outputs = (next(row for row in rows(case.rule) if row.factor == f) for f in "no")
+    case.check((of_batch, of_outputs), (3, 2), tally)
+    assert tally.right and not tally.wrong, tally.report()
+    case.rule = replace(case.rule, sizes=None)
+    case.check((of_batch, of_outputs), (3, 2), tally)
+    assert "shapes differ" in tally.report() or "blocks of" in tally.report()
 
 
 # ---- rows that are missing --------------------------------------------------------------------
 
 
 def test_rows_that_a_rule_leaves_out_are_found(monkeypatch):
-    """With a rule that keeps all dims whole, the rows of the right one are missing; with the right one none is."""
+    """With a rule that keeps all dims whole, the rows of the right rule are missing. With the right rule none is."""
     samples = [Sample(aten.mm.default, (torch.randn(4, 5), torch.randn(5, 6)), {})]
     assert missing(samples) == []
     monkeypatch.setitem(book, "mm", all_whole)

@@ -1,4 +1,4 @@
-"""The book on one page; reshape groups and units; the notation of laws; decompositions against their ops."""
+"""The book on one page, groups and units of views, the notation of laws, and decompositions against their ops."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import pytest
 import torch
 
 from spmd.tensor.rules.book import book, rule_of
-from spmd.tensor.rules.decompositions import decompose, decompositions
-from spmd.tensor.rules.draws import random_decompositions
+from spmd.tensor.rules.counts import count_decompositions
+from spmd.tensor.rules.decompositions import IN_PLACE, decompose, decompositions
+from spmd.tensor.rules.distances import distance_decompositions
 from spmd.tensor.rules.families import groups
+from spmd.tensor.rules.joins import join_decompositions
+from spmd.tensor.rules.linear_algebra import matrix_decompositions
 from spmd.tensor.rules.lists import list_decompositions
+from spmd.tensor.rules.masked import mask_decompositions
 from spmd.tensor.rules.norms import norm_decompositions
+from spmd.tensor.rules.random_ops import random_decompositions
 from spmd.tensor.rules.rule import Factor, Law, Rule, laws, rows
 from spmd.tensor.rules.scans import scan_decompositions
 from tests.tensor.oracle import Capture, Case, Sample, call_of, close
@@ -27,7 +32,7 @@ PAGE = Path(__file__).parent / "golden" / "book.txt"
 
 
 def line(case: Case) -> str:
-    """One op: the shapes of its operands, its rule, and all that the rule says besides."""
+    """A line for one op: the shapes of its operands, its rule, and the other fields of the rule."""
     rule = case.rule
     shapes = ", ".join(str(list(x.shape)) for x in case.ins)
     more = [f"{rule.kind}" if summed(rule) else "", f"sizes={rule.sizes}" if rule.sizes else ""]
@@ -93,7 +98,7 @@ def test_pointwise_ops_need_no_row():
     ids=lambda sample: str(sample.op),
 )
 def test_random_and_shapeless_ops_have_no_rule(sample):
-    if "attention" in str(sample.op):  # dropout is refused by the CPU kernel, so the call is made without it
+    if "attention" in str(sample.op):  # the CPU kernel refuses dropout, so the call is run without it
         sample, want = Sample(sample.op, (*sample.args[:3], 0.5), {}), [f(1, 2, 3, 4), f(1, 2, 3)]
         assert rule_of(call_of(sample, want)) is None
     else:
@@ -101,7 +106,7 @@ def test_random_and_shapeless_ops_have_no_rule(sample):
 
 
 def attention_call(name, *more, outs, heads=6, **kwargs):
-    """A call that has no kernel here: the shapes of its results are given."""
+    """A call of an op without a kernel here. The shapes of its results are given."""
     q, kv = f(4, 6, 64, 16), f(4, heads, 64, 16)
     return call_of(Sample(getattr(aten, name).default, (q, kv, kv, *more), kwargs), outs)
 
@@ -151,7 +156,7 @@ def test_rms_norm_backward_of_accelerators():
     assert [str(row.outs[1]) for row in rows(found) if row.factor is not None] == ["Partial()", "Partial()"]
 
 
-# ---- what dtypes add to laws ------------------------------------------------------------------
+# ---- laws and dtypes --------------------------------------------------------------------------
 
 
 def kinds(sample: Sample) -> set[str]:
@@ -159,7 +164,7 @@ def kinds(sample: Sample) -> set[str]:
 
 
 def test_dtypes_narrow_the_laws():
-    """Integers have no average, bools no sum, complex numbers no order; a narrowing cast is no sum of parts."""
+    """Integers have no average, bools no sum, complex numbers no order, and a narrowing cast is not linear."""
     assert kinds(s("clone", f(4))) == {"sum", "avg", "max", "min", "product"}
     assert kinds(s("clone", i(4))) == {"sum", "max", "min", "product"}
     assert kinds(s("clone", b(4))) == {"max", "min"}
@@ -169,7 +174,7 @@ def test_dtypes_narrow_the_laws():
     assert kinds(s("_to_copy", f(4), dtype=torch.bfloat16)) == {"max", "min"}
     assert kinds(s("_to_copy", bf16, dtype=torch.float32)) == {"sum", "avg", "max", "min"}
     assert kinds(s("_to_copy", f(4), dtype=torch.int64)) == set()
-    assert kinds(s("sum", i(4, dtype=torch.int32))) == set()  # the parts wrap around where the sum does not
+    assert kinds(s("sum", i(4, dtype=torch.int32))) == set()  # the terms may wrap around where the sum does not
 
 
 # ---- notation and rows ------------------------------------------------------------------------
@@ -256,7 +261,7 @@ half, bf16, inf = torch.float16, torch.bfloat16, float("inf")
 
 
 def decomposed():
-    """Every decomposition, with the samples on which it might part from its op."""
+    """Every decomposition, with samples on which it might differ from its op."""
     yield s("addmm", f(5), f(4, 3), f(3, 5))
     yield s("addmm", f(4, 5), f(4, 3), f(3, 5), beta=0.5, alpha=2)
     yield s("addmm", nan(5), f(4, 3), f(3, 5), beta=0)
@@ -320,6 +325,8 @@ def decomposed():
         yield s("squeeze", x)
         yield s("squeeze.dim", x, -1)
         yield s("squeeze.dim", x, 0)
+        yield s("squeeze_copy", x)
+        yield s("squeeze_copy.dim", x, -1)
     yield s("squeeze.dims", f(4, 1, 5), [0, 1])
     yield s("_has_same_storage_numel", f(4, 5), f(5)[:2])
     yield s("_has_same_storage_numel", f(4, 5), d(20))
@@ -344,14 +351,27 @@ def test_a_decomposition_is_its_op(sample, quiet):
     assert equal(got, sample.op(*sample.args, **sample.kwargs))
 
 
+LEAVE_PLAIN = {
+    *mask_decompositions, *count_decompositions, *matrix_decompositions, *distance_decompositions, *join_decompositions,
+    *(getattr(aten, f"{name}_").default for name in IN_PLACE),
+    aten.multi_margin_loss.default, aten.multi_margin_loss_backward.default, aten.batch_norm_backward.default,
+    aten.multilabel_margin_loss_forward.default, aten.multilabel_margin_loss_backward.default,
+    aten._embedding_bag_backward.default,
+}  # fmt: skip
+"""Ops whose decompositions are for tensors that are distributed, and that stay as they are for others."""
+
+
 def test_each_decomposition_has_a_sample():
     """Those of list ops are in test_lists, those that draw in test_random, others in test_norms and test_scans.
+
+    Those that leave plain tensors alone are in test_not_gathered.
 
     The gradients of a product, in test_products: for them torch has no kernel on CPU. Those of a convolution, in
     tests/expand/test_spelled: they are only spelled out where a rank has no images.
     """
     elsewhere = {*list_decompositions(), *random_decompositions, *norm_decompositions, *scan_decompositions}
     elsewhere |= {aten.linear_backward.default, aten.convolution_backward.default}
+    elsewhere |= LEAVE_PLAIN
     assert set(decompositions) - elsewhere == {sample.op for sample in DECOMPOSED}
 
 
@@ -392,7 +412,7 @@ def test_what_the_op_refuses_is_refused(sample):
 
 
 def test_no_decomposition_leaves_an_op_without_a_rule(quiet):
-    """What an op is decomposed into has rules, so that no operand need be gathered."""
+    """The ops of a decomposition have rules, so no operand has to be gathered."""
     for sample in DECOMPOSED:
         with Capture() as capture:
             decompose(sample.op, sample.args, sample.kwargs)

@@ -1,4 +1,4 @@
-"""Specs and the blocks they cut: the boundaries of torch.chunk, one notation, one object for equal content."""
+"""Specs and their blocks: the boundaries of torch.chunk, one notation, one object for equal content."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chunked(x: torch.Tensor, ns: tuple[int, ...]) -> list[torch.Tensor]:
 @many
 @given(sizes, units, grids)
 def test_blocks_are_nested_chunks_of_units(count, unit, ns):
-    """As torch.chunk cuts rows that stay together, one axis after the other."""
+    """As torch.chunk divides groups of rows that stay together, one axis after the other."""
     rows = torch.arange(count * unit).view(count, unit)
     want = [part.flatten().tolist() for part in chunked(rows, ns)]
     got = [list(range(start, start + length)) for start, length in blocks(count * unit, unit, ns)]
@@ -54,7 +54,7 @@ def test_blocks_are_nested_chunks_of_units(count, unit, ns):
 @many
 @given(sizes, units, grids)
 def test_blocks_follow_each_other_and_cover_the_dim(count, unit, ns):
-    """Each begins where the one before it ends, and `block` gives them one by one."""
+    """Each block begins where the one before it ends. `block` returns one of them."""
     found = blocks(count * unit, unit, ns)
     assert [start for start, _ in found] == [0, *accumulate(length for _, length in found)][:-1]
     assert sum(length for _, length in found) == count * unit
@@ -64,7 +64,7 @@ def test_blocks_follow_each_other_and_cover_the_dim(count, unit, ns):
 @many
 @given(sizes, units, grids)
 def test_the_canonical_unit_depends_on_the_blocks_alone(count, unit, ns):
-    """It is the smallest of all that give the same blocks, so two specs that cut alike are one."""
+    """The unit is the smallest one with the same blocks. So two specs with the same blocks are one object."""
     size = count * unit
     found = smallest_unit(size, unit, ns)
     alike = [u for u in range(1, size + 1) if size % u == 0 and blocks(size, u, ns) == blocks(size, unit, ns)]
@@ -122,7 +122,7 @@ def specs(draw) -> Spec:
 @many
 @given(specs())
 def test_a_spec_reads_back_as_itself(spec):
-    """The notation says all of a contiguous spec, and equal specs are one object."""
+    """The notation has all of a contiguous spec, and equal specs are one object."""
     assert parse_spec(str(spec), MESH) is spec
 
 
@@ -135,7 +135,7 @@ def test_a_pickled_spec_is_the_same_object(spec):
 @many
 @given(specs())
 def test_placements_spell_a_spec_whose_axes_are_in_mesh_order(spec):
-    """Users' spelling and back; the order of axes on one dim is all that it cannot say."""
+    """From placements to specs and back. Placements cannot express the order of several axes on one dim."""
     again = spec_of(MESH, spec.placements, spec.shape, spec.dtype)
     in_order = all(list(axes) == sorted(axes) for axes in spec.dims)
     assert (again is spec) == in_order
@@ -145,7 +145,7 @@ def test_placements_spell_a_spec_whose_axes_are_in_mesh_order(spec):
 @many
 @given(specs())
 def test_blocks_of_all_ranks_make_the_tensor(spec):
-    """Each element is held by as many ranks as replicate it or hold a term of it."""
+    """The number of ranks that have an element is the number that replicate it or have a term of it."""
     held = torch.zeros(spec.shape, dtype=torch.int64)
     for at in MESH.coordinates():
         part = held
@@ -160,13 +160,13 @@ def test_blocks_of_all_ranks_make_the_tensor(spec):
 @many
 @given(specs())
 def test_there_is_a_plan_to_and_from_every_spec(spec):
-    """Whatever its units and the order of its axes."""
+    """It holds for any units and any order of axes."""
     whole = spec.with_layout()
     assert plan(spec, whole).dst is whole and plan(whole, spec).dst is spec
 
 
 def test_specs_made_in_threads_are_one():
-    """Interning holds when ranks are threads."""
+    """Specs are interned also when ranks are threads."""
     for size in range(40):
         made = run_ranks(lambda rank, size=size: Spec.of(MESH, (size, 7), torch.float32, dims=((0,), ())), 4)
         assert len({id(s) for s in made}) == 1
@@ -176,13 +176,13 @@ def test_specs_made_in_threads_are_one():
 
 
 def test_equal_meshes_give_one_spec():
-    """The mesh counts by its content."""
+    """Meshes with equal content give the same spec."""
     other = init_device_mesh("cpu", (2, 3, 1), mesh_dim_names=("dp", "tp", "pp"))
     assert other is not MESH and parse_spec("f32[8@dp]", other) is parse_spec("f32[8@dp]", MESH)
 
 
 def test_specs_that_nobody_holds_are_forgotten():
-    """Interning is no leak."""
+    """Interned specs are freed when nothing refers to them."""
     gc.collect()
     before = len(spec_module._interned)
     kept = [Spec.of(MESH, (size, 12345), torch.float32) for size in range(50)]
@@ -193,7 +193,7 @@ def test_specs_that_nobody_holds_are_forgotten():
 
 
 def test_axes_of_one_rank_leave_no_trace():
-    """A shard over one rank is no shard."""
+    """A dim that is sharded over one rank is replicated."""
     assert parse_spec("f32[8@pp] +sum@dp", MESH) is parse_spec("f32[8] +sum@dp", MESH)
 
 
@@ -203,20 +203,20 @@ def test_axes_of_one_rank_leave_no_trace():
 @many
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms())
 def test_a_block_lies_in_memory_as_its_tensor_does(shape, rng):
-    """The same order of dims, without holes: what torch gives an empty tensor that preserves strides."""
+    """The same order of dims, without gaps: the strides of torch's `empty_like` that preserves strides."""
     order = rng.sample(range(len(shape)), len(shape))
     x = torch.empty([shape[d] for d in order]).permute([order.index(d) for d in range(len(shape))])
     want = torch.empty_like(x).stride()
     got = strides_like(x.shape, x.stride())
     assert [s for s, n in zip(got, x.shape, strict=True) if n > 1] == [
         s for s, n in zip(want, x.shape, strict=True) if n > 1
-    ]  # the stride of a dim of size 1 means nothing
+    ]  # the stride of a dim of size 1 has no meaning
 
 
 def test_what_is_moved_is_contiguous_and_what_stays_keeps_its_strides():
     turned = Spec.of(MESH, (4, 6), torch.float32, stride=(1, 4), dims=((0,), ()))
     assert turned.moved_to(((0,), ())) is turned
-    assert turned.moved_to().stride == (6, 1) and turned.lies_as(parse_spec("f32[4@dp, 6]", MESH))
+    assert turned.moved_to().stride == (6, 1) and turned.same_layout(parse_spec("f32[4@dp, 6]", MESH))
 
 
 # ---- errors -----------------------------------------------------------------------------------
@@ -261,6 +261,6 @@ def test_negative_dims_count_from_the_end():
 
 
 def test_a_mesh_without_names_is_numbered():
-    """Axes are dim0, dim1, ..., in print and when read."""
+    """Axes are called dim0, dim1, ..., when printed and when parsed."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]])
     assert str(spec_of(mesh, [Shard(0), Partial()], (8,))) == "f32[8@dim0] +sum@dim1"

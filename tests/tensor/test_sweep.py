@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Iterable
 
 import pytest
 import torch
 
 from tests.tensor.oracle import split
 from tests.tensor.single import SUM
-from tests.tensor.sweep import Case, Ours, R, ask, cases, entries
+from tests.tensor.sweep import MESHES, Case, OnThreads, Ours, R, ask, cases, entries
 
 
 @pytest.fixture(autouse=True)
@@ -17,33 +19,41 @@ def quiet_and_steady():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of what its own samples do
+        warnings.simplefilter("ignore")  # torch's own samples cause warnings
         yield
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("start", range(2))
-def test_ops_of_torch_give_what_they_give_on_one_device(start):
-    """Forward and backward, in place and with out, however the tensors lie; never another number, never an error."""
-    sides = {mesh: Ours(mesh) for mesh in ((4,), (2, 2))}
-    asked, failed = 0, []
-    for entry in entries()[start::10]:
-        for case in cases(entry, 1, 2):
-            verdict = ask(case, sides[case.mesh])
-            asked += verdict is not None
-            if verdict is not None and verdict.kind not in ("right", "random"):
-                failed.append(f"{verdict.kind}: {case}: {verdict.why}")
-    assert asked > 100
+def check(asked: Iterable[Case], side: type) -> None:
+    """Never another number, never an error."""
+    sides = {mesh: side(mesh) for mesh in MESHES}
+    verdicts = [(case, ask(case, sides[case.mesh])) for case in asked]
+    judged = [(case, v) for case, v in verdicts if v is not None]
+    failed = [f"{v.kind}: {case}: {v.why}" for case, v in judged if v.kind not in ("right", "random")]
+    assert len(judged) > 100
     assert not failed, "\n".join(failed)
 
 
-def found(fn, like: torch.Tensor, placing) -> str:
-    """The verdict on a function of a tensor placed so."""
+@pytest.mark.parametrize("start", range(2))
+def test_ops_of_torch_give_what_they_give_on_one_device(start):
+    """Forward and backward, in place and with out, placed at random, on simulated ranks."""
+    check((case for entry in entries()[start::10] for case in cases(entry, 1, 1)), Ours)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_each_op_of_torch_once_on_threads(part):
+    """What the simulation would hide."""
+    check((case for entry in entries()[part::4] for case in itertools.islice(cases(entry, 1, 1), 1)), OnThreads)
+
+
+def found(fn, like: torch.Tensor, placing, side: type) -> str:
+    """The verdict on a function of a tensor with these placements."""
     case = Case("op", "", fn, ((like,), {}), (4,), (placing,), (like,), (split(like.detach(), placing, (4,)),))
-    return ask(case, Ours((4,))).kind
+    return ask(case, side((4,))).kind
 
 
-def test_the_sweep_finds_what_it_looks_for():
+@pytest.mark.parametrize("side", [Ours, OnThreads])
+def test_the_sweep_finds_what_it_looks_for(side):
     x = torch.arange(6.0).requires_grad_()
     local = {"now": 0}
 
@@ -61,8 +71,8 @@ def test_the_sweep_finds_what_it_looks_for():
             raise NotImplementedError("not this one")
         return x
 
-    assert found(lambda x: x * 2, x, (SUM,)) == "right"
-    assert found(wrong, x, (R,)) == "wrong"
-    assert found(fails, x, (R,)) == "crashed"
-    assert found(unsupported, x, (R,)) == "unsupported"
-    assert found(torch.rand_like, x.detach(), (R,)) == "random"
+    assert found(lambda x: x * 2, x, (SUM,), side) == "right"
+    assert found(wrong, x, (R,), side) == "wrong"
+    assert found(fails, x, (R,), side) == "crashed"
+    assert found(unsupported, x, (R,), side) == "unsupported"
+    assert found(torch.rand_like, x.detach(), (R,), side) == "random"

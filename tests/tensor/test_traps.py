@@ -1,17 +1,17 @@
-"""Traps that distributed tensors fall into, each with the test that ours does not.
+"""Known mistakes of distributed tensors, each with the test that shows that ours does not make it.
 
     mean losses take the local count; NaN on empty shards                 test_losses_are_those_of_one_device
     a 0-dim tensor taken for a Python number, in a cache                  test_a_number_is_not_a_tensor
-    a search that knows what was called before                            test_dispatch.py, ..._called_before
+    a search whose result depends on earlier calls                        test_dispatch.py, ..._called_before
     partial + number, partial * partial, casts, rounding                  test_what_is_not_linear_is_reduced_first
-    terms of a sum times infinity are infinite both ways                  test_terms_times_infinity
+    terms of a sum times infinity are +inf and -inf                       test_terms_times_infinity
     item, bool, tolist, format read the block                             test_values_are_read_of_the_whole
     writes through views of a sharded dim vanish                          test_dispatch.py, TestViews
     nested uneven shards come back with their padding                     test_nested_uneven_shards_have_no_padding
-    max, argmax, the inf-norm and pooling fail on the rank with nothing   test_empty_blocks_fail_nobody
+    max, argmax, the inf-norm and pooling fail on a rank with no element  test_empty_blocks_fail_nobody
     an integer Partial becomes float; Partial + Replicate changes dtype   test_dtypes_stay
     redistribute keeps the old mesh                                       test_another_mesh_is_another_mesh
-    equal and its kin ask the whole world                                 test_values_are_compared_within_the_mesh
+    equal and similar ops communicate with ranks outside of the mesh      test_values_are_compared_within_the_mesh
     gradients through to_local, Partial(avg), Partial(max)                test_gradients_through_local_tensors
     every shard draws the same numbers                                    test_random.py
     x.numel(), arange(n), shape[0] * k are the rank's                     test_sizes_are_global
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import spmd
 from spmd import Partial, Replicate, Shard
 from spmd.sim import ThreadWorld
-from spmd.tensor.dtensor import DTensor, distribute_tensor
+from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
 from tests.tensor.single import AVG, MAX, MIN, PRODUCT, S0, S1, SUM, R, agree, mesh_of, on_ranks
 
 
@@ -58,14 +58,14 @@ LOSSES = {
 @pytest.mark.parametrize("rows", [8, 5, 1])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_those_of_one_device(name, rows):
-    """Even, uneven, and with ranks that have no row; the mean's gradient is not multiplied by the ranks."""
+    """Even, uneven and empty blocks. The gradient of the mean is not multiplied by the number of ranks."""
     for reduction in ("mean", "sum"):
         fn = lambda x, y, how=reduction: LOSSES[name](x, y, reduction=how)  # noqa: E731
         agree(fn, [d(rows, 6), d(rows, 6, grad=False)], [[S0, R], [S0, R]], [[S0, S1], [S0, S0]], [[SUM, R], [R, R]])
 
 
 def test_a_number_is_not_a_tensor():
-    """A 0-dim tensor promotes dtypes by other laws than a number of the same value; whichever comes first."""
+    """A 0-dim tensor promotes dtypes by other rules than a number of the same value, whichever was used first."""
 
     def rank(mesh):
         x = distribute_tensor(torch.ones(4, dtype=torch.int32), mesh, [S0, R])
@@ -106,8 +106,9 @@ def test_what_is_not_linear_is_reduced_first(name, kind):
 
 
 def test_terms_times_infinity():
-    """By a number the sum is done first. Of a tensor nobody looks for an infinity: with terms of both signs the product
-    is then NaN and not infinite, while all other elements are right; who needs it infinite reduces first."""
+    """If the factor is a number, the sum is reduced first. A tensor is not searched for infinities. With terms of both
+    signs the product is then NaN and not infinite, and all other elements are right. Reduce first to avoid that.
+    """
     inf = float("inf")
     agree(lambda x: x * inf + x / 0 - x / -0.0, [d(5, grad=False)], [[SUM, R]], [[SUM, SUM]], [[AVG, S0]])
 
@@ -121,7 +122,7 @@ def test_terms_times_infinity():
 
 
 def test_values_are_read_of_the_whole():
-    """On every rank alike, so that a branch on them does not part the ranks."""
+    """The values are equal on all ranks, so a branch on them is the same on all ranks."""
 
     def rank(mesh):
         part = DTensor.from_local(torch.tensor(1.5), mesh, [Partial(), Partial()])
@@ -174,7 +175,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("name", EMPTY)
 def test_empty_blocks_fail_nobody(name):
-    """One row on four ranks: three of them have nothing."""
+    """One row on four ranks: three of them have empty blocks."""
     agree(EMPTY[name], [d(1, 6)], [[S0, S0]], [[S0, R]], [[R, S0]])
 
 
@@ -191,7 +192,7 @@ def test_dtypes_stay():
 
 
 def test_another_mesh_is_another_mesh():
-    """The tensor is on the mesh that was asked for, and all of it."""
+    """The complete tensor is on the given mesh."""
 
     def rank(mesh):
         x, other = distribute_tensor(torch.arange(4.0), mesh, [S0, R]), mesh_of((4,))
@@ -202,7 +203,7 @@ def test_another_mesh_is_another_mesh():
 
 
 def test_values_are_compared_within_the_mesh():
-    """Half of the ranks compare, and send nothing to the others."""
+    """Half of the ranks compare, and do not communicate with the others."""
     world = ThreadWorld(4)
 
     def rank(number):
@@ -219,7 +220,7 @@ def test_values_are_compared_within_the_mesh():
 
 @pytest.mark.parametrize("kind", ["sum", "avg"])
 def test_gradients_through_local_tensors(kind):
-    """What a rank's block does to the loss is what its place in the global tensor does."""
+    """The gradient of a rank's block is the gradient of that part of the global tensor."""
     want = {"sum": 2.0, "avg": 0.5}[kind]
 
     def rank(mesh):
@@ -234,7 +235,7 @@ def test_gradients_through_local_tensors(kind):
 
 
 def test_gradients_of_maxima_go_to_the_term_that_is_the_maximum():
-    """Rank 2 i + j has 4 i + j; the ranks of one column share a maximum, which is that of the lower one."""
+    """Rank 2 i + j has 4 i + j. The ranks of one column have a common maximum, that of the lower rank."""
 
     def rank(mesh):
         i, j = mesh.get_coordinate()
@@ -256,7 +257,7 @@ def test_sizes_are_global():
 
 @pytest.mark.parametrize("rows", [8, 5])
 def test_batch_norm_sees_the_whole_batch(rows):
-    """Mean and variance are those of all rows; running statistics, too."""
+    """Mean, variance and running statistics are those of all rows."""
     x, w = d(rows, 3, 4), d(3)
 
     def fn(x, w):

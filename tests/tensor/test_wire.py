@@ -1,4 +1,4 @@
-"""What a reduction on the wire would lose or refuse, the moves bring over all the same."""
+"""Moves are right for values that a backend's reduction would lose or refuse: NaN, bools, small integers."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def reduced(rank: int, kind: str, dtype: torch.dtype, terms: list) -> list:
-    """The reduction of one term a rank, to the whole and to shards of it joined again."""
+    """The reduction of one term on each rank: to a replicated tensor, and to shards that are joined again."""
     mesh = init_device_mesh("cpu", (len(terms),))
     mine = torch.tensor(terms[mesh.get_local_rank()], dtype=dtype)
     src = Spec.of(mesh, mine.shape, dtype, partial=[(0, kind)])
@@ -34,7 +34,7 @@ CASES = [
 
 @pytest.mark.parametrize("kind, dtype, terms, want", CASES, ids=str)
 def test_a_reduction_keeps_nan_and_narrow_integers(kind, dtype, terms, want):
-    """A NaN in any rank's term, at whichever rank; the dtype stays."""
+    """A NaN in the term of any one rank is kept, and so is the dtype."""
     want = torch.tensor(want, dtype=dtype)
     for results in run_ranks(lambda rank: reduced(rank, kind, dtype, terms), 4):
         for got in results:
@@ -45,7 +45,7 @@ MOVED = [torch.complex64, torch.int16, torch.bool, torch.float16, torch.uint8]
 
 
 def turned(rank: int, dtype: torch.dtype) -> bool:
-    """Rows to columns and back; uneven."""
+    """From sharded rows to sharded columns and back, with uneven blocks."""
     mesh = init_device_mesh("cpu", (4,))
     whole = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
     layouts = ([(0,), ()], [(), (0,)], None)

@@ -1,1 +1,1 @@
-"""Passes over programs and bound graphs: each keeps the numbers and says what it did."""
+"""Passes over programs and bound graphs. A pass never changes the numbers that a program computes."""

@@ -1,7 +1,9 @@
 """Send small all-reduces together: one bucket for many gradients.
 
-All-reduces over one axis, of one kind and dtype, that nobody reads yet are gathered into a bucket, until it is full or
-one of them is read. The first bucket is small, so that something is under way early in the backward.
+    all_reduce(g1), all_reduce(g2), ...  ->  one bucket: one all-reduce of all of them
+
+A bucket collects all-reduces over one axis, of one kind and dtype, whose results nobody has read yet. It is sent when
+it is full or when one of the results is read. The first bucket is small, so that sending begins early in the backward.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from torch import fx
 
 from spmd.expand.program import Program
 from spmd.tensor.redistribute.bucket import Bucket
-from spmd.tensor.redistribute.moves import AllReduce
+from spmd.tensor.redistribute.collective_moves import AllReduce
 from spmd.tensor.redistribute.plan import Step
 
 MB = 1 << 20
 
 
 def bucket_all_reduces(program: Program, first_mb: float = 1.0, cap_mb: float = 25.0) -> Program:
-    """The same program with its all-reduces in buckets of at least `first_mb`, then `cap_mb`, where readers let them.
+    """The same program with its all-reduces in buckets.
 
-    What is read at once, such as the activations of a tensor-parallel layer, stays alone. Sums are the same to the
-    bit where the transport reduces elements alike wherever they stand in a buffer.
+    The first bucket is sent when it has `first_mb` megabytes, the others when they have `cap_mb`, and any bucket when
+    one of its results is read. An all-reduce that is read at once, such as that of the activations of a tensor-parallel
+    layer, stays alone. The sums are bitwise the same if the transport reduces an element in the same way wherever it is
+    in the buffer.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
@@ -35,8 +39,8 @@ def bucket_all_reduces(program: Program, first_mb: float = 1.0, cap_mb: float = 
 
 
 @dataclass
-class _Open:
-    """A bucket that is being filled."""
+class _OpenBucket:
+    """A bucket that is being filled. It is sent when it has `limit` bytes."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
@@ -51,7 +55,7 @@ class _Packer:
     graph: fx.Graph
     first: float
     cap: float
-    open: dict[tuple, _Open] = field(default_factory=dict)
+    open: dict[tuple, _OpenBucket] = field(default_factory=dict)
 
     def pack(self) -> None:
         for node in list(self.graph.nodes):
@@ -65,16 +69,16 @@ class _Packer:
     def _add(self, node: fx.Node) -> None:
         spec = node.target.before
         key = node.target.move, tuple(map(spec.on, node.target.axes)), spec.dtype
-        bucket = self.open.setdefault(key, _Open(self.first))
+        bucket = self.open.setdefault(key, _OpenBucket(self.first))
         bucket.members.append(node)
         if bucket.nbytes >= bucket.limit:
             with self.graph.inserting_after(node):
                 self._close(key)
 
     def _close(self, key: tuple) -> None:
-        """Write the bucket at the present place, with its members' readers reading from it."""
+        """Write the bucket at the insert point of the graph, and let the readers of its members read from it."""
         members = self.open[key].members
-        self.open[key] = _Open(self.cap)
+        self.open[key] = _OpenBucket(self.cap)
         if len(members) < 2:
             return
         bucket = Bucket(tuple(n.target for n in members))

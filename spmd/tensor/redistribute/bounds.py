@@ -1,10 +1,14 @@
-"""What no plan can go below: bytes that some rank receives, whatever the moves.
+"""Lower bounds: the bytes that some rank receives, whatever the moves are.
 
-Where nothing is reduced, a rank gets what it wants and has not, and one exchange attains that. Where p ranks hold the
-terms of a reduction, the terms of an element meet in p - 1 messages at least, and one more goes to each further rank
-that wants the element - the first of them gets it for nothing if it holds a term. That is a number of messages over all
-ranks, so the busiest rank gets at least the mean of them; and each rank gets at least once all that it wants, for
-nobody has it. ("Uncoded": messages are terms, sums of terms, or values.)
+    f32[8@tp, 4] -> f32[8, 4]       4 ranks: a rank has 2 of 8 rows and lacks 6, so it receives 96 bytes at least
+
+Without a reduction a rank has to receive the elements that it wants and has not; one exchange attains that.
+
+With a reduction, p ranks hold the terms of each element. These terms take at least p - 1 messages to meet, and one
+more for each further rank that wants the element; the first of these ranks receives it for nothing if it holds a term.
+These are messages of all ranks together, so the busiest rank receives at least the mean of them. A rank also receives
+at least as many elements as it wants, because no rank has the reduced values. (The bound is for "uncoded" messages:
+terms, sums of terms, or values.)
 """
 
 from __future__ import annotations
@@ -12,12 +16,15 @@ from __future__ import annotations
 import itertools
 from math import prod
 
+import numpy as np
+
+from spmd.tensor.redistribute.all_ranks import Sides, overlaps, sides, volumes
 from spmd.tensor.redistribute.boxes import Box, overlap, volume
 from spmd.tensor.spec import Spec
 
 
 def lower_bound(src: Spec, dst: Spec) -> int:
-    """Bytes that the busiest rank receives at least, of a tensor that goes from src to dst.
+    """Bytes that the busiest rank receives at least, when a tensor goes from src to dst.
 
     >>> from spmd.mesh import init_device_mesh
     >>> from spmd.tensor.spec import parse_spec
@@ -31,51 +38,54 @@ def lower_bound(src: Spec, dst: Spec) -> int:
     made = set(kinds) - {a for (a, _), same in zip(src.partial, alike, strict=True) if same}
     kept = set(kinds) - made
     if made:
-        return 0 if reduced else _lack_padded(src, dst, made)
-    coordinates = src.mesh.coordinates()
+        return 0 if reduced else _bound_to_partial(src, dst, made)
+    have, want = sides(src), sides(dst)
     if not reduced:
-        lacks = [volume(dst.box(c)) - volume(overlap(dst.box(c), src.box(c))) for c in coordinates]
-        return max(lacks) * src.dtype.itemsize
-    # Ranks that differ on an axis that stays Partial hold different tensors: one of these is looked at.
-    ranks = [c for c in coordinates if all(c[a] == 0 for a in kept)]
+        return int(np.max(volumes(want) - overlaps(have, want))) * src.dtype.itemsize
+    # Ranks that differ on an axis that stays Partial hold different tensors: one of these tensors is enough.
+    first = tuple(slice(0, 1) if a in kept else slice(None) for a in range(src.mesh.ndim))
+    blocks = np.broadcast_to(volumes(want), src.mesh.shape)[first]
     p = prod(src.mesh.shape[a] for a in reduced)
-    wanted = sum(volume(dst.box(c)) for c in ranks)
-    at_once = _held_by_one(src, dst, ranks)
-    distinct = prod(src.shape)
-    messages = distinct * (p - 1) + wanted - at_once
-    return max(-(-messages // len(ranks)), max(volume(dst.box(c)) for c in ranks)) * src.dtype.itemsize
+    messages = prod(src.shape) * (p - 1) + int(blocks.sum()) - _held_by_one(have, want, first)
+    return max(-(-messages // blocks.size), int(blocks.max())) * src.dtype.itemsize
 
 
-def _lack_padded(src: Spec, dst: Spec, made: set[int]) -> int:
-    """Where axes become Partial: nothing, if each element is in the block of some rank that may keep it."""
+def _bound_to_partial(src: Spec, dst: Spec, made: set[int]) -> int:
+    """The bound if axes become Partial: 0 if each element is in the block of some rank that may keep it."""
     lacks = 0
     for c in src.mesh.coordinates():
         others = itertools.product(*(range(n) if a in made else (c[a],) for a, n in enumerate(src.mesh.shape)))
         want = dst.box(c)
         held: set[Box] = {overlap(want, src.box(o)) for o in others}
-        lacks = max(lacks, (volume(want) - _union(held)) // prod(src.mesh.shape[a] for a in made))
+        lacks = max(lacks, (volume(want) - _union_volume(held)) // prod(src.mesh.shape[a] for a in made))
     return lacks * src.dtype.itemsize
 
 
-def _held_by_one(src: Spec, dst: Spec, ranks: list[tuple[int, ...]]) -> int:
-    """How many elements are wanted by a rank that holds a term of them."""
-    return _union({overlap(dst.box(c), src.box(c)) for c in ranks})
+def _held_by_one(have: Sides, want: Sides, first: tuple[slice, ...]) -> int:
+    """How many elements are wanted by a rank that holds a term of them already, of the ranks that `first` chooses."""
+    edges = [(np.maximum(p, r), np.minimum(q, s)) for (p, q), (r, s) in zip(have, want, strict=True)]
+    flat = [np.ravel(x) for x in np.broadcast_arrays(*[x[first] for side in edges for x in side])]
+    every = np.unique(np.stack(flat, 1), axis=0).tolist() if flat else [[]]
+    pairs = [tuple((lo, max(lo, hi)) for lo, hi in zip(row[::2], row[1::2], strict=True)) for row in every]
+    return _union_volume(set(pairs))
 
 
-def _union(boxes: set[Box]) -> int:
-    """How many elements are in some of the boxes."""
+def _union_volume(boxes: set[Box]) -> int:
+    """How many elements are in at least one of the boxes."""
     boxes = {box for box in boxes if volume(box)}
     if not boxes:
         return 0
     first = next(iter(boxes))
     if not first:
         return 1
+    bands: dict[tuple[int, int], set[Box]] = {}
+    for box in boxes:
+        bands.setdefault(box[0], set()).add(box[1:])
+    if all(p[1] <= q[0] for p, q in itertools.pairwise(sorted(bands))):
+        return sum((stop - start) * _union_volume(rest) for (start, stop), rest in bands.items())
     cuts = sorted({edge for box in boxes for edge in box[0]})
     total = 0
     for start, stop in itertools.pairwise(cuts):
-        total += (stop - start) * _union_rest({box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1]})
+        rest = {box[1:] for box in boxes if box[0][0] <= start and stop <= box[0][1]}
+        total += (stop - start) * (_union_volume(rest) if rest else 0)
     return total
-
-
-def _union_rest(boxes: set[Box]) -> int:
-    return _union(boxes) if boxes else 0

@@ -1,15 +1,15 @@
-"""Boxes: what a rank holds of a tensor, and what it cuts out of it for others.
+"""Boxes: which part of a tensor a rank holds, and which parts it cuts out of its block for others.
 
-A box is an interval (start, stop) for each dim. The block of every rank is one, however many axes shard a dim and in
-whatever order, so all that moves do is to cut boxes out of a block and to join boxes into one:
+A box is an interval (start, stop) for each dim. The block of every rank is a box, however many axes shard a dim and in
+whatever order. So a move only cuts boxes out of a block, and joins boxes to a block:
 
     >>> overlap(((0, 4), (0, 6)), ((2, 8), (0, 3)))
     ((2, 4), (0, 3))
-    >>> within(((2, 4), (0, 3)), ((0, 4), (0, 6)))     # relative to the second
+    >>> relative_to(((2, 4), (0, 3)), ((0, 4), (0, 6)))     # counted from the first corner of the second
     ((2, 4), (0, 3))
 
-What is cut and joined is decided by boxes alone, never by looking at a tensor; the code is plain torch, so it can be
-written into a graph as well as run.
+Boxes alone decide how to cut and to join; no value of a tensor is read. The code is plain torch, so it can be recorded
+in a graph as well as run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 
 def overlap(a: Box, b: Box) -> Box:
-    """What is in both; where nothing is, a box of no elements."""
+    """The box of the elements that are in both; a box of no elements if there are none."""
     return tuple([(max(x[0], y[0]), max(x[0], y[0], min(x[1], y[1]))) for x, y in zip(a, b, strict=True)])
 
 
-def within(part: Box, whole: Box) -> Box:
-    """The part as seen from the first corner of the whole."""
+def relative_to(part: Box, whole: Box) -> Box:
+    """The part, counted from the first corner of the whole."""
     return tuple([(start - o, stop - o) for (start, stop), (o, _) in zip(part, whole, strict=True)])
 
 
@@ -46,19 +46,19 @@ def within(part: Box, whole: Box) -> Box:
 
 
 def cut(x: torch.Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> torch.Tensor:
-    """These boxes of x, which has this shape: each row-major, one after the other in one row."""
+    """These boxes of x, which has this shape: each box row-major, one after the other, in one row."""
     boxes = [box for box in boxes if volume(box)]
-    if _in_rows(boxes, shape):
+    if _are_consecutive_rows(boxes, shape):
         return x.reshape(-1)
     pieces = [narrowed(x, box, shape) for box in boxes]
     if len(pieces) > 1 and len(shape) and len({shape_of(box)[1:] for box in boxes}) == 1:
-        return torch.cat(pieces, 0).reshape(-1)  # copied once, wherever they lie
+        return torch.cat(pieces, 0).reshape(-1)  # one copy, wherever the pieces are
     flat = [piece.reshape(-1) for piece in pieces]
     return flat[0] if len(flat) == 1 else torch.cat(flat, 0) if flat else x.new_empty(0)
 
 
 def narrowed(x: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
-    """The view of x, which has this shape, that shows the box."""
+    """The view of this box of x, which has this shape."""
     for dim, ((start, stop), size) in enumerate(zip(box, shape, strict=True)):
         if stop - start != size:
             x = x.narrow(dim, start, stop - start)
@@ -66,20 +66,20 @@ def narrowed(x: torch.Tensor, box: Box, shape: Sequence[int]) -> torch.Tensor:
 
 
 def copies_to_cut(boxes: Sequence[Box], shape: Sequence[int]) -> int:
-    """How many times `cut` copies what it cuts out; that rows of several lengths take one more is not counted."""
+    """How many times `cut` copies these boxes. One more copy, for rows of several lengths, is not counted."""
     filled = [box for box in boxes if volume(box)]
-    return int(bool(filled) and not _in_rows(filled, shape))
+    return int(bool(filled) and not _are_consecutive_rows(filled, shape))
 
 
 # ---- joining ----------------------------------------------------------------------------------
 
 
 def joined(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> torch.Tensor:
-    """The tensor of this shape that the boxes tile; they stand in y one after the other, as `cut` leaves them."""
+    """The tensor of this shape that the boxes tile. In y they are one after the other, as `cut` leaves them."""
     filled = [box for box in boxes if volume(box)]
     if not prod(shape):
         return y.new_zeros(shape)
-    if _in_rows(filled, shape):
+    if _are_consecutive_rows(filled, shape):
         return y.view(shape)
     sizes = [volume(box) for box in filled]
     pieces = y.split(sizes, 0)
@@ -87,7 +87,7 @@ def joined(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int]) -> torch
 
 
 def joined_padded(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], row: int) -> torch.Tensor:
-    """The same where each box stands in a row of this length, its rest not to be read."""
+    """The same, if each box is padded to a row of this length in y."""
     if all(volume(box) == row for box in boxes):
         return joined(y, boxes, shape)
     pieces = y.split([row] * len(boxes), 0)
@@ -96,15 +96,15 @@ def joined_padded(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], r
 
 
 def copies_to_join(boxes: Sequence[Box], shape: Sequence[int], row: int | None = None) -> int:
-    """How many times `joined`, or `joined_padded` with such rows, copies what it joins: once a dim it goes by."""
+    """How many times `joined`, or `joined_padded` with such rows, copies: once for each dim that it joins along."""
     filled = [box for box in boxes if volume(box)]
     padded = row is not None and any([volume(box) != row for box in boxes])
-    if not padded and _in_rows(filled, shape):
+    if not padded and _are_consecutive_rows(filled, shape):
         return 0
     return sum([len({box[dim] for box in filled}) > 1 for dim in range(len(shape))])
 
 
-def _in_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+def _are_consecutive_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Whether the boxes are consecutive rows, from the first to the last, of a tensor of this shape."""
     at = 0
     for box in boxes:
@@ -117,7 +117,7 @@ def _in_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
 
 
 def _tiled(parts: list[tuple[Box, torch.Tensor]], dim: int) -> torch.Tensor:
-    """The tensors side by side, as their boxes lie: first those of one row along dim, then the rows."""
+    """The tensors joined as their boxes tile: first the tensors of one row along dim, then the rows."""
     if len(parts) == 1:
         return parts[0][1]
     rows: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}

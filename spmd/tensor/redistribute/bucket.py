@@ -1,7 +1,9 @@
-"""A bucket: several all-reduces over one axis sent as one.
+"""A bucket: several all-reduces over one axis, sent as one.
 
-Gradients are many and most are small; a collective costs its latency each time. The tensors are laid one after the
-other in one buffer, reduced, and cut apart again. Element for element the sums are the same.
+    g1: f32[8, 8] +sum@dp, g2: f32[8] +sum@dp      one all-reduce of 72 elements
+
+A model has many gradients, most of them small, and each collective costs its latency. So the tensors are put one after
+the other into one buffer, the buffer is reduced, and it is cut into tensors again. Each element has the same sum.
 """
 
 from __future__ import annotations
@@ -14,14 +16,15 @@ import torch
 
 from spmd.comm import Transport, transport
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
-from spmd.tensor.redistribute.moves import AllReduce, At
+from spmd.tensor.redistribute.collective_moves import AllReduce
+from spmd.tensor.redistribute.moves import MoveContext
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """All-reduces of the same axes, kinds and dtype, made by one collective; stands in a program as a `Step` does."""
+    """All-reduces of the same axes, kinds and dtype in one collective. In a program it stands where a `Step` does."""
 
     steps: tuple[Step, ...]
 
@@ -54,7 +57,7 @@ class Bucket:
         return self.priced(self.before[0].mesh.topology)
 
     def priced(self, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds of the one collective, and of the buffer that is filled for it."""
+        """Modelled microseconds of the one collective, and of filling its buffer."""
         return cost.all_reduce_cost(self.nbytes, self.axes, topology) + cost.copy_cost(self.nbytes, topology)
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
@@ -62,18 +65,18 @@ class Bucket:
 
     def start(self, xs, coordinate: tuple[int, ...], transport: Transport):
         """Launch the reduction of these blocks, one for each step."""
-        at = self._at(coordinate, transport)
+        ctx = self._context(coordinate, transport)
         flat = torch.cat([xs[i].reshape(-1) for i in range(len(self.steps))], 0)
-        return self._reduce.start(flat, at)
+        return self._reduce.start(flat, ctx)
 
     def finish(self, y, coordinate: tuple[int, ...], transport: Transport) -> list:
         """Wait, and cut the buffer into the reduced blocks."""
         shapes = [step.after.local_shape(coordinate) for step in self.steps]
-        pieces = self._reduce.finish(y, self._at(coordinate, transport)).split([prod(s) for s in shapes], 0)
+        pieces = self._reduce.finish(y, self._context(coordinate, transport)).split([prod(s) for s in shapes], 0)
         return [pieces[i].view(shape) for i, shape in enumerate(shapes)]
 
     def __call__(self, xs) -> list:
-        """Make the reductions on this rank's blocks, now."""
+        """Reduce this rank's blocks now."""
         return transport().step(self._start_here, self._finish_here, xs)
 
     def _start_here(self, xs):
@@ -86,10 +89,10 @@ class Bucket:
     def _reduce(self) -> AllReduce:
         return AllReduce(self.axes)
 
-    def _at(self, coordinate: tuple[int, ...], transport: Transport) -> At:
-        """The buffer as a tensor of this rank: partial on the axis, and of the length that this rank's blocks have."""
+    def _context(self, coordinate: tuple[int, ...], transport: Transport) -> MoveContext:
+        """The context of the buffer's all-reduce: the buffer is Partial on the axes, as long as this rank's blocks."""
         length = sum(prod(spec.local_shape(coordinate)) for spec in self.before)
         first = self.before[0]
         partial = [(a, kind) for a, kind in first.partial if a in self.axes]
         flat = Spec.of(first.mesh, (length,), first.dtype, partial=partial)
-        return At(flat, flat.with_layout(flat.dims, flat.units), coordinate, transport)
+        return MoveContext(flat, flat.with_layout(flat.dims, flat.units), coordinate, transport)

@@ -1,23 +1,24 @@
-"""All states of a space at once, as arrays: which lies inside which, and what it takes to get from one to another.
+"""The graph of a space: all its states at once, as arrays, with the moves between every two of them.
 
-States are numbered, and axes are bits: `left[s, t]` are the axes that cut s and, outside of them, not t. So t lies
-inside s where `left[s, t]` is 0, and `left[t, s]` are then the axes that it has more; where neither is 0 only an
-exchange leads from s to t, over the axes of `left[s, t]`.
+States have numbers, and sets of axes are bits. `removed[s, t]` are the axes that a tensor loses on the way from s to
+t: they shard s, and are not among the outer axes that shard s and t alike. So t is inside s where `removed[s, t]` is 0,
+and then `removed[t, s]` are the axes that t has more. Where neither is 0, only an exchange leads from s to t, over the
+axes of `removed[s, t]`.
 
-How axes can lie (`Layouts`) depends on how many there are. What a rank lacks depends on the sizes: where the axes
-divide every dim it is a share of the tensor, the same for all sizes (`Even`); elsewhere every rank is looked at
-(`Uneven`). So nearly all plans over a mesh share a few graphs, which are kept.
+The possible layouts (`Layouts`) depend on the number of axes only. What a rank lacks depends on the sizes: if the axes
+divide every dim, it is a fixed share of the tensor (`EvenSizes`); else every rank is considered (`UnevenSizes`). So
+nearly all plans over a mesh share a few graphs, which are kept.
 
     >>> layouts = Layouts.of(2, (1,))      # two axes, one dim
     >>> layouts.dims[0].axes
     ((), (0,), (1,), (0, 1), (1, 0))
-    >>> Even(layouts, (2, 4)).lacks(np.array([1]), np.array([3, 4]))     # (0, 1) is inside (0,)
+    >>> EvenSizes(layouts, (2, 4)).lacks(np.array([1]), np.array([3, 4]))     # (0, 1) is inside (0,)
     array([0, 1])
 
-Left out: where there are too many states, all but the most direct ones (`view_of`).
+Left out: if there are too many states, all but the most direct ones (`graph_of`).
 """
 
-# ruff: noqa: B905 - what is zipped has one entry a dim
+# ruff: noqa: B905 - the zipped sequences have one entry for each dim
 
 from __future__ import annotations
 
@@ -29,19 +30,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spmd.tensor.redistribute.states import Cut, Cutting, Space, State, blocks_with_any
+from spmd.tensor.redistribute.states import Cut, Cutting, Space, State, nonempty_blocks
 
 Orders = tuple[tuple[int, ...], ...]
-MOST_IN_ANY_ORDER = 5  # axes; of more, only the orders of the start and the goal are looked at
-MOST_PAIRS = 4_000_000  # of states, times the work that a pair takes: of more, the most direct states are chosen
-MOST_CHOSEN = 400_000  # pairs of these; such a graph is not kept
+MOST_IN_ANY_ORDER = 5  # axes; if there are more, only the orders of the start and the goal are considered
+MOST_PAIRS = 4_000_000  # of states, times the work for a pair; if there are more, the most direct states are chosen
+MOST_CHOSEN = 400_000  # pairs of the chosen states; such a graph is not kept
 
 
-# ---- how axes can lie -------------------------------------------------------------------------
+# ---- layouts ----------------------------------------------------------------------------------
 
 
 class DimLayouts:
-    """The ways to cut one dim: axes, in the order of one of the orders, and one of so many units."""
+    """The layouts of one dim: some axes, in the order that one of the orders gives them, and one of so many units.
+
+    number: the number of each layout. axes, mask: the axes of each, in order and as bits.
+    """
 
     def __init__(self, orders: Orders, units: int) -> None:
         parts = {part for order in orders for k in range(len(order)) for part in itertools.combinations(order, k + 1)}
@@ -50,10 +54,10 @@ class DimLayouts:
         self.number = {layout: i for i, layout in enumerate(self.layouts)}
         self.axes = tuple([axes for axes, _ in self.layouts])
         self.mask = np.array([sum([1 << a for a in axes]) for axes in self.axes])
-        self.left = self._left(max(1, len(self.axes[-1])))
+        self.removed = self._removed(max(1, len(self.axes[-1])))
 
-    def _left(self, longest: int) -> np.ndarray:
-        """For each two layouts, the axes of the first that are not outer axes of both."""
+    def _removed(self, longest: int) -> np.ndarray:
+        """For each two layouts, the axes of the first that are not common outer axes of both."""
         padded = np.array([axes + (-1,) * (longest - len(axes)) for axes in self.axes], int).reshape(-1, longest)
         unit = np.array([unit for _, unit in self.layouts])
         alike = (padded[:, None] == padded) & (padded >= 0) & (unit[:, None] == unit)[:, :, None]
@@ -63,7 +67,10 @@ class DimLayouts:
 
 
 class Layouts:
-    """The ways for axes to lie on dims, numbered: `at` has each dim's layout. An axis lies on one dim, or on none."""
+    """All layouts of a tensor, numbered. An axis shards one dim, or none.
+
+    at: for each layout, the number of the layout of each dim. used: for each layout, the axes that shard, as bits.
+    """
 
     def __init__(self, orders: tuple[Orders, ...], units: tuple[int, ...]) -> None:
         self.dims = [_dim_layouts(*each) for each in zip(orders, units)]
@@ -76,14 +83,14 @@ class Layouts:
 
     @staticmethod
     def of(axes: int, units: tuple[int, ...]) -> Layouts:
-        """All of them: of so many axes, on dims that may be cut by so many units each."""
+        """All layouts of so many axes; `units` says how many units may occur in each dim."""
         return _layouts((tuple(itertools.permutations(range(axes))),) * len(units), units)
 
-    def left(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """The axes that cut s and, outside of them, not t."""
+    def removed(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
+        """The axes that shard s and are not common outer axes of s and t."""
         found = np.zeros(np.broadcast_shapes(s.shape, t.shape), np.int32)
         for dim, at in zip(self.dims, self.at.T):
-            found |= dim.left[at[s], at[t]]
+            found |= dim.removed[at[s], at[t]]
         return found
 
 
@@ -100,78 +107,80 @@ def _layouts(orders: tuple[Orders, ...], units: tuple[int, ...]) -> Layouts:
 # ---- what ranks lack --------------------------------------------------------------------------
 
 
-class Even:
-    """Where axes of these sizes divide every dim. Counted in cells, of which a dim has as many as there are ranks."""
+class EvenSizes:
+    """For axes whose sizes divide every dim. Counts in cells; a dim has as many cells as there are ranks."""
 
-    work = 4  # that a pair of states takes, as compared with the ranks that are looked at elsewhere
+    work = 4  # for a pair of states; `UnevenSizes` takes as much as there are ranks
 
     def __init__(self, layouts: Layouts, ns: tuple[int, ...]) -> None:
         self.layouts = layouts
         n = prod(ns)
         self.lengths = [np.array([n // prod([ns[a] for a in axes]) for axes in dim.axes]) for dim in layouts.dims]
-        self.common = [self._common(dim.left, lengths) for dim, lengths in zip(layouts.dims, self.lengths)]
+        self.common = [self._common(dim.removed, lengths) for dim, lengths in zip(layouts.dims, self.lengths)]
 
     @staticmethod
-    def _common(left: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """For each two layouts of a dim, what the rank that has least of the second has of it in the first.
+    def _common(removed: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """For each two layouts of a dim, what a rank has of its second block in its first, on the rank that has least.
 
-        Where different axes come next, the first ranks along the one are the last along the other: they have nothing.
+        If different axes come next, a rank that is first along the one and last along the other has nothing.
         """
-        return np.where((left != 0) & (left.T != 0), 0, np.minimum(lengths[:, None], lengths))
+        return np.where((removed != 0) & (removed.T != 0), 0, np.minimum(lengths[:, None], lengths))
 
     def largest(self, s: np.ndarray) -> np.ndarray:
-        """What the rank with most has, in these states."""
+        """The size of the largest block, in these states."""
         return _product([n[at[s]] for n, at in zip(self.lengths, self.layouts.at.T)])
 
     def lacks(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """What the rank that lacks most must get to come from the blocks of s to those of t."""
+        """What the busiest rank has to receive to come from its block in s to its block in t."""
         return self.largest(t) - _product([n[at[s], at[t]] for n, at in zip(self.common, self.layouts.at.T)])
 
     def same(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """Whether the blocks are the same, if on other ranks."""
+        """Whether the blocks are the same, perhaps on other ranks."""
         return _all([n[at[s]] == n[at[t]] for n, at in zip(self.lengths, self.layouts.at.T)])
 
 
-class Uneven:
-    """Where blocks may differ, or be empty. Counted in elements of the dims that matter."""
+class UnevenSizes:
+    """For blocks that may differ in size or be empty. Counts in elements of the dims that matter."""
 
     def __init__(self, layouts: Layouts, cutting: Cutting) -> None:
         ns = cutting.mesh_shape
-        places = np.indices([ns[a] for a in cutting.ranks]).reshape(len(cutting.ranks), -1)
+        places = np.indices([ns[a] for a in cutting.rank_axes]).reshape(len(cutting.rank_axes), -1)
         cuts = [[cutting.cut(d, *each) for each in dim.layouts] for d, dim in enumerate(layouts.dims)]
-        self.layouts, self.work = layouts, places.shape[1]
-        where = dict(zip(cutting.ranks, places))
-        self.sides = [sides_of(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
+        where = dict(zip(cutting.rank_axes, places))
+        sides = [sides_of(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
+        kinds = _kinds_of_ranks(sides, places.shape[1])
+        self.layouts, self.work = layouts, len(kinds)
+        self.sides = [(starts[:, kinds], stops[:, kinds]) for starts, stops in sides]
         self.blocks = [_numbered(size, each, ns) for size, each in zip(cutting.sizes, cuts)]
 
     def largest(self, s: np.ndarray) -> np.ndarray:
-        """What the first rank has, which is what the rank with most has, in these states."""
+        """The size of the largest block, which is that of the first rank, in these states."""
         dims = zip(self.sides, self.layouts.at.T)
         return _product([(stops[:, 0] - starts[:, 0])[at[s]] for (starts, stops), at in dims])
 
     def lacks(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """What the rank that lacks most must get to come from the blocks of s to those of t."""
+        """What the busiest rank has to receive to come from its block in s to its block in t."""
         want = common = np.ones(1, int)
         for sides, at in zip(self.sides, self.layouts.at.T):
-            (v, each_s), (w, each_t) = _used(at[s]), _used(at[t])
+            (v, each_s), (w, each_t) = _unique(at[s]), _unique(at[t])
             (a, b), (c, d) = [side[v, None] for side in sides], [side[w] for side in sides]
             both = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
             common, want = common * both[each_s, each_t], want * (d - c)[each_t]
         return (want - common).max(-1)
 
     def same(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """Whether the blocks are the same, if on other ranks."""
+        """Whether the blocks are the same, perhaps on other ranks."""
         return _all([n[at[s]] == n[at[t]] for n, at in zip(self.blocks, self.layouts.at.T)])
 
 
-def _used(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The layouts that occur, and for each place which of them is there."""
+def _unique(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The layouts that occur, and for each place the index of its layout."""
     found, which = np.unique(layouts, return_inverse=True)
     return found, which.reshape(layouts.shape)
 
 
 def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> tuple:
-    """Where the block of every rank starts, and where it stops, a row for each cut."""
+    """Where the block of every rank starts and where it stops: two arrays with a row for each cut."""
     starts, stops = [], []
     whole = np.zeros_like(next(iter(places.values())))
     for axes, unit in cuts:
@@ -185,11 +194,24 @@ def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[i
     return np.array(starts), np.array(stops)
 
 
+def _kinds_of_ranks(sides: Sequence[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray:
+    """The first rank of each kind, rank 0 first. Ranks are of one kind if their blocks have the same lengths, and the
+    same parts in common, in all cuts of a dim: then they lack the same."""
+    kind = np.zeros(n, int)
+    for starts, stops in sides:
+        for i in range(len(starts)):
+            common = np.maximum(np.minimum(stops[i], stops[i:]) - np.maximum(starts[i], starts[i:]), 0)
+            for lengths in common:
+                _, lengths = np.unique(lengths, return_inverse=True)
+                _, kind = np.unique(kind * n + lengths, return_inverse=True)
+    return np.sort(np.unique(kind, return_index=True)[1])
+
+
 def _numbered(size: int, cuts: Sequence[Cut], ns: tuple[int, ...]) -> np.ndarray:
-    """A number for each cut, the same where the blocks are the same."""
+    """A number for each cut; cuts with the same blocks have the same number."""
     found: dict = {}
     sizes = [tuple([ns[a] for a in axes]) for axes, _ in cuts]
-    blocks = [(prod(each), blocks_with_any(size, unit, each)) for each, (_, unit) in zip(sizes, cuts)]
+    blocks = [(prod(each), nonempty_blocks(size, unit, each)) for each, (_, unit) in zip(sizes, cuts)]
     return np.array([found.setdefault(each, len(found)) for each in blocks])
 
 
@@ -203,112 +225,115 @@ def _all(conditions: list[np.ndarray]) -> np.ndarray:
 
 # ---- graphs -----------------------------------------------------------------------------------
 
-Row = tuple[int, int, int]  # what is sent or held, the kind of move, and the axes
+MoveRow = tuple[int, int, int]  # what is sent (gathers, reductions: what a rank holds), the kind of move, the axes
 SLICE, EXCHANGE, ALL_TO_ALL, PERMUTE, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = range(7)
 
 
 class Graph:
-    """The chosen states, and for each two of them the move that leads from the one to the other; of `moves`, few.
+    """The chosen states, and for each two of them the move from the one to the other.
 
-    `inner` and `outer` are the pairs of states of which the one lies inside the other: from the outer to the inner a
-    slice leads, or a reduce-scatter, and back a gather.
+    moves, move_index: the distinct moves, which are few, and for each two states the index of theirs.
+    inner, outer: the pairs of states of which the one is inside the other. A slice or a reduce-scatter leads from the
+    outer to the inner, a gather back.
+    added: for each such pair, the axes that the inner has more.
     """
 
-    def __init__(self, sizes: Even | Uneven, chosen: np.ndarray) -> None:
+    def __init__(self, sizes: EvenSizes | UnevenSizes, chosen: np.ndarray) -> None:
         self.layouts, self.chosen = sizes.layouts, chosen
         self.used, self.largest = self.layouts.used[chosen], np.broadcast_to(sizes.largest(chosen), chosen.shape)
         s, t = chosen[:, None], chosen[None]
-        self.left = self.layouts.left(s, t)
-        self.outer, self.inner = np.nonzero((self.left == 0) & (s != t))
-        self.added = self.left[self.inner, self.outer]
-        sent = np.where(self.left == 0, 0, sizes.lacks(s, t))
+        self.removed = self.layouts.removed(s, t)
+        self.outer, self.inner = np.nonzero((self.removed == 0) & (s != t))
+        self.added = self.removed[self.inner, self.outer]
+        sent = np.where(self.removed == 0, 0, sizes.lacks(s, t))
         turned = np.where(sizes.same(s, t), PERMUTE, ALL_TO_ALL)
-        kind = np.where(sent == 0, SLICE, np.where(self.left == self.left.T, turned, EXCHANGE))
-        self.moves, self.which = _few(sent, kind, np.where(sent == 0, 0, self.left))
-        self.gathers, self.which_gather = _few(self.largest[self.inner], ALL_GATHER, self.added)
+        kind = np.where(sent == 0, SLICE, np.where(self.removed == self.removed.T, turned, EXCHANGE))
+        self.moves, self.move_index = _unique_rows(sent, kind, np.where(sent == 0, 0, self.removed))
+        self.gathers, self.gather_index = _unique_rows(self.largest[self.inner], ALL_GATHER, self.added)
         self.blocks = np.unique(self.largest, return_inverse=True)
         self._scatters: dict[int, Scatters] = {}
-        self.copies: dict[tuple, Any] = {}  # what the moves copy, kept by `copying.py`
+        self.copies: dict[tuple, Any] = {}  # how much the moves copy; filled by `copy_cost.py`
 
     def scatters(self, pending: int) -> Scatters:
-        """What scatters some of the pending axes, from all states where they are pending."""
+        """All reduce-scatters of some of the pending axes, from all states where these are pending."""
         found = self._scatters.get(pending)
         if found is None:
             some = np.nonzero((self.used[self.outer] & pending == 0) & (self.added & pending != 0))[0]
             reduced = self.added[some] & pending
-            outer, few = self.outer[some], _few(self.largest[self.inner[some]], REDUCE_SCATTER, reduced)
+            outer, few = self.outer[some], _unique_rows(self.largest[self.inner[some]], REDUCE_SCATTER, reduced)
             first = np.nonzero(np.diff(outer, prepend=-1))[0]
             found = self._scatters[pending] = Scatters(outer, self.inner[some], reduced, *few, first)
         return found
 
 
 class Scatters(NamedTuple):
-    """From which states to which, and which axes are reduced on the way; the few moves of which these are.
+    """Reduce-scatters: from which states (outer) to which (inner), and which axes they reduce.
 
-    `first` is where the next state that they lead from begins.
+    moves, move_index: the distinct moves, which are few, and for each reduce-scatter the index of its move.
+    first: where in `outer` each state begins.
     """
 
     outer: np.ndarray
     inner: np.ndarray
     reduced: np.ndarray
-    moves: list[Row]
-    which: np.ndarray
+    moves: list[MoveRow]
+    move_index: np.ndarray
     first: np.ndarray
 
 
-def _few(size: np.ndarray, kind: np.ndarray | int, axes: np.ndarray) -> tuple[list[Row], np.ndarray]:
-    """The rows that occur, and for each place which of them is there."""
+def _unique_rows(size: np.ndarray, kind: np.ndarray | int, axes: np.ndarray) -> tuple[list[MoveRow], np.ndarray]:
+    """The distinct rows, and for each place the index of its row."""
     keys, which = np.unique((size << 3 | kind) << 16 | axes, return_inverse=True)
     return [(key >> 19, key >> 16 & 7, key & 0xFFFF) for key in keys.tolist()], which.reshape(axes.shape)
 
 
-# ---- of a space -------------------------------------------------------------------------------
+# ---- the graph of a space ---------------------------------------------------------------------
 
 
-class View(NamedTuple):
-    """The graph of a space, as the space sees it."""
+class SpaceGraph(NamedTuple):
+    """The graph of a space, with the numbers of its start and goal."""
 
     graph: Graph
-    cell: int  # bytes of what the graph counts in
+    cell_bytes: int  # bytes of one cell or element that the graph counts in
     start: int
     goal: int
 
 
-def view_of(space: Space) -> View:
-    """The graph of a space; where that has too many states, those by which least has to be sent in all."""
+def graph_of(space: Space) -> SpaceGraph:
+    """The graph of a space. If it has too many states, those through which least is sent in all."""
     cutting = space.cutting
     ns = tuple([space.size(axes) for axes in cutting.movable])
     layouts = _layouts(_orders(space), tuple(map(len, cutting.units)))
     lengths = [n // space.size(prefix) for n, prefix in zip(cutting.sizes, cutting.prefixes)]
     if divides(space, prod(ns)):
-        sizes: Even | Uneven = _even(layouts, ns)
-        cell = prod([n // prod(ns) for n in lengths]) * space.item
+        sizes: EvenSizes | UnevenSizes = _even(layouts, ns)
+        cell_bytes = prod([n // prod(ns) for n in lengths]) * space.element_bytes
     else:
-        sizes, cell = _uneven(layouts, cutting), space.item
+        sizes, cell_bytes = _uneven(layouts, cutting), space.element_bytes
     ends = [_number(layouts, space, state) for state in (space.start, space.goal)]
     most, chosen = [isqrt(pairs // sizes.work) for pairs in (MOST_PAIRS, MOST_CHOSEN)]
-    graph = _whole(sizes) if len(layouts.used) <= most else Graph(sizes, _direct(sizes, *ends, chosen))
-    return View(graph, cell, *[int(np.searchsorted(graph.chosen, end)) for end in ends])
+    graph = _full_graph(sizes) if len(layouts.used) <= most else Graph(sizes, _most_direct(sizes, *ends, chosen))
+    return SpaceGraph(graph, cell_bytes, *[int(np.searchsorted(graph.chosen, end)) for end in ends])
 
 
 def state_of(space: Space, graph: Graph, number: int, pending: tuple[int, ...]) -> State:
-    """The state of this number, with these axes pending."""
+    """The state with this number and these pending axes."""
     at = graph.layouts.at[graph.chosen[number]].tolist()
     cuts = [space.cutting.cut(d, *dim.layouts[i]) for d, (dim, i) in enumerate(zip(graph.layouts.dims, at))]
     return State(tuple([axes for axes, _ in cuts]), tuple([unit for _, unit in cuts]), pending)
 
 
 def divides(space: Space, n: int) -> bool:
-    """Whether n, in each dim, divides what the outer axes that stay leave, which divide it too."""
+    """Whether in each dim the outer axes that stay divide the size, and n divides their blocks."""
     cutting = space.cutting
     each = [size % (n * space.size(prefix)) == 0 < size for size, prefix in zip(cutting.sizes, cutting.prefixes)]
     return all(each) and all([units == (1,) for units in cutting.units])
 
 
 def _orders(space: Space) -> tuple[Orders, ...]:
-    """The orders in which axes may lie on each dim: all; if there are many axes, those of the start and the goal.
+    """The orders of axes that may shard each dim: all; if there are many axes, those of the start and the goal.
 
-    An axis that the goal does not have may then come last on the longest dim.
+    In the second case the axes that the goal does not have may come last on the longest dim.
     """
     cutting = space.cutting
     m, dims = len(cutting.movable), range(len(cutting.sizes))
@@ -329,8 +354,8 @@ def _number(layouts: Layouts, space: Space, state: State) -> int:
     return layouts.number[tuple([dim.number[space.cutting.layout(d, state)] for d, dim in enumerate(layouts.dims)])]
 
 
-def _direct(sizes: Even | Uneven, start: int, goal: int, most: int) -> np.ndarray:
-    """So many states, the start and the goal among them, by which the rank that lacks most has least to get."""
+def _most_direct(sizes: EvenSizes | UnevenSizes, start: int, goal: int, most: int) -> np.ndarray:
+    """The states, `most` of them, through which the busiest rank receives least; with the start and the goal."""
     every = np.arange(len(sizes.layouts.used))
     sent = sizes.lacks(np.array([start]), every) + sizes.lacks(every, np.array([goal]))
     sent[[start, goal]] = -1
@@ -338,15 +363,15 @@ def _direct(sizes: Even | Uneven, start: int, goal: int, most: int) -> np.ndarra
 
 
 @functools.lru_cache(maxsize=32)
-def _even(layouts: Layouts, ns: tuple[int, ...]) -> Even:
-    return Even(layouts, ns)
+def _even(layouts: Layouts, ns: tuple[int, ...]) -> EvenSizes:
+    return EvenSizes(layouts, ns)
 
 
 @functools.lru_cache(maxsize=32)
-def _uneven(layouts: Layouts, cutting: Cutting) -> Uneven:
-    return Uneven(layouts, cutting)
+def _uneven(layouts: Layouts, cutting: Cutting) -> UnevenSizes:
+    return UnevenSizes(layouts, cutting)
 
 
 @functools.lru_cache(maxsize=16)
-def _whole(sizes: Even | Uneven) -> Graph:
+def _full_graph(sizes: EvenSizes | UnevenSizes) -> Graph:
     return Graph(sizes, np.arange(len(sizes.layouts.used)))

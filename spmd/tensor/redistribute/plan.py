@@ -1,7 +1,10 @@
 """Plans: the cheapest moves from one spec to another.
 
-`states.py` has where a plan may go, `search.py` how the cheapest is found, `bounds.py` what none can go below. A plan
-is a function of two specs, and of the links that are in their mesh: the same on every rank, with no rank's data in it.
+    f32[8@tp, 8] -> f32[8, 8@tp]        all_to_all(tp, 0, 1), 48 bytes a rank
+
+`states.py` says which layouts a plan may pass through, `search.py` finds the cheapest plan, and `bounds.py` says how
+many bytes no plan can go below. A plan is a function of two specs and of the links of their mesh. It reads no data of
+any rank, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,17 +18,22 @@ from functools import cached_property
 from math import inf, prod
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from spmd import _torch
 from spmd.comm import AsyncTensor, Transport, transport, unless_written
+from spmd.comm.check import compare_move
+from spmd.comm.listen import refuse_torchs_mode
 from spmd.mesh import DeviceMesh, Machine, MeshTopoInfo
-from spmd.mesh.rank import players
-from spmd.tensor import deterministic
+from spmd.mesh.rank import rank_simulator
+from spmd.tensor.modes import deterministic
 from spmd.tensor.placement import Partial, Placement
+from spmd.tensor.redistribute.all_ranks import of_rank
 from spmd.tensor.redistribute.bounds import lower_bound
-from spmd.tensor.redistribute.moves import AllReduce, At, Move, ReduceInOrder, ReduceScatter, Scale, ToPartial, View
-from spmd.tensor.redistribute.simpler import simplest
+from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, ReduceScatter
+from spmd.tensor.redistribute.fewest_moves import simplest
+from spmd.tensor.redistribute.moves import Move, MoveContext, Scale, ToPartial, View
 from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.redistribute.strided import through_strides
 from spmd.tensor.spec import Order, Spec, spec_of
@@ -35,7 +43,7 @@ _made: ContextVar[list[Step] | None] = ContextVar("spmd_steps_made", default=Non
 
 @contextmanager
 def steps_made() -> Iterator[list[Step]]:
-    """What eager ops move inside the block, in order: a list that grows."""
+    """The moves that eager ops make inside the block, in order: a list that grows."""
     steps: list[Step] = []
     around, token = _made.get(), _made.set(steps)
     try:
@@ -80,16 +88,21 @@ class Step:
         return self.move.nbytes(self.before, self.after)
 
     def received(self, coordinate: tuple[int, ...]) -> int:
-        """Bytes that the rank at the coordinate gets from others."""
-        return self.move.received(self.before, self.after, coordinate)
+        """Bytes that the rank at the coordinate receives from others."""
+        return of_rank(self.received_by_all, coordinate)
+
+    @cached_property
+    def received_by_all(self) -> np.ndarray | int:
+        """Bytes that each rank receives from others, as an array that broadcasts to the shape of the mesh."""
+        return self.move.received(self.before, self.after)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of memory on the rank with most, while the move runs."""
+        """Bytes of memory that the busiest rank needs while the move runs."""
         return self.move.peak(self.before, self.after)
 
     def priced(self, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds of the move over other links than its mesh's."""
+        """Modelled microseconds of the move over other links than those of its mesh."""
         return self.move.cost(self.before, self.after, topology)
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
@@ -99,30 +112,43 @@ class Step:
     def __str__(self):
         return self.move.show(self.before, self.after)
 
+    @cached_property
+    def in_full(self) -> str:
+        """The move with the specs around it, by which ranks compare what they do."""
+        return f"{self}: {self.before} -> {self.after}"
+
     def start(self, x, coordinate: tuple[int, ...], transport: Transport):
         """Launch the move on the block of the rank at the coordinate."""
-        return self.move.start(x, At(self.before, self.after, coordinate, transport))
+        return self.move.start(x, MoveContext(self.before, self.after, coordinate, transport))
 
     def finish(self, y, coordinate: tuple[int, ...], transport: Transport):
-        """The block after the move, from what `start` gave."""
-        return self.move.finish(y, At(self.before, self.after, coordinate, transport))
+        """The block after the move, from the result of `start`."""
+        return self.move.finish(y, MoveContext(self.before, self.after, coordinate, transport))
 
     def __call__(self, local):
-        """Make the move on this rank's block, now."""
+        """Make the move on this rank's block now."""
         if (made := _made.get()) is not None:
             made.append(self)
         by = transport()
-        if players() is not None:  # who asks once for each rank where it is
+        if self.sends:
+            refuse_torchs_mode(simulated=False)
+        if by.compares and self.sends:
+            by = compare_move(by, self.in_full, self.before.mesh, local)
+        if rank_simulator() is not None:  # simulated ranks: each asks for its own coordinate
             return by.step(self._start_here, self._finish_here, local)
-        move, at = self.move, At(self.before, self.after, self.before.mesh.get_coordinate(), by)
+        move, at = self.move, MoveContext(self.before, self.after, self.before.mesh.get_coordinate(), by)
         return by.step(lambda x: move.start(x, at), lambda y: move.finish(y, at), local)
 
     def launched(self, local, *shown_by, view: Step | None = None) -> AsyncTensor:
-        """The move under way: the block after it, which waits for itself when it is read. shown_by: whose block it is,
-        through which it could be written to as well. view: how what comes is to be seen."""
+        """Launch the move; the result is the block after it, which waits for itself when it is read.
+
+        shown_by: other tensors through which the block could be written to. view: a `View` to apply to the result.
+        """
         if (made := _made.get()) is not None:
             made += [self] if view is None else [self, view]
         at, by = self.before.mesh.get_coordinate(), transport()
+        if by.compares:
+            by = compare_move(by, self.in_full, self.before.mesh, local)
         with torch.no_grad():
             sent = self.start(local, at, by)
 
@@ -130,7 +156,7 @@ class Step:
             y = self.finish(y, at, by)
             return y if view is None else view.start(y, at, by)
 
-        for each in (local, *shown_by) if self.kind != "all_reduce" else ():  # which takes a copy first
+        for each in (local, *shown_by) if self.kind != "all_reduce" else ():  # it sends a copy
             receive = unless_written(each, receive, self.kind)
         after = (view or self).after
         return AsyncTensor(sent, after.local_shape(at), after.dtype, receive)
@@ -144,7 +170,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The moves that take a tensor from spec `src` to spec `dst`, with what they cost. Prints as a short table."""
+    """The moves that take a tensor from spec `src` to spec `dst`, and their costs. Prints as a short table."""
 
     src: Spec
     dst: Spec
@@ -160,22 +186,22 @@ class Plan:
         return sum(step.cost for step in self.steps)
 
     def received(self, coordinate: tuple[int, ...]) -> int:
-        """Bytes that the rank at the coordinate gets from others, over the wire."""
+        """Bytes that the rank at the coordinate receives from others over the wire."""
         return sum(step.received(coordinate) for step in self.steps)
 
     @cached_property
     def bytes_per_rank(self) -> int:
-        """Bytes that the busiest rank gets from others, over the wire."""
-        return max(map(self.received, self.src.mesh.coordinates()))
+        """Bytes that the busiest rank receives from others over the wire."""
+        return int(np.max(sum([step.received_by_all for step in self.steps], 0)))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """Bytes of memory that the rank with most needs at once: blocks before and after a move, and what is packed."""
+        """Bytes of memory that the busiest rank needs at once: blocks before and after a move, packed elements."""
         return max([step.peak_bytes for step in self.steps], default=self.src.local_nbytes)
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that some rank gets from others whatever the plan."""
+        """Bytes that some rank receives from others, whatever the plan is."""
         return lower_bound(self.src, self.dst)
 
     @cached_property
@@ -183,22 +209,22 @@ class Plan:
         return any(isinstance(step.move, (AllReduce, ReduceScatter)) for step in self.steps)
 
     @property
-    def as_made(self) -> Plan:
-        """The plan that is made here: this one, or in deterministic mode that which adds in the order of the ranks."""
+    def effective(self) -> Plan:
+        """The plan that runs here: this one, or in deterministic mode the one that adds in the order of the ranks."""
         return plan(self.src, self.dst, inf, True) if self._reduces and deterministic.is_on() else self
 
     def run(self, local):
         """Carry the plan out on this rank's block."""
-        for step in self.as_made.steps if self._reduces else self.steps:
+        for step in self.effective.steps if self._reduces else self.steps:
             local = step(local)
         return local
 
     def launch(self, local, *shown_by):
-        """The same, without waiting for the last move if it sends: what comes is an AsyncTensor then."""
-        steps = self.as_made.steps
+        """As `run`, but without waiting for the last move if it sends. Then the result is an AsyncTensor."""
+        steps = self.effective.steps
         view = steps[-1] if steps and isinstance(steps[-1].move, View) else None
         steps = steps if view is None else steps[:-1]
-        if not steps or not steps[-1].sends or players() is not None or _torch.is_tracing(local):
+        if not steps or not steps[-1].sends or rank_simulator() is not None or _torch.is_tracing(local):
             return self.run(local)
         *first, last = steps
         for step in first:
@@ -209,7 +235,7 @@ class Plan:
         lines = [f"{self.src} -> {self.dst}"]
         width = max([len(str(s.after)) for s in self.steps], default=0)
         for s in self.steps:
-            most = max(map(s.received, self.src.mesh.coordinates()))
+            most = int(np.max(s.received_by_all))
             lines.append(f"  {s!s:<28} {s.after!s:<{width}} {most:>12,} B {s.cost:>9.1f} us")
         lines.append(
             f"  {self.bytes_per_rank:,} bytes a rank of at least {self.lower_bound_bytes:,}, "
@@ -219,21 +245,22 @@ class Plan:
 
 
 _plans: dict[tuple[Spec, Spec, float, bool], Plan] = {}
-_planning = threading.RLock()  # ranks that are threads ask for one plan at once: one of them makes it
+_planning = threading.RLock()  # ranks that are threads ask for one plan at once: only one makes it
 MOST_PLANS = 16384
 
 
 def forget() -> None:
-    """Make every plan anew; nothing but time depends on it."""
+    """Forget all plans, so that each is made again; only time depends on it."""
     with _planning:
         _plans.clear()
 
 
 def plan(src: Spec, dst: Spec, max_bytes: float = inf, in_rank_order: bool = False) -> Plan:
-    """The cheapest moves from src to dst, two specs of one tensor on one mesh, each with at most so much memory.
+    """The cheapest moves from src to dst, two specs of one tensor on one mesh.
 
-    in_rank_order: add up what is to be reduced in the order of the ranks; the result is then the same to the bit
-    whatever the plan, and the moves are no longer the cheapest.
+    max_bytes: memory that each move may need on a rank.
+    in_rank_order: add the terms of reductions in the order of the ranks. The result is then the same to the bit,
+    whatever the plan is, but the moves are not the cheapest.
 
     >>> from spmd.mesh import DeviceMesh
     >>> from spmd.tensor.spec import parse_spec
@@ -268,14 +295,15 @@ def plan_redistribute(
     max_memory: int | None = None,
     in_rank_order: bool = False,
 ) -> Plan:
-    """The cheapest moves that take a tensor of this global shape from the placements `src` to `dst`; nothing is sent.
+    """The cheapest moves that take a tensor of this global shape from the placements `src` to `dst`. It sends nothing.
 
-    src_order, dst_order: for a dim that several axes shard, in which order, the outermost first: {0: ("tp", "dp")}. In
-    that of the mesh where it is not said. topology: other links than the mesh's. max_memory: bytes that a rank may use
-    for its block before and after a move and for what is packed meanwhile; ValueError where no plan keeps within them.
-
-    in_rank_order: add up what is to be reduced in the order of the ranks, so that the result is the same to the bit
-    whatever the plan; these moves are not the cheapest.
+    src_order, dst_order: for a dim that several axes shard, these axes, outermost first: {0: ("tp", "dp")}. The default
+    is the order of the mesh.
+    topology: other links than those of the mesh.
+    max_memory: bytes that a rank may use for its block before and after a move and for packed elements. ValueError if
+    no plan keeps within them.
+    in_rank_order: add the terms of reductions in the order of the ranks. The result is then the same to the bit,
+    whatever the plan is, but the moves are not the cheapest.
 
     `DTensor.redistribute` makes exactly these moves.
 
@@ -287,10 +315,8 @@ def plan_redistribute(
       512 bytes a rank of at least 512, 10.8 us, 1,536 bytes of memory
     """
     mesh = mesh if topology is None else mesh.with_topology(topology)
-    specs = [
-        spec_of(mesh, placements, shape, dtype, order=order) for placements, order in ((src, src_order), (dst,
-        dst_order))
-    ]
+    ends = (src, src_order), (dst, dst_order)
+    specs = [spec_of(mesh, placements, shape, dtype, order=order) for placements, order in ends]
     return plan(*specs, inf if max_memory is None else max_memory, in_rank_order)
 
 
@@ -303,57 +329,57 @@ def _planned(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Pla
 
 
 def redistribute_cost(current: Spec, target: Spec) -> float:
-    """The modelled time, in microseconds, of the cheapest way from one spec of a tensor to another on the same mesh."""
+    """Modelled microseconds of the cheapest plan from one spec of a tensor to another on the same mesh."""
     return plan(current, target).modelled_us
 
 
 def _steps(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Iterator[Step]:
     spec = src
-    for scaled in _scaled(src, dst):
+    for scaled in _rescaled(src, dst):
         axes = tuple(a for a, kind in spec.partial if scaled.on(a).reduce_op != kind)
         yield Step(Scale(axes), spec, scaled)
         spec = scaled
     owed = tuple(a for a, kind in spec.partial if dst.on(a) != Partial(kind))
     if in_rank_order and owed:
-        step = Step(ReduceInOrder(owed), spec, _lands(spec, dst, owed))
+        step = Step(ReduceInOrder(owed), spec, _after_ordered_reduction(spec, dst, owed))
         if step.peak_bytes > max_bytes:
-            raise _too_much(src, dst, max_bytes, step.peak_bytes)
+            raise _memory_error(src, dst, max_bytes, step.peak_bytes)
         yield step
         spec = step.after
     space = Space(spec, dst, src.mesh.topology)
-    ways = simplest(space, max_bytes)
-    strided = through_strides(spec, dst, src.mesh.topology, ways, max_bytes)
+    edges = simplest(space, max_bytes)
+    strided = through_strides(spec, dst, src.mesh.topology, edges, max_bytes)
     if strided:
         yield from (Step(*link) for link in strided)
         return
-    if ways is None:
-        raise _too_much(src, dst, max_bytes, plan(src, dst, inf, in_rank_order).peak_bytes)
-    for way in ways:
-        after = spec_of_state(space, way.to, src if spec is src else spec, dst)
+    if edges is None:
+        raise _memory_error(src, dst, max_bytes, plan(src, dst, inf, in_rank_order).peak_bytes)
+    for edge in edges:
+        after = spec_of_state(space, edge.to, src if spec is src else spec, dst)
         if after is not spec:
-            yield Step(way.move(way.axes), spec, after)
+            yield Step(edge.move(edge.axes), spec, after)
         spec = after
     if spec is not dst:
-        yield from _made_partial(spec, dst)
+        yield from _partial_steps(spec, dst)
 
 
-def _too_much(src: Spec, dst: Spec, max_bytes: float, least: int) -> ValueError:
+def _memory_error(src: Spec, dst: Spec, max_bytes: float, least: int) -> ValueError:
     return ValueError(
         f"no plan from {src} to {dst} keeps within {max_bytes:,.0f} bytes a rank; without a limit it takes {least:,}"
     )
 
 
-def _lands(src: Spec, dst: Spec, owed: tuple[int, ...]) -> Spec:
-    """Where sums that are done in order go: to the target, if it only cuts what each rank has by these axes."""
+def _after_ordered_reduction(src: Spec, dst: Spec, owed: tuple[int, ...]) -> Spec:
+    """The spec after a reduction in rank order: the target, if it only adds these axes inside those of src."""
     bare = dst.with_layout(dst.dims, dst.units, [p for p in src.partial if p[0] not in owed])
     pairs = zip(src.dims, dst.dims, src.units, dst.units, strict=True)
     nested = all(y[: len(x)] == x and (not x or u == v) for x, y, u, v in pairs)
     added = sorted(a for x, y in zip(src.dims, dst.dims, strict=True) for a in y[len(x) :])
-    return bare if nested and added == sorted(owed) else reduced(src, owed)
+    return bare if nested and added == sorted(owed) else after_reduction(src, owed)
 
 
-def reduced(src: Spec, axes: tuple[int, ...]) -> Spec:
-    """The spec with these axes reduced, into shards of a dim that they divide if there is one: that moves least."""
+def after_reduction(src: Spec, axes: tuple[int, ...]) -> Spec:
+    """The spec after these axes are reduced into shards, if possible of a dim that they divide: that sends least."""
     kept = [p for p in src.partial if p[0] not in axes]
     if not axes or not src.ndim:
         return src.with_layout(src.dims, src.units, kept)
@@ -362,8 +388,8 @@ def reduced(src: Spec, axes: tuple[int, ...]) -> Spec:
     return src.with_layout([(*own, *axes) if d == dim else own for d, own in enumerate(src.dims)], src.units, kept)
 
 
-def _scaled(src: Spec, dst: Spec) -> Iterator[Spec]:
-    """src with the sums and averages that stay Partial as dst has them: first the one kind, then the other."""
+def _rescaled(src: Spec, dst: Spec) -> Iterator[Spec]:
+    """The specs on the way to the sums and averages of dst, for axes that stay Partial: averages first, then sums."""
     want = dict(dst.partial)
     partial = dict(src.partial)
     for kind in ("avg", "sum"):
@@ -373,10 +399,11 @@ def _scaled(src: Spec, dst: Spec) -> Iterator[Spec]:
             yield dst.with_layout(src.dims, src.units, tuple(partial.items()))
 
 
-def _made_partial(spec: Spec, dst: Spec) -> Iterator[Step]:
-    """What makes axes Partial: all at once, for a block need not lie in that without some of its axes.
+def _partial_steps(spec: Spec, dst: Spec) -> Iterator[Step]:
+    """The moves that make axes Partial.
 
-    Where sums and averages are made, averages are sums first.
+    All axes in one move, because a block is not always inside the block that some of its axes alone give. If both sums
+    and averages are made, averages are sums first.
     """
     have = dict(spec.partial)
     new = {a: kind for a, kind in dst.partial if a not in have}

@@ -1,4 +1,9 @@
-"""The families of rules: one short function each, named for the reason its ops belong together."""
+"""The families of rules. Each is a short function, and its name says why its ops belong together.
+
+    pointwise(call of add(f32[8, 4], f32[4]))           0 1, 1 -> 0 1      every dim is free
+    reduction(call of sum(f32[8, 4], [1]), "sum")       0 1 -> 0           dim 1 leaves a Partial
+    one_dim_whole(call of softmax(f32[8, 4], 1))        0 _ -> 0 _         dim 1 is whole
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,16 @@ from math import prod
 import torch
 
 from spmd.tensor.call import Call, dims_of
-from spmd.tensor.rules.laws import MOVES, UNREAD
+from spmd.tensor.rules.laws import COPIES, IGNORES_VALUES
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule
 
 
-def named(*names) -> Dims:
-    """Dims from factor names; None stays None."""
+def factors(*names) -> Dims:
+    """Dims with these factor names; None stays None."""
     return tuple(None if n is None else Factor(n) for n in names)
 
 
-def whole(ndim: int) -> Dims:
+def whole_dims(ndim: int) -> Dims:
     return (None,) * ndim
 
 
@@ -25,33 +30,32 @@ def whole(ndim: int) -> Dims:
 
 
 def contraction(call: Call, equation: str, law: tuple[Law, ...] = ()) -> Rule:
-    """A fixed-rank op written as an einsum: `m k, k n -> m n`; `_` is a whole dim."""
-    ins, outs = (tuple(_read(t) for t in side.split(",")) for side in equation.split("->"))
+    """The rule of an op of fixed rank, written as an einsum: `m k, k n -> m n`. `_` is a whole dim."""
+    ins, outs = (tuple(_parse_term(t) for t in side.split(",")) for side in equation.split("->"))
     return Rule(ins[: len(call.tensors)], outs, "sum", law)
 
 
-def _read(text: str) -> Dims:
-    return named(*(None if f == "_" else f for f in text.split()))
+def _parse_term(text: str) -> Dims:
+    return factors(*(None if f == "_" else f for f in text.split()))
 
 
-def by_name(call: Call, ins: dict[str, Dims], outs: Sequence[Dims | None], added: str = "", **options) -> Rule:
-    """A rule whose operands are given by argument name; operands and results that are None are left out.
+def rule_by_name(call: Call, ins: dict[str, Dims], outs: Sequence[Dims | None], **options) -> Rule:
+    """A rule from the dims of the operands by argument name. Operands and results that are None are left out.
 
-    An operand that is not listed is whole. added: the one to which the rest is added.
+    An operand that is not listed is whole.
     """
-    given = tuple(ins.get(name, whole(x.ndim)) for name, x in call.named_tensors)
-    kept = tuple(dims if meta is not None else None for dims, meta in zip(outs, call.outs, strict=True))
-    to = frozenset(i for i, (name, _) in enumerate(call.named_tensors) if name == added)
-    return Rule(given, kept, added=to, **options)
+    in_dims = tuple(ins.get(name, whole_dims(x.ndim)) for name, x in call.named_tensors)
+    out_dims = tuple(dims if meta is not None else None for dims, meta in zip(outs, call.outs, strict=True))
+    return Rule(in_dims, out_dims, **options)
 
 
 # ---- pointwise --------------------------------------------------------------------------------
 
 
 def pointwise(call: Call, law: tuple[Law, ...] = ()) -> Rule | None:
-    """Every dim of the result is free; an operand that is stretched has no tie there.
+    """Every dim of the result is free. A dim of an operand that is broadcast has no factor.
 
-    No rule for a result of another shape than the operands': that op is not pointwise.
+    There is no rule if the result does not have the broadcast shape of the operands: then the op is not pointwise.
     """
     shape = call.outs[0].shape if call.outs[0] is not None else None
     if shape != tuple(torch.broadcast_shapes(*(x.shape for x in call.tensors))):
@@ -65,19 +69,25 @@ def pointwise(call: Call, law: tuple[Law, ...] = ()) -> Rule | None:
 
 def like(call: Call) -> Rule | None:
     """A new tensor of the operand's shape, whose values are not read: zeros_like, fill."""
-    return pointwise(call, UNREAD)
+    return pointwise(call, IGNORES_VALUES)
 
 
 def new(call: Call) -> Rule:
-    """A new tensor of any shape. Nothing of the operand is read, so a result of another shape is the same
-    on every rank, however the operand lies."""
+    """A new tensor of any shape. The op reads nothing of the operand, so a result of another shape is the same on
+    every rank, whatever the placements of the operand are."""
     x, out = call.tensors[0].shape, call.outs[0].shape
     dims = tuple(map(Factor, range(len(x))))
-    return Rule((dims,), (dims if x == out else None,), "sum", UNREAD, sizes="size")
+    return Rule((dims,), (dims if x == out else None,), "sum", IGNORES_VALUES, sizes="size")
+
+
+def new_strided(call: Call) -> Rule:
+    """A new tensor with given strides. Those of a block would be others, so the result is the same on every rank."""
+    dims = tuple(map(Factor, range(call.tensors[0].ndim)))
+    return Rule((dims,), (None,), "sum", IGNORES_VALUES)
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int]) -> Dims:
-    """Factors of a tensor of `shape` broadcast to `to`: one per dim, none where it is stretched.
+    """The factors of a tensor of `shape` that is broadcast to `to`: one for each dim, None where the dim is broadcast.
 
     >>> broadcast((1, 4), (2, 3, 4))
     (None, 2)
@@ -90,41 +100,41 @@ def broadcast(shape: Sequence[int], to: Sequence[int]) -> Dims:
 
 
 def reduction(call: Call, kind: str | None = None, law: tuple[Law, ...] = (), nonempty: bool = False) -> Rule:
-    """The dims that `dim` names are summed to a Partial of this kind; whole when there is none.
+    """The dims that `dim` names are reduced to a Partial of this kind. If kind is None, they are whole.
 
-    `nonempty`: the reduction of nothing is an error, so no rank may be left without an element.
+    `nonempty`: a reduction of no elements is an error, so no rank may have an empty shard of these dims.
     """
     n = call.tensors[0].ndim
     if (kind, call.outs[0].dtype) == ("sum", torch.bool) or (kind == "product" and call.outs[0].dtype.is_complex):
-        kind = None  # there is no sum of bools, and no backend for products of complex numbers
-    gone = dims_of(call["dim"], n)
-    kept = [d for d in range(n) if d not in gone]
+        kind = None  # bools have no sum, and no backend multiplies complex numbers
+    reduced = dims_of(call["dim"], n)
+    kept = [d for d in range(n) if d not in reduced]
     ins = tuple(Factor(d) if d in kept or kind else None for d in range(n))
     outs = tuple(
-        tuple(Factor(d) if d in kept else None for d in range(n)) if len(o.shape) == n else named(*kept)
+        tuple(Factor(d) if d in kept else None for d in range(n)) if len(o.shape) == n else factors(*kept)
         for o in call.outs
     )
-    return Rule((ins,), outs, kind, law, nonempty=frozenset(gone if kind and nonempty else ()))
+    return Rule((ins,), outs, kind, law, nonempty=frozenset(reduced if kind and nonempty else ()))
 
 
 # ---- some dims whole --------------------------------------------------------------------------
 
 
-def dims_whole(call: Call, shut: Sequence[int], law: tuple[Law, ...] = ()) -> Rule:
-    """These dims are whole, all others free, in every operand and result of the first operand's rank."""
+def dims_whole(call: Call, whole: Sequence[int], law: tuple[Law, ...] = ()) -> Rule:
+    """These dims are whole and all others free, in every operand and result with as many dims as the first operand."""
     n = call.tensors[0].ndim
 
     def free(ndim: int) -> Dims:
-        return tuple(None if d in shut else Factor(d) for d in range(n)) if ndim == n else whole(ndim)
+        return tuple(None if d in whole else Factor(d) for d in range(n)) if ndim == n else whole_dims(ndim)
 
     outs = tuple(None if o is None else free(len(o.shape)) for o in call.outs)
     return Rule(tuple(free(x.ndim) for x in call.tensors), outs, None, law)
 
 
 def all_whole(call: Call) -> Rule:
-    """No dim is free: every operand is replicated."""
-    outs = tuple(None if o is None else whole(len(o.shape)) for o in call.outs)
-    return Rule(tuple(whole(x.ndim) for x in call.tensors), outs)
+    """All dims are whole: every operand is replicated."""
+    outs = tuple(None if o is None else whole_dims(len(o.shape)) for o in call.outs)
+    return Rule(tuple(whole_dims(x.ndim) for x in call.tensors), outs)
 
 
 def one_dim_whole(call: Call, arg: str = "dim", law: tuple[Law, ...] = ()) -> Rule:
@@ -133,30 +143,30 @@ def one_dim_whole(call: Call, arg: str = "dim", law: tuple[Law, ...] = ()) -> Ru
 
 
 def last_dims_whole(call: Call, last: int, law: tuple[Law, ...] = ()) -> Rule:
-    """The last few dims are whole: triu, pooling."""
+    """The last few dims are whole: triu, tril."""
     n = call.tensors[0].ndim
     return dims_whole(call, range(n - last, n), law)
 
 
-# ---- movement ---------------------------------------------------------------------------------
+# ---- rearrangements ---------------------------------------------------------------------------
 
 
-def moved(call: Call, source: Callable[[int], Sequence[int | None]]) -> Rule:
-    """A rearrangement: `source(ndim)` lists, for each dim of the result, the input dim it shows."""
+def rearranged(call: Call, source: Callable[[int], Sequence[int | None]]) -> Rule:
+    """A rearrangement of dims: `source(ndim)` lists, for each dim of the result, the dim of the input it comes from."""
     n = call.tensors[0].ndim
-    shown = source(n)
-    ins = tuple(Factor(d) if d in shown else None for d in range(n))
-    return Rule((ins,), (named(*shown),) * len(call.outs), None, MOVES)
+    sources = source(n)
+    ins = tuple(Factor(d) if d in sources else None for d in range(n))
+    return Rule((ins,), (factors(*sources),) * len(call.outs), None, COPIES)
 
 
 def reshaped(call: Call, sizes: str = "size") -> Rule:
-    """A view: runs of dims with equal products form a group, tied by the leading dim of each side.
+    """A view: runs of dims with equal products form a group. The leading dims of a group's two sides are tied.
 
-    The leading dims of a group share gcd(n, m) blocks of rows; a shard boundary must fall on one of them, which
-    the units of the factor say.
+    The leading dims of a group, of sizes n and m, have gcd(n, m) blocks of rows in common. A shard may begin only where
+    such a block begins. The units of the factor say so.
     """
     src, dst = call.tensors[0].shape, call.outs[0].shape
-    ins, outs = list(whole(len(src))), list(whole(len(dst)))
+    ins, outs = list(whole_dims(len(src))), list(whole_dims(len(dst)))
     for left, right in groups(src, dst):
         p = next((d for d in left if src[d] != 1), None)
         q = next((d for d in right if dst[d] != 1), None)
@@ -164,13 +174,13 @@ def reshaped(call: Call, sizes: str = "size") -> Rule:
             continue
         unit_in, unit_out = _units(src, left, p, dst, right, q)
         ins[p], outs[q] = Factor(p, unit_in), Factor(p, unit_out)
-    return Rule((tuple(ins),), (tuple(outs),), None, MOVES, sizes=sizes)
+    return Rule((tuple(ins),), (tuple(outs),), None, COPIES, sizes=sizes)
 
 
 def _units(src, left, p, dst, right, q) -> tuple[int, int]:
-    """How many rows of each side's leading dim make one common block.
+    """How many rows of the leading dim of each side make one common block.
 
-    A row of dim p has `inner` elements; a block is the least common multiple of the two sides' rows.
+    A block has as many elements as the least common multiple of the elements of a row on either side.
     """
     a = prod(src[d] for d in left if d > p)
     b = prod(dst[d] for d in right if d > q)
@@ -186,7 +196,7 @@ def _lcm(a: int, b: int) -> int:
 
 
 def groups(src: Sequence[int], dst: Sequence[int]) -> list[tuple[range, range]]:
-    """The runs of dims of two shapes whose products are equal; none for empty tensors.
+    """The shortest runs of dims of two shapes that have equal products. There are none for empty tensors.
 
     >>> groups((6, 5, 8), (30, 2, 4))
     [(range(0, 2), range(0, 1)), (range(2, 3), range(1, 3))]

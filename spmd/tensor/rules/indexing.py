@@ -1,7 +1,9 @@
-"""Rows of ops that look elements up: what is indexed is whole, what is carried along is free.
+"""Rules of ops with an index: the indexed dim is whole, and all other dims are free.
 
-An index and the tensor that it points into are tied, in the other dims, only where their sizes are equal: torch
-lets an index be shorter, and a block of the shorter one is no block of the longer one.
+    gather(f32[t, V], 1, i64[t, k])     0 _, 0 1 -> 0 1     t is tied, V is whole, k is a dim of the index alone
+
+The other dims of the index and of the indexed tensor are tied only where their sizes are equal. torch allows an index
+that is shorter. Then a block of the index does not belong to a block of the tensor.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import replace
 import torch
 
 from spmd.tensor.call import Call, dims_of
-from spmd.tensor.rules.families import broadcast, by_name, named, whole
+from spmd.tensor.rules.families import broadcast, factors, rule_by_name, whole_dims
 from spmd.tensor.rules.laws import (
-    FILLS,
+    COPIES_FIRST,
+    FILLS_CONSTANT,
     FILLS_ZERO,
     LINEAR_IN_FIRST,
-    MOVES_FIRST,
     SCATTER,
     SCATTER_ADD,
 )  # fmt: skip
@@ -29,18 +31,18 @@ from spmd.tensor.spec import Spec
 
 def embedding(call: Call) -> Rule:
     """The rows of the table are whole; its columns and the tokens are free."""
-    tokens = named(*range(call["indices"].ndim))
-    return by_name(
-        call, {"weight": named(None, "d"), "indices": tokens}, ((*tokens, Factor("d")),), laws=MOVES_FIRST
+    tokens = factors(*range(call["indices"].ndim))
+    return rule_by_name(
+        call, {"weight": factors(None, "d"), "indices": tokens}, ((*tokens, Factor("d")),), laws=COPIES_FIRST
     )  # fmt: skip
 
 
 def embedding_backward(call: Call) -> Rule:
-    """Each token adds its gradient to a row: tokens are summed, unless they must be counted."""
+    """Each token adds its gradient to a row, so tokens are summed. If they are counted, they are whole."""
     n = call["indices"].ndim
-    tokens = whole(n) if call["scale_grad_by_freq"] else named(*range(n))
-    return by_name(
-        call, {"grad_output": (*tokens, Factor("d")), "indices": tokens}, (named(None, "d"),),
+    tokens = whole_dims(n) if call["scale_grad_by_freq"] else factors(*range(n))
+    return rule_by_name(
+        call, {"grad_output": (*tokens, Factor("d")), "indices": tokens}, (factors(None, "d"),),
         kind="sum", laws=LINEAR_IN_FIRST,
     )  # fmt: skip
 
@@ -49,18 +51,21 @@ def embedding_backward(call: Call) -> Rule:
 
 
 def gathered(call: Call) -> Rule:
-    """`out[i, j] = x[i, index[i, j]]`: i is tied, j is the index's own."""
+    """`out[i, j] = x[i, index[i, j]]`: i is tied, j is a dim of the index alone."""
     x, index = call["self"], call["index"]
     along = dims_of(call["dim"], index.ndim)
     tied = _tied(along, x, index)
     if tied is None:
-        return by_name(call, {}, (whole(index.ndim),), laws=MOVES_FIRST)
+        return rule_by_name(call, {}, (whole_dims(index.ndim),), laws=COPIES_FIRST)
     out = tuple(Factor(d) if d in along else f for d, f in enumerate(tied))
-    return by_name(call, {"self": tied, "index": out}, (out,), laws=MOVES_FIRST)
+    return rule_by_name(call, {"self": tied, "index": out}, (out,), laws=COPIES_FIRST)
 
 
 def _tied(along, *tensors: Spec) -> Dims | None:
-    """A factor for each dim but `along` that is as long in all of these; None where one of them is a scalar."""
+    """The dims of tensors that are tied: a factor for each dim, except `along`, with the same size in all tensors.
+
+    None if the tensors have different numbers of dims, as with a scalar.
+    """
     n = tensors[0].ndim
     if any(t.ndim != n for t in tensors):
         return None
@@ -69,35 +74,39 @@ def _tied(along, *tensors: Spec) -> Dims | None:
     )
 
 
-def _scatter(call: Call, law, others: tuple[str, ...]) -> Rule:
-    """The dims that all tensors share, but `dim`, are free."""
+def _scatter_rule(call: Call, law, others: tuple[str, ...]) -> Rule:
+    """The dims with the same size in all tensors are free, except `dim`."""
     x = call["self"]
     tied = _tied(dims_of(call["dim"], x.ndim), x, *(call[name] for name in others))
     ins = dict.fromkeys(("self", *others), tied) if tied is not None else {}
-    return by_name(call, ins, (whole(x.ndim) if tied is None else tied,), laws=law)
+    return rule_by_name(call, ins, (whole_dims(x.ndim) if tied is None else tied,), laws=law)
 
 
 def scattered(call: Call) -> Rule:
-    """With an index twice, which element stays is not defined; it is the same one on every rank."""
+    """If an index is given twice, torch does not define which element remains, but it is the same on every rank."""
     if call["src"] is None:
-        return _scatter(call, _filling(call["value"]) if call["reduce"] is None else (), ("index",))
-    return _scatter(call, SCATTER if call["reduce"] is None else (), ("index", "src"))
+        return _scatter_rule(call, _fill_laws(call["value"]) if call["reduce"] is None else (), ("index",))
+    return _scatter_rule(call, SCATTER if call["reduce"] is None else (), ("index", "src"))
 
 
 def scatter_added(call: Call) -> Rule:
-    return _pointed(call, _scatter(call, SCATTER_ADD, ("index", "src")), "sum", "src")
+    return _with_sharded_source(call, _scatter_rule(call, SCATTER_ADD, ("index", "src")), "sum", "src")
 
 
 def scatter_reduced(call: Call) -> Rule:
-    return _pointed(call, _scatter(call, (), ("index", "src")), KINDS.get(call["reduce"]), "src")
+    rule = _scatter_rule(call, (), ("index", "src"))
+    return _with_sharded_source(call, rule, REDUCE_KINDS.get(call["reduce"]), "src")
 
 
-KINDS = {"sum": "sum", "amax": "max", "amin": "min"}
-"""What ranks that each reduce a part of the source leave. To a sum the target is added once; it is its own maximum."""
+REDUCE_KINDS = {"sum": "sum", "amax": "max", "amin": "min"}
+"""From the `reduce` argument to the Partial that the ranks leave if each reduces a part of the source.
+
+The target is added to a sum once. For a maximum or minimum each rank may use all of it.
+"""
 
 
-def _pointed(call: Call, rule: Rule, kind: str | None, source: str) -> Rule:
-    """The same rule, with the places that the index names along `dim` shared out, with what is put there."""
+def _with_sharded_source(call: Call, rule: Rule, kind: str | None, source: str) -> Rule:
+    """The same rule, with one more factor: the entries of the index along `dim`, and the source with them."""
     names = [name for name, _ in call.named_tensors]
     x, index, src = call["self"], call["index"], call[source]
     if kind is None or not x.ndim or call["include_self"] is False or x.dtype == torch.bool:
@@ -105,21 +114,21 @@ def _pointed(call: Call, rule: Rule, kind: str | None, source: str) -> Rule:
     (along,) = dims_of(call["dim"], x.ndim)
     if index.ndim not in (1, x.ndim) or src.ndim != x.ndim:
         return rule
-    at = along if index.ndim == x.ndim and source == "src" else 0
-    if index.shape[at] != src.shape[along]:
+    index_dim = along if index.ndim == x.ndim and source == "src" else 0
+    if index.shape[index_dim] != src.shape[along]:
         return rule
-    put = {names.index("index"): at, names.index(source): along}
-    ins = tuple(_with(dims, put[i]) if i in put else dims for i, dims in enumerate(rule.ins))
+    sharded = {names.index("index"): index_dim, names.index(source): along}
+    ins = tuple(_with_place_factor(dims, sharded[i]) if i in sharded else dims for i, dims in enumerate(rule.ins))
     return replace(rule, ins=ins, kind=kind, added=frozenset([names.index("self")] if kind == "sum" else ()))
 
 
-def _with(dims: Dims, at: int) -> Dims:
-    """The dims with the places that are pointed at in this one."""
-    return (*dims[:at], Factor("place"), *dims[at + 1 :])
+def _with_place_factor(dims: Dims, d: int) -> Dims:
+    """The dims with the factor of the index's entries at dim d."""
+    return (*dims[:d], Factor("place"), *dims[d + 1 :])
 
 
-def _filling(value):
-    return FILLS_ZERO if is_zero(value) else FILLS
+def _fill_laws(value):
+    return FILLS_ZERO if is_zero(value) else FILLS_CONSTANT
 
 
 # ---- a 1-D index along one dim ----------------------------------------------------------------
@@ -132,51 +141,54 @@ def selected(call: Call) -> Rule:
     kept = tuple(None if d in along else Factor(d) for d in range(x.ndim))
     new = Factor("i") if index.ndim and x.ndim else None
     out = tuple(new if d in along else f for d, f in enumerate(kept))
-    return by_name(call, {"self": kept, "index": (new,) * index.ndim}, (out,), laws=MOVES_FIRST)
+    return rule_by_name(call, {"self": kept, "index": (new,) * index.ndim}, (out,), laws=COPIES_FIRST)
 
 
-def _along(call: Call, law) -> Rule:
-    """`self` and `source` move together; the dim that `index` points along is whole."""
+def _indexed_along_dim(call: Call, law) -> Rule:
+    """The dims of `self` and `source` are tied, except the dim that `index` points along, which is whole."""
     x, source = call["self"], call["source"]
     along = dims_of(call["dim"], x.ndim)
     tied = _tied(along, *((x, source) if source is not None else (x,)))
     ins = {"self": tied, "source": tied} if tied is not None else {}
-    return by_name(call, ins, (whole(x.ndim) if tied is None else tied,), laws=law)
+    return rule_by_name(call, ins, (whole_dims(x.ndim) if tied is None else tied,), laws=law)
 
 
 def index_added(call: Call) -> Rule:
-    return _pointed(call, _along(call, SCATTER_ADD), "sum", "source")
+    return _with_sharded_source(call, _indexed_along_dim(call, SCATTER_ADD), "sum", "source")
 
 
 def index_reduced(call: Call) -> Rule:
-    return _pointed(call, _along(call, ()), KINDS.get(call["reduce"]), "source")
+    return _with_sharded_source(call, _indexed_along_dim(call, ()), REDUCE_KINDS.get(call["reduce"]), "source")
 
 
 def index_copied(call: Call) -> Rule:
-    return _along(call, SCATTER)
+    return _indexed_along_dim(call, SCATTER)
 
 
 def index_filled(call: Call) -> Rule:
-    return _along(call, _filling(call["value"]))
+    return _indexed_along_dim(call, _fill_laws(call["value"]))
 
 
 # ---- x[i, :, j] -------------------------------------------------------------------------------
 
 
 def indexed(call: Call) -> Rule | None:
-    """`x[i, :, j]`: the dims that are not indexed are free, and so are those of the indices."""
-    return _index(call, put=False)
+    """`x[i, :, j]`: the dims that are not indexed are free, and the dims of the indices are free."""
+    return _index_rule(call, put=False)
 
 
 def index_put(call: Call) -> Rule | None:
-    """`x[i, :, j] = values`: the indices' own dims are whole, for they point anywhere in `x`; or summed, in `+=`."""
-    return _index(call, put=True)
+    """`x[i, :, j] = values`: the dims of the indices are whole, because an index may point anywhere in `x`.
+
+    In `+=` they are summed.
+    """
+    return _index_rule(call, put=True)
 
 
-def _index(call: Call, put: bool) -> Rule | None:
-    """Adjacent indices put their dims in the place of the first; others put them in front, as numpy does.
+def _index_rule(call: Call, put: bool) -> Rule | None:
+    """Adjacent indices put their dims in the place of the first one. Others put them first, as in numpy.
 
-    A mask has no rule: how many elements it takes is in its values.
+    A mask has no rule, because the number of elements that it selects depends on its values.
     """
     x, given = call["self"], call["indices"]
     at = [d for d, i in enumerate(given) if i is not None]
@@ -185,29 +197,29 @@ def _index(call: Call, put: bool) -> Rule | None:
         return None
     shape = tuple(torch.broadcast_shapes(*(i.shape for i in indices)))
     adds = put and call["accumulate"] and x.dtype != torch.bool
-    own: Dims = named(*(f"i{d}" for d in range(len(shape)))) if adds or not put else whole(len(shape))
+    of_index: Dims = factors(*(f"i{d}" for d in range(len(shape)))) if adds or not put else whole_dims(len(shape))
     table = tuple(None if d in at else Factor(d) for d in range(x.ndim))
     place = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     rest = [d for d in range(x.ndim) if d not in at]
-    seen = named(*rest[:place]) + own + named(*rest[place:])
+    selected = factors(*rest[:place]) + of_index + factors(*rest[place:])
     sizes = [x.shape[d] for d in rest[:place]] + [*shape] + [x.shape[d] for d in rest[place:]]
-    pointers = [_stretched(i.shape, shape, own) for i in indices]
+    index_dims = [_broadcast_dims(i.shape, shape, of_index) for i in indices]
     if not put:
-        return Rule((table, *pointers), (seen,), laws=MOVES_FIRST)
-    values = _stretched(call["values"].shape, sizes, seen)
+        return Rule((table, *index_dims), (selected,), laws=COPIES_FIRST)
+    values = _broadcast_dims(call["values"].shape, sizes, selected)
     law = _put_laws(call, len(indices))
     if adds:
-        return Rule((table, *pointers, values), (table,), "sum", law, added=frozenset([0]))
-    return Rule((table, *pointers, values), (table,), laws=law)
+        return Rule((table, *index_dims, values), (table,), "sum", law, added=frozenset([0]))
+    return Rule((table, *index_dims, values), (table,), laws=law)
 
 
-def _stretched(shape, to, dims: Dims) -> Dims:
-    """The dims of a tensor that is broadcast to a shape with these."""
+def _broadcast_dims(shape, to, dims: Dims) -> Dims:
+    """The dims of a tensor of `shape` that is broadcast to a tensor with these dims."""
     return tuple(dims[f.name] if f is not None else None for f in broadcast(shape, to))
 
 
 def _put_laws(call: Call, n: int):
-    """As scatter, with n indices between the two."""
+    """The laws of scatter, with n indices between the tensor and the values."""
     between = " ".join("r" * n)
     if call["accumulate"]:
         return laws(f"sum avg: p {between} p -> p", f"avg: p {between} r -> p", f"avg: r {between} p -> p")

@@ -1,7 +1,10 @@
-"""The laws of partials: which reductions an op commutes with, each with its proof.
+"""The laws of Partials: which reductions an op commutes with. Each law has its proof beside it.
 
-A row of letters reads `op(partial, replicated) is a partial`; see `spmd.tensor.rules.rule.laws`. The laws here are
-about numbers; what dtypes add to it (an integer has no average, a bool no sum) is checked once, by `lawful`.
+    BILINEAR = laws("sum avg: p r -> p", ...)    (a + b) c = a c + b c: `mm(partial, replicated)` is a Partial
+
+A law such as `p r -> p` reads: if the first operand is a Partial and the second is replicated, the result is a Partial.
+See `spmd.tensor.rules.rule.laws`. The laws here are about numbers. Dtypes restrict them (an integer has no average, a
+bool has no sum). One function, `lawful`, checks that.
 """
 
 from __future__ import annotations
@@ -11,46 +14,49 @@ from dataclasses import replace
 import torch
 
 from spmd.tensor.call import Call
-from spmd.tensor.rules.rule import Law, Rule, fill, laws
+from spmd.tensor.rules.rule import Law, Rule, laws, letters_for
 
 # ---- an operand's values go to the result unchanged -------------------------------------------
 
-MOVES = laws("sum avg max min product: p -> p...")  # reduce, then move = move, then reduce
-MOVES_FIRST = laws("sum avg max min product: p r... -> p")  # the same; the others say only where to
-MOVES_ALL = laws("sum avg max min product: p... -> p")  # each element of the result comes from one of them
-MOVES_SECOND = laws("sum avg max min product: r p -> p", "sum avg max min product: p p -> p")  # copy reads the second
-PICKS = laws(
+COPIES = laws("sum avg max min product: p -> p...")  # reduce and then copy = copy and then reduce
+COPIES_FIRST = laws("sum avg max min product: p r... -> p")  # the same; the other operands say only where to copy
+COPIES_FROM_ALL = laws("sum avg max min product: p... -> p")  # each element of the result comes from one operand
+COPIES_SECOND = laws(
+    "sum avg max min product: r p -> p",  # copy_ reads only the second operand
+    "sum avg max min product: p p -> p",
+)
+SELECTS = laws(
     "sum avg max min product: r p p -> p",  # where(c, x, y) takes x or y, the same on every rank
     "avg max min: r p r -> p",  # and y = avg(y, y) = max(y, y) = min(y, y)
     "avg max min: r r p -> p",
 )
-PICKS_OR_CONST = laws("avg max min: r p -> p")  # where(c, x, 2.0): 2.0 = avg(2.0, 2.0), but not their sum
-FILLS = laws("avg max min: p r... -> p")  # masked_fill, pad: a constant is its own avg, max and min
+SELECTS_OR_CONST = laws("avg max min: r p -> p")  # where(c, x, 2.0): 2.0 = avg(2.0, 2.0), but not their sum
+FILLS_CONSTANT = laws("avg max min: p r... -> p")  # masked_fill, pad: a constant is its own avg, max and min
 FILLS_ZERO = laws("sum avg max min product: p r... -> p")  # and zero is also its own sum and product
-UNREAD = laws("sum avg max min product: p r... -> r")  # zeros_like, fill: the first operand's values are not read
+IGNORES_VALUES = laws("sum avg max min product: p r... -> r")  # zeros_like, fill: they do not read the first operand
 
 # ---- linear -----------------------------------------------------------------------------------
 
-SCALING = laws("sum avg: p -> p")  # f(a + b) = f(a) + f(b)
+LINEAR = laws("sum avg: p -> p")  # f(a + b) = f(a) + f(b)
 SHIFTING = laws("avg: p -> p")  # avg(a + c, b + c) = avg(a, b) + c; a sum would count c twice
 ADDITIVE = laws(
     "sum avg: p p -> p",  # (a + b) + (c + d) = (a + c) + (b + d)
     "avg: p r -> p",  # c = avg(c, c); a sum would count it twice
     "avg: r p -> p",
 )
-PARTS_OF_ONE = laws("sum avg: p p -> p")  # (a + ib) + (c + id) = (a + c) + i(b + d)
+REAL_AND_IMAGINARY = laws("sum avg: p p -> p")  # (a + ib) + (c + id) = (a + c) + i(b + d)
 BILINEAR = laws(
     "sum avg: p r -> p",  # (a + b) c = a c + b c; p p has cross terms
     "sum avg: r p -> p",
 )
-LINEAR_IN_FIRST = laws("sum avg: p r... -> p...")  # gradients of f: g -> g f'(x), the rest held
-LINEAR_BUT_LAST = laws("sum avg: p r... -> p r")  # the nll loss: linear in the scores; the summed weight has none in it
-LINEAR_IN_THIRD = laws("sum avg: r r p r... -> p r...")  # attention: weights @ v; logsumexp has no v in it
+LINEAR_IN_FIRST = laws("sum avg: p r... -> p...")  # gradients of f: g -> g f'(x), all other operands fixed
+LINEAR_BUT_LAST = laws("sum avg: p r... -> p r")  # nll loss: linear in the scores; the total weight does not use them
+LINEAR_IN_THIRD = laws("sum avg: r r p r... -> p r...")  # attention: weights @ v; logsumexp does not depend on v
 LERP = laws(
     "sum avg: p p -> p",  # (1 - w) a + w b
     "avg: p r -> p",
     "avg: r p -> p",
-    "sum avg: p p r -> p",  # the same, the weight a tensor
+    "sum avg: p p r -> p",  # the same with a weight that is a tensor
     "avg: p r r -> p",
     "avg: r p r -> p",
     "avg: r r p -> p",  # affine in the weight: a + w (b - a)
@@ -86,56 +92,62 @@ SCATTER = laws(
     "avg max min: p r r -> p",
     "avg max min: r r p -> p",
 )
+REPLACES = laws(
+    "sum avg max min product: p p -> p",  # the same, with places that no index says
+    "avg max min: p r -> p",
+    "avg max min: r p -> p",
+)
 
 # ---- monotone ---------------------------------------------------------------------------------
 
 RISING = laws("max min: p -> p")  # f(max(a, b)) = max(f(a), f(b))
 FALLING = laws("max min: p -> q")  # f(max(a, b)) = min(f(a), f(b))
-CLAMPED = laws("max min: p r... -> p")  # rising in the first, whatever the bounds
-MONOTONE2 = laws("max min: p r -> p", "max min: r p -> p")  # rising in each operand
-OF_MAX = laws("max: p p -> p")  # max(max(a, b), max(c, d)) = max(max(a, c), max(b, d))
-OF_MIN = laws("min: p p -> p")
+RISING_IN_FIRST = laws("max min: p r... -> p")  # clamp: rising in its first operand, with any bounds
+RISING_IN_EACH = laws("max min: p r -> p", "max min: r p -> p")  # rising in each operand
+MAX_OF_TWO = laws("max: p p -> p")  # max(max(a, b), max(c, d)) = max(max(a, c), max(b, d))
+MIN_OF_TWO = laws("min: p p -> p")
 MAX_OVER = laws("max: p -> p")  # a maximum of maxima, in any order
 MIN_OVER = laws("min: p -> p")
 PRODUCT_OVER = laws("product: p -> p")  # a product of products, in any order
 
 
-# ---- what dtypes add --------------------------------------------------------------------------
+# ---- dtypes -----------------------------------------------------------------------------------
 
 
 def lawful(rule: Rule, call: Call) -> tuple[Law, ...]:
-    """The laws of a rule, without the reduce kinds that the dtypes of this call's partials do not allow."""
+    """The laws of a rule, without the reduce kinds that the dtypes of this call's Partials do not allow."""
     kept = (replace(law, kinds=tuple(k for k in law.kinds if _allowed(k, law, rule, call))) for law in rule.laws)
     return tuple(law for law in kept if law.kinds)
 
 
 def _allowed(kind: str, law: Law, rule: Rule, call: Call) -> bool:
-    ins, outs = fill(law.ins, len(rule.ins)), fill(law.outs, len(rule.outs))
+    ins, outs = letters_for(law.ins, len(rule.ins)), letters_for(law.outs, len(rule.outs))
     if ins is None or outs is None:
         return False
     src = [x.dtype for letter, x in zip(ins, call.tensors, strict=True) if letter != "r"]
     dst = [o.dtype for letter, o in zip(outs, call.outs, strict=True) if letter != "r" and o is not None]
-    turned = "q" in outs and not all(map(inexact, dst))  # neg of an unsigned 0 is 0, of 1 it is 255
-    return _ALLOWS[kind](src, dst) and not turned
+    wraps = "q" in outs and not all(map(inexact, dst))  # neg of an unsigned 0 is 0, but neg of 1 is 255
+    return _ALLOWS[kind](src, dst) and not wraps
 
 
 def inexact(dtype: torch.dtype) -> bool:
-    """Of floats or complex numbers; whole numbers are rounded by all that scales them."""
+    """Whether a dtype has floats or complex numbers. Integers are rounded by every op that scales them."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _widens(src, dst) -> bool:
-    """Floats to floats as wide: a sum of rounded parts is not the rounded sum, least of all where parts cancel."""
+    """Floats become floats that are at least as wide. A sum of rounded terms is not the rounded sum, above all where
+    terms cancel."""
     return all(map(inexact, src)) and all(torch.promote_types(s, d) == d for s in src for d in dst)
 
 
 def _one_integer(src, dst) -> bool:
-    """One integer dtype for all: sums wrap around alike before and after the op."""
+    """All have the same integer dtype, so sums wrap around in the same way before and after the op."""
     return len({*src, *dst}) <= 1 and torch.bool not in src
 
 
 def _ordered(src, dst) -> bool:
-    """Rounding to a float keeps order; wrapping to an integer does not, and complex numbers have none."""
+    """Rounding to a float keeps the order. Wrapping to an integer does not, and complex numbers have no order."""
     return not any(t.is_complex for t in [*src, *dst]) and all(t.is_floating_point or {t} == set(src) for t in dst)
 
 

@@ -1,15 +1,19 @@
-"""Rows that move elements: for each dim of the result, the dim of the operand that it shows."""
+"""Rules of ops that rearrange or copy elements. Most say, for each dim of the result, which dim of the operand it is.
+
+    permuted(call of permute(x, [2, 0, 1]), 3)     [2, 0, 1]
+    unsqueezed(call of unsqueeze(x, 1), 2)         [0, None, 1]     a new dim
+"""
 
 from __future__ import annotations
 
 from spmd import _torch
 from spmd.tensor.call import Call, dims_of
-from spmd.tensor.rules.families import all_whole, broadcast, dims_whole, moved, pointwise, reshaped
-from spmd.tensor.rules.laws import FILLS, FILLS_ZERO, MOVES, MOVES_ALL
+from spmd.tensor.rules.families import broadcast, dims_whole, pointwise, rearranged, reshaped
+from spmd.tensor.rules.laws import COPIES, COPIES_FROM_ALL, FILLS_CONSTANT, FILLS_ZERO, REPLACES
 from spmd.tensor.rules.networks import is_zero
-from spmd.tensor.rules.rule import Factor, Rule
+from spmd.tensor.rules.rule import Factor, Rule, laws
 
-# ---- sources: which dim of the operand each dim of the result shows ---------------------------
+# ---- sources: which dim of the operand each dim of the result is ------------------------------
 
 
 def permuted(call: Call, n: int) -> list:
@@ -17,11 +21,11 @@ def permuted(call: Call, n: int) -> list:
 
 
 def transposed(call: Call, n: int) -> list:
-    shown = list(range(n))
+    sources = list(range(n))
     if n:
         a, b = call["dim0"], call["dim1"]
-        shown[a], shown[b] = shown[b], shown[a]
-    return shown
+        sources[a], sources[b] = sources[b], sources[a]
+    return sources
 
 
 def reversed_dims(call: Call, n: int) -> list:
@@ -34,21 +38,21 @@ def unsqueezed(call: Call, n: int) -> list:
 
 
 def without_dim(call: Call, n: int) -> list:
-    (gone,) = dims_of(call["dim"], n)
-    return [d for d in range(n) if d != gone]
+    (dropped,) = dims_of(call["dim"], n)
+    return [d for d in range(n) if d != dropped]
 
 
 def with_dim_whole(call: Call, n: int) -> list:
-    shut = dims_of(call["dim"], n)
-    return [None if d in shut else d for d in range(n)]
+    whole = dims_of(call["dim"], n)
+    return [None if d in whole else d for d in range(n)]
 
 
 def diagonal(call: Call, n: int) -> list:
-    return [*_off_diagonal(call, n), None]
+    return [*_kept_by_diagonal(call, n), None]
 
 
-def _off_diagonal(call: Call, n: int) -> list[int]:
-    """The dims of a tensor of n dims that its diagonal keeps, in order."""
+def _kept_by_diagonal(call: Call, n: int) -> list[int]:
+    """The dims of a tensor of n dims that its diagonal keeps, in order: all except `dim1` and `dim2`."""
     return [d for d in range(n) if d not in (call["dim1"] % n, call["dim2"] % n)]
 
 
@@ -56,21 +60,21 @@ def _off_diagonal(call: Call, n: int) -> list[int]:
 
 
 def squeezed(call: Call) -> Rule | None:
-    """`squeeze.dims` drops dims of size 1. Without dims it would drop those whose *local* size is 1.
+    """`squeeze.dims` drops the dims of size 1. `squeeze` without dims would drop the dims of *local* size 1: no rule.
 
-    The same holds for a dim that is named but longer, so it is whole.
+    A dim that is named but is longer than 1 is whole, because its local size may be 1.
     """
     if _torch.overload_name(call.op) != "dims":
         return None
     x = call.tensors[0]
     dims = tuple(d % x.ndim for d in call["dim"]) if x.ndim else ()  # here [] names none
     dropped = [d for d in dims if x.shape[d] == 1]
-    return moved(call, lambda n: [None if d in dims else d for d in range(n) if d not in dropped])
+    return rearranged(call, lambda n: [None if d in dims else d for d in range(n) if d not in dropped])
 
 
 def sliced(call: Call) -> Rule:
-    """The dim is whole; a slice that takes all of it takes all of every shard."""
-    return pointwise(call, MOVES) if _takes_all(call) else moved(call, lambda n: with_dim_whole(call, n))
+    """The dim is whole. If the slice takes all of the dim, the dim is free: each rank takes all of its shard."""
+    return pointwise(call, COPIES) if _takes_all(call) else rearranged(call, lambda n: with_dim_whole(call, n))
 
 
 def _takes_all(call: Call) -> bool:
@@ -79,78 +83,93 @@ def _takes_all(call: Call) -> bool:
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= size)) and step == 1
 
 
-def put_back(call: Call) -> Rule:
-    """The gradient of slice and select: zeros of the input's shape, with the gradient in its place."""
-    shown = len(call.outs[0].shape)
-    (shut,) = dims_of(call["dim"], shown)
-    out = tuple(None if d == shut else Factor(d) for d in range(shown))
-    grad = out if call.tensors[0].ndim == shown else out[:shut] + out[shut + 1 :]
-    return Rule((grad,), (out,), laws=MOVES, sizes="input_sizes")  # zero is its own sum, max and product
+def slice_gradient(call: Call) -> Rule:
+    """The gradient of slice and select: zeros of the input's shape, with the gradient in the selected place."""
+    n = len(call.outs[0].shape)
+    (whole,) = dims_of(call["dim"], n)
+    out = tuple(None if d == whole else Factor(d) for d in range(n))
+    grad = out if call.tensors[0].ndim == n else out[:whole] + out[whole + 1 :]
+    return Rule((grad,), (out,), laws=COPIES, sizes="input_sizes")  # zero is its own sum, max and product
 
 
 def diagonal_of(call: Call) -> Rule:
-    """`diag_embed`: zeros with the last dim on a diagonal of two new ones."""
-    return Rule(*_on_diagonal(call), laws=MOVES)
+    """`diag_embed`: zeros, with the last dim of the operand on a diagonal of two new dims."""
+    return Rule(*_diagonal_dims(call), laws=COPIES)
 
 
-def diagonal_put_back(call: Call) -> Rule:
-    """The gradient of `diagonal`: the same, in a shape that is given."""
-    return Rule(*_on_diagonal(call), laws=MOVES, sizes="input_sizes")
+def diagonal_gradient(call: Call) -> Rule:
+    """The gradient of `diagonal`: as `diag_embed`, but an argument gives the shape of the result."""
+    return Rule(*_diagonal_dims(call), laws=COPIES, sizes="input_sizes")
 
 
-def _on_diagonal(call: Call):
-    """What is put on a diagonal keeps its other dims."""
+def diagonal_replaced(call: Call) -> Rule:
+    """`diagonal_scatter`: the two dims of the diagonal are whole."""
+    (ins,), out = _diagonal_dims(call)
+    return Rule((out[0], ins), out, laws=REPLACES)
+
+
+def _diagonal_dims(call: Call):
+    """The dims of an operand that is put on a diagonal, and of the result. All other dims are tied."""
     n = len(call.outs[0].shape)
-    kept = _off_diagonal(call, n)
+    kept = _kept_by_diagonal(call, n)
     out = tuple(Factor(d) if d in kept else None for d in range(n))
     return ((*map(Factor, kept), None),), (out,)
 
 
 def viewed(call: Call) -> Rule | None:
-    """`view.dtype` reads bits: no rule."""
+    """`view.dtype` reinterprets bits and has no rule."""
     if call["dtype"] is not None:
         return None
     return reshaped(call, "shape" if call.name == "reshape" else "size")
 
 
 def expanded(call: Call) -> Rule:
-    """Dims that are not stretched are free."""
+    """The dims that are not broadcast are free."""
     shape = call.outs[0].shape
     ins = broadcast(call.tensors[0].shape, shape)
     kept = {f.name for f in ins if f}
-    return Rule((ins,), (tuple(Factor(d) if d in kept else None for d in range(len(shape))),), laws=MOVES, sizes="size")
+    out = tuple(Factor(d) if d in kept else None for d in range(len(shape)))
+    return Rule((ins,), (out,), laws=COPIES, sizes="size")
 
 
 def repeated(call: Call) -> Rule:
-    """Dims that are repeated once are free."""
+    """The dims that are repeated once are free."""
     repeats, n = call["repeats"], call.tensors[0].ndim
     out = tuple(Factor(d) if r == 1 and d >= len(repeats) - n else None for d, r in enumerate(repeats))
-    return Rule((out[len(repeats) - n :],), (out,), laws=MOVES)
+    return Rule((out[len(repeats) - n :],), (out,), laws=COPIES)
 
 
 def rolled(call: Call) -> Rule:
-    """Without dims the tensor is rolled as if it were flat."""
-    shut = dims_of(call["dims"], call.tensors[0].ndim)
-    return dims_whole(call, shut, MOVES)
+    """The rolled dims are whole. Without dims the tensor is rolled as if it were flat, and all dims are whole."""
+    whole = dims_of(call["dims"], call.tensors[0].ndim)
+    return dims_whole(call, whole, COPIES)
 
 
 def padded(call: Call) -> Rule:
-    """The padded dims are whole. `pad` counts them from the last: before, after."""
+    """The padded dims are whole. `pad` has two numbers for each dim, before and after it, starting at the last dim."""
     pad, n = call["pad"], call.tensors[0].ndim
-    shut = [n - 1 - i // 2 for i, p in enumerate(pad) if not is_zero(p)]
-    return dims_whole(call, shut, FILLS_ZERO if is_zero(call["value"]) else FILLS)
+    whole = [n - 1 - i // 2 for i, p in enumerate(pad) if not is_zero(p)]
+    return dims_whole(call, whole, FILLS_ZERO if is_zero(call["value"]) else FILLS_CONSTANT)
 
 
-def joined(call: Call) -> Rule:
-    """The dim along which tensors are joined is whole. An empty 1-D tensor among others is skipped by torch."""
+def concatenated(call: Call) -> Rule:
+    """The dim along which tensors are concatenated is whole.
+
+    torch skips an empty 1-D tensor among tensors of more dims, as every cache of `transformers` begins with one. It
+    has no factor, so it does not tie the dims of the others.
+    """
     n = len(call.outs[0].shape)
-    if any(x.ndim != n for x in call.tensors):
-        return all_whole(call)
-    return dims_whole(call, dims_of(call["dim"], n), MOVES_ALL)
+    skipped = [x.ndim != n for x in call.tensors]
+    whole = dims_of(call["dim"], n) if skipped.count(False) > 1 else ()  # else it is a copy of the one that is left
+    out = tuple(None if d in whole else Factor(d) for d in range(n))
+    law = COPIES_FROM_ALL
+    if any(skipped):
+        law = laws(f"sum avg max min product: {' '.join('r' if skip else 'p' for skip in skipped)} -> p")
+    return Rule(tuple((None,) if skip else out for skip in skipped), (out,), laws=law)
 
 
 def stacked(call: Call) -> Rule:
     n = len(call.outs[0].shape)
     new = call["dim"] % n
     out = tuple(None if d == new else Factor(d) for d in range(n))
-    return Rule((out[:new] + out[new + 1 :],) * len(call.tensors), (out,), laws=MOVES_ALL)
+    return Rule((out[:new] + out[new + 1 :],) * len(call.tensors), (out,), laws=COPIES_FROM_ALL)

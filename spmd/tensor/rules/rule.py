@@ -1,13 +1,13 @@
-"""A rule ties the dims of an op's tensors together by factors; its rows are read off from that.
+"""A rule ties the dims of an op's tensors together by factors. The rows of the rule follow from the factors.
 
-On one axis a factor has one of three fates:
+There are three kinds of factors:
 
-    free     on both sides       every rank works on its own shard alone
-    summed   only on the left    every rank leaves a Partial of the rule's kind; what each would add to it, in full, is
-                                 one, too (`Rule.added`)
-    whole    None, not named     the op must see all of it
+    free     on both sides       each rank works on its own shard alone
+    summed   only on the left    each rank leaves a Partial of the rule's kind. An operand that every rank would add to
+                                 that Partial in full must be a Partial, too (`Rule.added`)
+    whole    None, no name       the op must see all of the dim
 
-`mm` is `m k, k n -> m n`: m and n are free, k is summed, so the rows of one axis are
+`mm` is `m k, k n -> m n`: m and n are free, k is summed. So the rows of one axis are
 
     Shard(0), Replicate() -> Shard(0)          m
     Shard(1), Shard(0)    -> Partial()         k
@@ -15,10 +15,10 @@ On one axis a factor has one of three fates:
     Partial(), Replicate() -> Partial()        a law: mm is linear in each operand
     Replicate(), Replicate() -> Replicate()    always right
 
-Rows compose over axes: any right row on one axis goes with any right row on another, but for two kinds of
-Partial on one tensor.
+Rows compose over axes: a right row on one axis can be combined with any right row on another axis, except for two
+kinds of Partial on one tensor.
 
-Left out here: ops whose local call needs the rank's offset (masks, random numbers); they are recipes.
+Left out: ops whose local call needs the offset of the rank's block (masks, random numbers). They are recipes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 
 @dataclass(frozen=True)
 class Factor:
-    """A dim's tie to others of the same name; `unit` of its indices make one index of the factor.
+    """Ties a dim to the other dims with the same factor name. `unit` indices of the dim make one index of the factor.
 
     Flattening [6, 5] to [30] ties dim 0 of the input (unit 1) to dim 0 of the result (unit 5).
     """
@@ -44,12 +44,12 @@ class Factor:
 
 
 Dims = tuple[Factor | None, ...]
-"""One entry per tensor dim: its factor, or None where the op must see all of the dim."""
+"""One entry for each tensor dim: its factor, or None where the op must see all of the dim."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """How partials pass through an op: `ins` and `outs` are letters, see `laws`."""
+    """How Partials of some kinds pass through an op. `ins` and `outs` are letters, see `laws`."""
 
     kinds: tuple[str, ...]
     ins: tuple[str, ...]
@@ -60,10 +60,10 @@ OPPOSITE = {"max": "min", "min": "max"}
 
 
 def laws(*texts: str) -> tuple[Law, ...]:
-    """Laws from their notation: reduce kinds, then one letter an operand, then one a result.
+    """Laws from their notation: reduce kinds, then a letter for each operand, then a letter for each result.
 
-    p: partial of the kind; q: partial of the opposite kind (max, min); r: replicated. A last letter with
-    dots repeats for as many tensors as there are.
+    p: a Partial of the kind. q: a Partial of the opposite kind (max, min). r: replicated. A last letter with dots is
+    repeated for all further tensors.
 
     >>> laws("sum avg: p r -> p")
     (Law(kinds=('sum', 'avg'), ins=('p', 'r'), outs=('p',)),)
@@ -79,14 +79,16 @@ def _law(text: str) -> Law:
 
 @dataclass(frozen=True)
 class Rule:
-    """Which placements are right for one op on one axis.
+    """Says which placements are right for one op on one axis.
 
-    ins: one `Dims` per operand. outs: one per result; None for a result that is the same on every rank.
-    kind: the Partial that a summed factor leaves, or None when no factor may be summed.
-    nonempty: factors of which no rank may hold an empty shard (a maximum of nothing is an error).
-    sizes: the name of the argument that spells the size of the result, to be rewritten to the local one.
-    added: the operands to which the rest is added, by place: where a factor is summed they are a Partial of the kind,
-    for else they would be counted once a rank. `x.index_add(0, i, y)` has one, with the rows of y on the ranks.
+    ins: the dims of each operand. outs: the dims of each result; None for a result that is the same on every rank.
+    kind: the Partial that a summed factor leaves, or None if no factor may be summed.
+    nonempty: factors of which no rank may have an empty shard (a maximum of nothing is an error).
+    sizes: the name of the argument that is the size of a result. It is replaced by the local size. sized: the position
+    of that result.
+    added: the positions of the operands that the op adds to its sums. Where a factor is summed they must be a Partial
+    of the kind, because otherwise they would be counted once for each rank. `x.index_add(0, i, y)` has one, x, where
+    the rows of y are sharded.
     """
 
     ins: tuple[Dims, ...]
@@ -96,6 +98,7 @@ class Rule:
     nonempty: frozenset = field(default_factory=frozenset)
     sizes: str | None = None
     added: frozenset = field(default_factory=frozenset)
+    sized: int = 0
 
     @property
     def factors(self) -> tuple[Hashable, ...]:
@@ -103,6 +106,10 @@ class Rule:
         left = dict.fromkeys(f.name for dims in self.ins for f in dims if f)
         right = {f.name for dims in self.outs if dims is not None for f in dims if f}
         return tuple(f for f in left if f in right or self.kind)
+
+    def is_free(self, factor: Hashable) -> bool:
+        """Whether every result has a dim of the factor, so that an empty block gives empty results."""
+        return all(dims is not None and any(f and f.name == factor for f in dims) for dims in self.outs)
 
     def __str__(self):
         def side(tensors: Iterable[Dims | None]) -> str:
@@ -113,7 +120,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Row:
-    """One right choice of placements on one axis; `factor` is what it shards, if anything."""
+    """One right choice of placements on one axis. `factor` is the factor that is sharded, if there is one."""
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
@@ -124,40 +131,40 @@ class Row:
 
 
 def rows(rule: Rule) -> tuple[Row, ...]:
-    """All rows of a rule on one axis, the replicated one first."""
-    whole = Row((REPLICATE,) * len(rule.ins), (REPLICATE,) * len(rule.outs))
+    """All rows of a rule on one axis. The replicated row is the first."""
+    replicated = Row((REPLICATE,) * len(rule.ins), (REPLICATE,) * len(rule.outs))
     sharded = tuple(_factor_row(rule, f) for f in rule.factors)
-    lawful = tuple(row for law in rule.laws for row in _law_rows(law, rule))
-    return (whole, *sharded, *lawful)
+    partial = tuple(row for law in rule.laws for row in _law_rows(law, rule))
+    return (replicated, *sharded, *partial)
 
 
 def _factor_row(rule: Rule, name: Hashable) -> Row:
     summed = Partial(rule.kind) if rule.kind else REPLICATE
     on_right = any(f and f.name == name for dims in rule.outs if dims is not None for f in dims)
     added = rule.added if not on_right else ()
-    ins = tuple(_at(dims, name, summed if i in added else REPLICATE) for i, dims in enumerate(rule.ins))
-    outs = tuple(REPLICATE if dims is None else _at(dims, name, summed) for dims in rule.outs)
+    ins = tuple(_placement(dims, name, summed if i in added else REPLICATE) for i, dims in enumerate(rule.ins))
+    outs = tuple(REPLICATE if dims is None else _placement(dims, name, summed) for dims in rule.outs)
     return Row(ins, outs, name)
 
 
-def _at(dims: Dims, name: Hashable, absent: Placement) -> Placement:
+def _placement(dims: Dims, name: Hashable, absent: Placement) -> Placement:
     return next((Shard(d, f.unit) for d, f in enumerate(dims) if f and f.name == name), absent)
 
 
 def _law_rows(law: Law, rule: Rule) -> Iterable[Row]:
-    ins, outs = fill(law.ins, len(rule.ins)), fill(law.outs, len(rule.outs))
+    ins, outs = letters_for(law.ins, len(rule.ins)), letters_for(law.outs, len(rule.outs))
     if ins is None or outs is None:
         return
     for kind in law.kinds:
-        read = {"r": REPLICATE, "p": Partial(kind), "q": Partial(OPPOSITE.get(kind, kind))}
-        placed = tuple(
-            REPLICATE if dims is None else read[c] for c, dims in zip(outs, rule.outs, strict=True)
+        placements = {"r": REPLICATE, "p": Partial(kind), "q": Partial(OPPOSITE.get(kind, kind))}
+        results = tuple(
+            REPLICATE if dims is None else placements[c] for c, dims in zip(outs, rule.outs, strict=True)
         )
-        yield Row(tuple(read[c] for c in ins), placed)
+        yield Row(tuple(placements[c] for c in ins), results)
 
 
-def fill(letters: tuple[str, ...], n: int) -> tuple[str, ...] | None:
-    """The letters for n tensors, or None when the law is about another number of them."""
+def letters_for(letters: tuple[str, ...], n: int) -> tuple[str, ...] | None:
+    """The letters for n tensors, or None if the law is about another number of tensors."""
     if letters and letters[-1].endswith("..."):
         fixed, last = letters[:-1], letters[-1][0]
         return (*fixed, *last * (n - len(fixed))) if n >= len(fixed) else None

@@ -1,47 +1,48 @@
-"""Scans, extremes and spreads along dims that are shared out: a few numbers a block in place of moves.
+"""Decompositions of scans, extremes and variances along sharded dims: each block sends a few numbers, not all of them.
 
-    argmax(f32[t, V@tp], 1)        a maximum over tp of t numbers, and a minimum of the places where it is found
-    topk(f32[t, V@tp], k, 1)       the k largest of each block, and of these the k largest
-    cumsum(f32[t, V@tp], 1)        each block by itself, and on it the sums of the blocks before
+    argmax(f32[t, V@tp], 1)        a maximum over tp of t numbers, and a minimum of the indices where it is
+    topk(f32[t, V@tp], k, 1)       the k largest of each block, and then the k largest of these
+    cumsum(f32[t, V@tp], 1)        the running sums of each block, plus the sum of all blocks before it
     var(f32[t, V@tp], 1)           a mean and a mean of squares over tp
 
-Where the dims lie whole on each rank the op stays as it is, and where a decomposition would not do: where a rank has
-nothing, and where blocks are not alike, so that the dim cannot be seen as blocks.
+The op is kept if the dims are not sharded. Blocks of different lengths are filled up to one length
+(`spmd.tensor.rules.block_ops`).
 
-Left out: products, whose blocks may overflow where one device, going through all, would not.
+Left out: products. A block's product may overflow where the product on one device would not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, prod
 
 import torch
 
 from spmd.comm.chunk import blocks
 from spmd.tensor.call import dims_of
-from spmd.tensor.rules.enter import Table, entering
-from spmd.tensor.rules.norms import about_mean, cast, is_cut, wide
+from spmd.tensor.rules.block_ops import from_blocks, to_blocks
+from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
+from spmd.tensor.rules.norms import cast, centred_moments, is_sharded, upcast
 
 aten = torch.ops.aten
 
 scan_decompositions: Table = {}
-"""From an op to a function of the same arguments; it returns NotImplemented where the op is as good."""
+"""From an op to a function of the same arguments. The function returns NotImplemented where the op is better."""
 
-instead_of = entering(scan_decompositions)
+register_decomposition = decomposition_registrar(scan_decompositions)
 
 
-def lengths(x: torch.Tensor, dim: int) -> list[int]:
-    """How long the blocks of x along a dim are, where it is sharded and nothing is to be reduced; else none."""
+def block_lengths(x: torch.Tensor, dim: int) -> list[int]:
+    """The lengths of the blocks of x along a dim. Empty if the dim is not sharded or x owes a reduction."""
     spec = getattr(x, "_spec", None)
     if spec is None or spec.partial or not spec.ndim or not spec.dims[dim]:
         return []
-    ns = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
-    return [length for _, length in blocks(spec.shape[dim], spec.units[dim], ns)]
+    ranks = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
+    return [length for _, length in blocks(spec.shape[dim], spec.units[dim], ranks)]
 
 
-def counted(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
-    """0, 1, .. n - 1 along this dim of so many; a new tensor beside x."""
+def positions(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
+    """0, 1, .. n - 1 along a dim of a tensor of `ndim` dims, the other dims of size 1. It is on the mesh of x."""
     ones = aten.new_ones.default(x, [n], dtype=torch.int64)
     count = aten.sub.Scalar(aten.cumsum.default(ones, 0), 1)
     return aten.view.default(count, [n if d == dim else 1 for d in range(ndim)])
@@ -50,49 +51,65 @@ def counted(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
 # ---- extremes ---------------------------------------------------------------------------------
 
 
-def _extreme(x, dim: int, keepdim: bool, best: Callable):
-    """The best of a dim, and the first place where it stands; a NaN is better than all."""
+def _extremum(x, dim: int, keepdim: bool, best: Callable):
+    """The best value along a dim (`best` is amax or amin), and its first index. NaN is better than all numbers."""
     dim = dim % x.ndim if x.ndim else 0
-    if x.dtype == torch.bool or not all(lengths(x, dim) or [0]):
+    if x.dtype == torch.bool or x.is_complex() or not block_lengths(x, dim):
         return NotImplemented
     n = x.shape[dim]
-    values = aten.mul.Scalar(best(x, [dim], True), 1)  # reduced here, and not once for each of its readers
+    # times 1: reduced here, and not once for each reader
+    values = aten.mul.Scalar(_best_of_blocks(x, dim, best, _worst(x.dtype, best)), 1)
     others = aten.ne.Tensor(x, values)
     if x.is_floating_point():
-        others = aten.logical_and.default(others, aten.eq.Tensor(x, x))  # where there is a NaN, that is sought
-    places = aten.amin.default(aten.masked_fill.Scalar(counted(x, n, dim, x.ndim), others, n), [dim], True)
-    return tuple(t if keepdim else aten.squeeze.dims(t, [dim]) for t in (values, aten.mul.Scalar(places, 1)))
+        others = aten.logical_and.default(others, aten.eq.Tensor(x, x))  # if there is a NaN, its index is wanted
+    indices = aten.masked_fill.Scalar(positions(x, n, dim, x.ndim), others, n)
+    indices = _best_of_blocks(indices, dim, aten.amin.default, n)
+    return tuple(t if keepdim else aten.squeeze.dims(t, [dim]) for t in (values, aten.mul.Scalar(indices, 1)))
 
 
-@instead_of(aten.max.dim)
+def _best_of_blocks(x: torch.Tensor, dim: int, best: Callable, worst: float) -> torch.Tensor:
+    """The best value along a dim. Empty blocks, of which there is no best value, are filled up with the worst one."""
+    lengths = block_lengths(x, dim)
+    if all(lengths):
+        return best(x, [dim], True)
+    return aten.squeeze.dims(best(to_blocks(x, dim, lengths, worst), [dim, dim + 1], True), [dim])
+
+
+def _worst(dtype: torch.dtype, best: Callable) -> float:
+    """The number of this dtype that is no better than any other."""
+    low, high = (-inf, inf) if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return low if best is aten.amax.default else high
+
+
+@register_decomposition(aten.max.dim)
 def max_dim(self, dim, keepdim=False):
-    return _extreme(self, dim, keepdim, aten.amax.default)
+    return _extremum(self, dim, keepdim, aten.amax.default)
 
 
-@instead_of(aten.min.dim)
+@register_decomposition(aten.min.dim)
 def min_dim(self, dim, keepdim=False):
-    return _extreme(self, dim, keepdim, aten.amin.default)
+    return _extremum(self, dim, keepdim, aten.amin.default)
 
 
-def _place(x, dim, keepdim, best):
-    found = NotImplemented if dim is None else _extreme(x, dim, keepdim, best)
+def _index_of_best(x, dim, keepdim, best):
+    found = NotImplemented if dim is None else _extremum(x, dim, keepdim, best)
     return found if found is NotImplemented else found[1]
 
 
-@instead_of(aten.argmax.default)
+@register_decomposition(aten.argmax.default)
 def argmax(self, dim=None, keepdim=False):
-    return _place(self, dim, keepdim, aten.amax.default)
+    return _index_of_best(self, dim, keepdim, aten.amax.default)
 
 
-@instead_of(aten.argmin.default)
+@register_decomposition(aten.argmin.default)
 def argmin(self, dim=None, keepdim=False):
-    return _place(self, dim, keepdim, aten.amin.default)
+    return _index_of_best(self, dim, keepdim, aten.amin.default)
 
 
-@instead_of(aten.aminmax.default)
+@register_decomposition(aten.aminmax.default)
 def aminmax(self, *, dim=None, keepdim=False):
     dims = list(dims_of(dim, self.ndim))
-    if not self.numel() or not is_cut(self, dims):
+    if not self.numel() or not is_sharded(self, dims):
         return NotImplemented
     return aten.amin.default(self, dims, keepdim), aten.amax.default(self, dims, keepdim)
 
@@ -100,94 +117,100 @@ def aminmax(self, *, dim=None, keepdim=False):
 # ---- by blocks --------------------------------------------------------------------------------
 
 
-def in_blocks(x: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """x with the blocks of a dim in a dim of their own before it, each on its rank.
+def split_into_blocks(x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor | None:
+    """x with a dim split into two: the blocks, each on its rank, and the elements of a block.
 
-    None where they are not alike, or of one element each.
+    Shorter blocks are filled up. None if no block has more than one element.
     """
-    found = lengths(x, dim)
-    if len(set(found)) != 1 or found[0] < 2:
+    lengths = block_lengths(x, dim)
+    if max(lengths, default=0) < 2:
         return None
-    return aten.reshape.default(x, [*x.shape[:dim], len(found), found[0], *x.shape[dim + 1 :]])
+    if len(set(lengths)) > 1:
+        return to_blocks(x, dim, lengths, fill)
+    return aten.reshape.default(x, [*x.shape[:dim], len(lengths), lengths[0], *x.shape[dim + 1 :]])
 
 
-def _joined(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The dim and the next as one again."""
+def _merged(x: torch.Tensor, dim: int, lengths: Sequence[int] = ()) -> torch.Tensor:
+    """x with the dim and the next one merged again. lengths: those of the blocks, where some were filled up."""
+    if len(set(lengths)) > 1:
+        return from_blocks(x, dim, lengths)
     return aten.reshape.default(x, [*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]])
 
 
-WORTH = 4
-"""How many times fewer candidates than elements there are to be, for all their indices to be moved too."""
+MIN_REDUCTION = 4
+"""`topk` is decomposed only if there are this many times fewer candidates than elements: their indices are sent, too.
+"""
 
 
-@instead_of(aten.topk.default)
+@register_decomposition(aten.topk.default)
 def topk(self, k, dim=-1, largest=True, sorted=True):
     dim = dim % self.ndim if self.ndim else 0
-    found = lengths(self, dim)
-    if not 0 < k * len(found) * WORTH <= prod(self.shape[dim : dim + 1]) or len(set(found)) > 1:
+    lengths = block_lengths(self, dim)
+    if not 0 < k * len(lengths) * MIN_REDUCTION <= prod(self.shape[dim : dim + 1]) or len(set(lengths)) > 1:
         return NotImplemented
-    parts = in_blocks(self, dim)
-    values, places = aten.topk.default(parts, k, dim + 1, largest, sorted)
-    first = aten.mul.Scalar(counted(self, len(found), dim, parts.ndim), found[0])
-    values, places = _joined(values, dim), _joined(aten.add.Tensor(places, first), dim)
+    parts = split_into_blocks(self, dim)
+    values, indices = aten.topk.default(parts, k, dim + 1, largest, sorted)
+    starts = aten.mul.Scalar(positions(self, len(lengths), dim, parts.ndim), lengths[0])
+    values, indices = _merged(values, dim), _merged(aten.add.Tensor(indices, starts), dim)
     values, best = aten.topk.default(values, k, dim, largest, sorted)
-    return values, aten.abs.default(aten.gather.default(places, dim, best))  # abs: reduced, as the values are
+    return values, aten.abs.default(aten.gather.default(indices, dim, best))  # abs: reduced here, like the values
 
 
-def _scanned(x: torch.Tensor, dim: int, scan: Callable, join: Callable, nothing: float):
-    """The scan of each block, joined with what the blocks before it come to."""
+def _scan_by_blocks(x: torch.Tensor, dim: int, scan: Callable, join: Callable, nothing: float):
+    """The scan of each block, joined with the total of all blocks before it. nothing: the total of no blocks."""
     dim = dim % x.ndim if x.ndim else 0
-    parts = in_blocks(x, dim)
+    lengths, parts = block_lengths(x, dim), split_into_blocks(x, dim, nothing)
+    if parts is None and lengths and x.ndim == 1:  # one number on each rank
+        return aten.squeeze.dim(scan(aten.unsqueeze.default(x, 1), 0), 1)
     if parts is None:
         return NotImplemented
-    own = scan(parts, dim + 1)
+    scanned = scan(parts, dim + 1)
     n, length = parts.shape[dim : dim + 2]
-    before = scan(aten.select.int(own, dim + 1, length - 1), dim)
-    before = aten.slice.Tensor(before, dim, 0, n - 1)
-    start = aten.full_like.default(aten.slice.Tensor(before, dim, 0, 1), nothing)
-    before = aten.unsqueeze.default(aten.cat.default([start, before], dim), dim + 1)
-    return _joined(join(own, before), dim)
+    totals = scan(aten.slice.Tensor(scanned, dim + 1, length - 1, length), dim)
+    totals = aten.slice.Tensor(totals, dim, 0, n - 1)
+    first = aten.full_like.default(aten.slice.Tensor(totals, dim, 0, 1), nothing)
+    return _merged(join(scanned, aten.cat.default([first, totals], dim)), dim, lengths)
 
 
-@instead_of(aten.cumsum.default)
+@register_decomposition(aten.cumsum.default)
 def cumsum(self, dim, *, dtype=None):
     floats = self.is_floating_point() or self.is_complex()
     dtype = dtype or (self.dtype if floats else torch.int64)
-    inside = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    out = _scanned(self, dim, lambda x, d: aten.cumsum.default(x, d, dtype=inside), aten.add.Tensor, 0)
+    sum_dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    out = _scan_by_blocks(self, dim, lambda x, d: aten.cumsum.default(x, d, dtype=sum_dtype), aten.add.Tensor, 0)
     return out if out is NotImplemented else cast(out, dtype)
 
 
-@instead_of(aten.logcumsumexp.default)
+@register_decomposition(aten.logcumsumexp.default)
 def logcumsumexp(self, dim):
     if not self.is_floating_point():
         return NotImplemented
-    out = _scanned(wide(self), dim, aten.logcumsumexp.default, aten.logaddexp.default, -inf)
+    out = _scan_by_blocks(upcast(self), dim, aten.logcumsumexp.default, aten.logaddexp.default, -inf)
     return out if out is NotImplemented else cast(out, self.dtype)
 
 
-# ---- spreads ----------------------------------------------------------------------------------
+# ---- variances --------------------------------------------------------------------------------
 
 
-def _spread(x: torch.Tensor, dim, correction, keepdim: bool):
-    """The variance over some dims, and the mean; NotImplemented where they lie whole."""
+def _variance(x: torch.Tensor, dim, correction, keepdim: bool):
+    """The variance over some dims, and the mean. NotImplemented if the dims are not sharded."""
     dims = list(dims_of(dim, x.ndim))
-    if not x.is_floating_point() or not x.numel() or not is_cut(x, dims):
+    if not x.is_floating_point() or not x.numel() or not is_sharded(x, dims):
         return NotImplemented
     n = prod(x.shape[d] for d in dims)
-    mean, _, squares = about_mean(wide(x), dims)
-    free = n - (1 if correction is None else correction)
-    spread = aten.mul.Scalar(squares, n / free if free > 0 else inf)
-    return tuple(t if keepdim else aten.squeeze.dims(t, dims) for t in (spread, mean))
+    mean, _, squares = centred_moments(upcast(x), dims)
+    freedom = n - (1 if correction is None else correction)
+    variance = aten.mul.Scalar(squares, n / freedom if freedom > 0 else inf)
+    return tuple(t if keepdim else aten.squeeze.dims(t, dims) for t in (variance, mean))
 
 
-def _spread_op(root: bool, with_mean: bool) -> Callable:
+def _variance_op(root: bool, with_mean: bool) -> Callable:
     def run(self, dim=None, *, correction=None, keepdim=False):
-        found = _spread(self, dim, correction, keepdim)
+        found = _variance(self, dim, correction, keepdim)
         if found is NotImplemented:
             return found
-        spread, mean = found
-        spread = cast(aten.sqrt.default(spread) if root else spread, self.dtype)
+        variance, mean = found
+        spread = cast(aten.sqrt.default(variance) if root else variance, self.dtype)
         return (spread, cast(mean, self.dtype)) if with_mean else spread
 
     return run
@@ -196,4 +219,4 @@ def _spread_op(root: bool, with_mean: bool) -> Callable:
 for _name, _root, _mean in (
     ("var", False, False), ("std", True, False), ("var_mean", False, True), ("std_mean", True, True)
 ):  # fmt: skip
-    scan_decompositions[getattr(aten, _name).correction] = _spread_op(_root, _mean)
+    scan_decompositions[getattr(aten, _name).correction] = _variance_op(_root, _mean)

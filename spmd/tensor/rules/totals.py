@@ -1,11 +1,11 @@
-"""Norms of one tensor, and of many at once: what they owe is reduced together.
+"""Norms of one tensor, and of many tensors whose owed reductions are done together.
 
-    vector_norm(f32[1000@dp])             a sum over dp of squares, and its root
-    _foreach_norm of 100 such tensors     100 sums, stacked: one all-reduce, and its roots
+    vector_norm(f32[1000@dp])             a sum of squares over dp, and its root
+    _foreach_norm of 100 such tensors     100 sums, stacked: one all-reduce, and then the roots
 
-That is what `clip_grad_norm_(parameters, max_norm, foreach=True)` asks. Tensors go together that lie on one mesh and
-owe the same reduction; what lies whole owes none. When a graph is captured it is not known how tensors lie: then each
-goes by itself, and passes put the reductions together.
+`clip_grad_norm_(parameters, max_norm, foreach=True)` calls `_foreach_norm`. Tensors are grouped if they are on the same
+mesh and owe the same reduction; replicated tensors owe none. When a graph is captured, placements are not known yet.
+Then each tensor is reduced alone, and passes combine the reductions later.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from spmd.tensor.rules.norms import cast
 aten = torch.ops.aten
 
 
-OWN_ROOTS = (0, 1, inf, -inf)
-"""Orders of norms that need no root: sums and extremes are the norms themselves."""
+WITHOUT_ROOT = (0, 1, inf, -inf)
+"""The orders of norms that need no root: there the sum, or the maximum or minimum, is the norm itself."""
 
 
 # ---- one tensor -------------------------------------------------------------------------------
 
 
 def vector_norm(self, ord=2, dim=None, keepdim=False, *, dtype=None):
-    """`(sum |x|^p)^(1/p)`: a sum over the ranks, and then a root. Half precision is summed in float, as torch does."""
+    """`(sum |x|^p)^(1/p)`: a sum over the ranks, then a root. Half precision is summed in float32, as torch does."""
     x = self if dtype in (None, self.dtype) else aten._to_copy.default(self, dtype=dtype)
-    if not x.dtype.is_floating_point:  # integers are torch's error to raise; of complex numbers the parts are squared
+    if not x.dtype.is_floating_point:  # for integers torch raises its error; complex numbers would need their parts
         return NotImplemented
-    return cast(_root(_powers(_wide(x), ord, list(dims_of(dim, x.ndim)), keepdim), ord), x.dtype)
+    return cast(_root(_powers(_upcast(x), ord, list(dims_of(dim, x.ndim)), keepdim), ord), x.dtype)
 
 
 def _powers(x, p, dims, keepdim=False):
-    """What ranks do together of a norm of floats. Of an empty tensor the maximum is an error, as in torch."""
+    """The part of a norm of floats that is reduced over the ranks. The maximum of an empty tensor is torch's error."""
     if p == 0:
         return aten.sum.dim_IntList(aten.ne.Scalar(x, 0), dims, keepdim, dtype=x.dtype)
     if p == 2:
@@ -49,12 +49,12 @@ def _powers(x, p, dims, keepdim=False):
 
 
 def _root(powers, p):
-    if p in OWN_ROOTS:
+    if p in WITHOUT_ROOT:
         return powers
     return aten.sqrt.default(powers) if p == 2 else aten.pow.Tensor_Scalar(powers, 1 / p)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _upcast(x: torch.Tensor) -> torch.Tensor:
     return cast(x, torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -62,27 +62,30 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def foreach_norm(self, ord=2, dtype=None):
-    """The norm of each: of those that go together the powers are stacked, and their roots taken at once."""
+    """The norm of each tensor. The sums of a group are stacked, reduced once, and their roots are taken at once."""
     wanted = [dtype or x.dtype for x in self]
     if not all(to.is_floating_point for to in wanted):
         return [aten.linalg_vector_norm.default(x, ord, dtype=dtype) for x in self]
-    powers = [_powers(_wide(cast(x, to)), ord, list(range(x.ndim))) for x, to in zip(self, wanted, strict=True)]
+    powers = [_powers(_upcast(cast(x, to)), ord, list(range(x.ndim))) for x, to in zip(self, wanted, strict=True)]
     norms: dict[int, torch.Tensor] = {}
-    for places in owing_alike(powers):
-        norms |= zip(places, _roots([powers[i] for i in places], ord), strict=True)
+    for group in group_by_owed_reduction(powers):
+        norms |= zip(group, _roots([powers[i] for i in group], ord), strict=True)
     return [cast(norms[i], to) for i, to in enumerate(wanted)]
 
 
 def _roots(powers: Sequence[torch.Tensor], p) -> Sequence[torch.Tensor]:
-    """The root of each; what several owe is done before, at once."""
+    """The root of each. If there are several, the stack makes their owed reductions one reduction."""
     if len(powers) == 1:
         return [_root(powers[0], p)]
     stack = aten.stack.default(powers)
-    return aten.unbind.int(aten.abs.default(stack) if p in OWN_ROOTS else _root(stack, p))
+    return aten.unbind.int(aten.abs.default(stack) if p in WITHOUT_ROOT else _root(stack, p))
 
 
-def owing_alike(numbers: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """The places of numbers of one dtype that lie on one mesh and owe the same; of others each alone."""
+def group_by_owed_reduction(numbers: Sequence[torch.Tensor]) -> Iterable[list[int]]:
+    """The indices of scalars, in groups of one dtype and mesh that owe the same reduction.
+
+    A tensor without a spec is a group of its own.
+    """
     groups: dict[Hashable, list[int]] = {}
     for i, x in enumerate(numbers):
         spec = getattr(x, "_spec", None)

@@ -1,0 +1,155 @@
+"""The only package that touches torch's private names.
+
+Every other module imports them from here, so that one place shows what a new version of torch may break:
+
+    groups                  process groups, collectives of the dispatcher, works
+    dispatch_keys           a dispatch key above autograd: composite ops before they are decomposed
+    modes                   dispatch modes; whether ops are traced, by whom; Dynamo
+    fakes                   fake tensors
+    functionalize           functional tensors
+    symbols                 numbers that stay symbols in a trace
+    traces                  make_fx: tensors and their proxies
+    tensors                 tensor subclasses, memory, wrappers
+    identity                a tensor that becomes another one and stays the object that it is
+    autograd                what autograd is doing
+    ops                     schemas and overloads
+    simulated_distributed   torch.distributed in a simulation
+    random_numbers          generators
+
+    >>> import torch
+    >>> from spmd import _torch
+    >>> _torch.written(torch.ops.aten.add_.Tensor)
+    ('self',)
+"""
+
+from __future__ import annotations
+
+# Nested arguments as flat lists, and back.
+from torch.utils import _pytree as pytree
+
+from spmd._torch.autograd import (
+    backward_under,
+    below_autograd,
+    in_backward,
+    in_forward_ad,
+    is_zero_without_memory,
+    last_node_number,
+    running_node_number,
+    stash,
+    stashed,
+)  # fmt: skip
+from spmd._torch.comm_debug import counted_name, is_counted_by_torch
+from spmd._torch.dispatch_keys import (
+    FIRST_KEYS,
+    decomposed,
+    has_first,
+    is_seen_by_more,
+    run_first,
+    run_with_bits,
+    undecomposed,
+    without_first,
+)  # fmt: skip
+from spmd._torch.fakes import (
+    UNKNOWN_SHAPE,
+    FakeTensorMode,
+    check_has_shape_function,
+    fake_errors_unlogged,
+    is_faking,
+    uncached_fake_mode,
+)  # fmt: skip
+from spmd._torch.functionalize import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    assignable_data,
+    from_functional,
+    functional_mode_of,
+    to_functional,
+)  # fmt: skip
+from spmd._torch.groups import (
+    FakeWork,
+    PlaceholderGroup,
+    c10d,
+    c10d_functional,
+    collectives_may_overlap,
+    default_rank,
+    default_store,
+    group_named,
+    group_timeout,
+    is_group,
+    new_group,
+    register_group,
+    register_work,
+    replace_group,
+    unboxed_group,
+    unboxed_reduce_op,
+    unregister_group,
+    works_in_flight,
+)  # fmt: skip
+from spmd._torch.identity import become, declared, obstacles
+from spmd._torch.modes import (
+    TorchDispatchMode,
+    add_dynamo_guard,
+    constant_in_dynamo,
+    in_symbolic_trace,
+    in_trace,
+    is_any_mode_on,
+    is_fake,
+    is_tracing,
+    no_dispatch,
+    no_modes,
+    not_compiled,
+    untraced,
+)  # fmt: skip
+from spmd._torch.ops import (
+    PROFILER_OPS,
+    UNDECLARED_VIEWS,
+    UNDECLARED_WRITES,
+    OpOverload,
+    aliased,
+    argument_index,
+    arguments,
+    cpp_callable,
+    in_place_variant,
+    is_composite,
+    is_view,
+    list_ops,
+    out_of_place_variant,
+    overload_name,
+    overloads_of,
+    qualified_name,
+    returned,
+    returns,
+    returns_many,
+    returns_nothing,
+    returns_tensors,
+    with_argument,
+    without_out,
+    writes_first,
+    written,
+    written_positions,
+)  # fmt: skip
+from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
+from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
+from spmd._torch.symbols import Symbols, is_symbol, symbolic_number, unknown_value_errors
+from spmd._torch.tensors import (
+    LOADS_STATE,
+    NO_KEYS,
+    copy_bits,
+    disabled_torch_function,
+    is_functorch_wrapper,
+    is_loading_before_reading,
+    is_transformed,
+    memory_of,
+    new_wrapper,
+    without_bits,
+    wrapper_tensor,
+)  # fmt: skip
+from spmd._torch.traces import (
+    forget_constant,
+    not_traced,
+    proxy_mode,
+    proxy_of,
+    seen_as_compiling,
+    traced_tensors,
+    track,
+)

@@ -1,0 +1,75 @@
+"""What autograd is doing in this thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+# Inside, ops skip autograd: cheaper than no_grad where an op's gradient is written in Python, as collectives' are.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is open, in this process, so that tensors may have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+# Whether a tensor is one of autograd's zeros without memory, which no kernel can read: the tangent of a tensor that
+# has none.
+is_zero_without_memory = torch.Tensor._is_zerotensor
+
+
+def stash(key: str, value: Any) -> None:
+    """Keep a value for this thread, and for the threads in which autograd runs the backward passes it starts."""
+    if value is not None:
+        torch._C._stash_obj_in_tls(key, value)
+    elif torch._C._is_key_in_tls(key):
+        torch._C._remove_obj_from_tls(key)
+
+
+def stashed(key: str) -> Any:
+    """The value that `stash` kept under the key; None where there is none."""
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def last_node_number() -> int:
+    """The number of the node that autograd made last in this thread: inside a mode, that of the op being run."""
+    return torch.autograd._get_sequence_nr() - 1
+
+
+def running_node_number() -> int | None:
+    """The number of the node whose backward runs in this thread; None outside a backward pass."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+@contextlib.contextmanager
+def backward_under(mode: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
+    """Inside, backward passes that this thread starts run under such a mode, of torch functions.
+
+    torch calls `backward` and `grad` with the modes of torch functions off. So the modes would not see the code of
+    the user that a backward pass runs - a checkpoint that is computed again - as they saw it in the forward pass. One
+    thread may be inside at a time.
+    """
+    run, thread = torch.autograd._engine_run_backward, threading.get_ident()
+
+    def under(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return run(*args, **kwargs)
+        with mode():
+            return run(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = under
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = run

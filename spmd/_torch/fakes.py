@@ -1,0 +1,68 @@
+"""Fake tensors: shapes, strides and devices without data."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._library import custom_ops
+from torch._library import utils as custom_op_utils
+from torch._subclasses import fake_tensor
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """Fake tensors in any thread.
+
+    A torch built for CUDA puts a stand-in where no device is, which ends with the thread that put it there; simulated
+    ranks are threads, and the next thread would crash.
+    """
+
+    avoid_device_init = False
+
+
+def uncached_fake_mode() -> FakeTensorMode:
+    """A mode without torch's cache of shapes, which has no bound."""
+    mode = FakeTensorMode()
+    mode.cache_enabled = False
+    return mode
+
+
+# The errors of a fake tensor where a result's shape or value depends on data, or where the op has no shape function.
+UNKNOWN_SHAPE = (
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+def check_has_shape_function(op: Any) -> None:
+    """Raise the error of fake tensors for an op without a shape function: a custom op would raise any RuntimeError."""
+    custom = custom_ops._maybe_get_opdef(op)
+    if custom is not None and custom._abstract_fn is None and not custom_op_utils.can_generate_trivial_fake_impl(op):
+        raise fake_tensor.UnsupportedOperatorException(op)
+
+
+@contextlib.contextmanager
+def fake_errors_unlogged() -> Iterator[None]:
+    """An error of an op on fake tensors in this thread is not logged as well: a user's mistake is one error."""
+    here = threading.get_ident()
+    log = logging.getLogger(fake_tensor.__name__)
+
+    def of_other_threads(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(of_other_threads)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_other_threads)
+
+
+def is_faking(*tensors: torch.Tensor) -> bool:
+    """Whether ops have no data to work on: a fake mode is on, or one of the tensors is fake."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return fake or any(isinstance(x, fake_tensor.FakeTensor) for x in tensors)

@@ -1,0 +1,52 @@
+"""Python functionalisation, as in AOTAutograd: in-place writes and views under autograd become new values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch._subclasses import functional_tensor
+
+FunctionalTensor = functional_tensor.FunctionalTensor
+FunctionalTensorMode = functional_tensor.FunctionalTensorMode
+
+
+def to_functional(x: torch.Tensor) -> torch.Tensor:
+    """x under functionalisation; a FunctionalTensorMode must be active."""
+    return FunctionalTensor.to_functional(x)
+
+
+def from_functional(x: torch.Tensor) -> torch.Tensor:
+    """The present value of a functional tensor, after all writes to it and its views."""
+    torch._sync(x)
+    return torch._from_functional_tensor(x.elem)
+
+
+def functional_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """The mode in which ops on x may run, where x is a functional tensor that was left by its mode."""
+    return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def assignable_data() -> Iterator[None]:
+    """Inside, `x.data = y` lets a functional tensor show the memory of y, which it otherwise would not notice.
+
+    Views of x keep the old value of x, and writes into y are seen in x, as in torch.
+    """
+
+    def write(x: torch.Tensor, y: torch.Tensor) -> None:
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise RuntimeError(
+                f"x.data = y changes a {x.dtype} tensor of {list(x.shape)} to {y.dtype} {list(y.shape)}, which a "
+                "compiled step cannot; do it outside the step"
+            )
+        same = isinstance(y, FunctionalTensor) and x.stride() == y.stride()
+        with torch.no_grad():
+            x.elem = (y if same else torch.empty_like(x).copy_(y)).elem
+
+    FunctionalTensor.data = property(torch.Tensor.data.__get__, write)
+    try:
+        yield
+    finally:
+        del FunctionalTensor.data

@@ -1,0 +1,96 @@
+"""Dispatch modes, and whether the ops of this thread are traced."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor, functional_tensor
+from torch.fx import _symbolic_trace
+from torch.utils import _python_dispatch
+
+# A mode that sees every op below autograd.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+
+# Inside, ops are not seen by the modes around.
+no_modes = _python_dispatch._disable_current_modes
+
+# Inside, an op on a subclass runs on the tensor that torch has for it: of a wrapper without data, its shape alone.
+no_dispatch = torch._C._DisableTorchDispatch
+
+_FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, k) for k in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def is_tracing(x: torch.Tensor) -> bool:
+    """Whether ops on x are traced: by Dynamo, AOTAutograd or make_fx, on fake or meta tensors."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return is_fake(x) or in_trace()
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether x has no data, or stands for a tensor in a trace."""
+    return x.is_meta or isinstance(x, (fake_tensor.FakeTensor, functional_tensor.FunctionalTensor))
+
+
+def in_trace() -> bool:
+    """Whether ops of this thread are traced, or run on fake tensors."""
+    mode = torch._C._get_dispatch_mode
+    return mode(_FAKE) is not None or mode(_PROXY) is not None or mode(_FUNCTIONAL) is not None
+
+
+def in_symbolic_trace() -> bool:
+    """Whether a torch.fx.Tracer runs this code in this thread: symbolic_trace, and the unpickling of a GraphModule."""
+    if not _symbolic_trace._is_fx_tracing_flag:  # of all threads
+        return False
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not torch.fx.Tracer.trace.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def untraced() -> contextlib.AbstractContextManager:
+    """Inside, ops run on the data and no trace records them."""
+    return _python_dispatch._disable_current_modes() if is_any_mode_on() else contextlib.nullcontext()
+
+
+def is_any_mode_on() -> bool:
+    """Whether ops go through a dispatch mode: of a trace, or a user's."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+# ---- Dynamo -----------------------------------------------------------------------------------
+
+
+def constant_in_dynamo(fn: Callable) -> Callable:
+    """Decorates a function whose result Dynamo takes for a constant: torch.compiler's mark without importing Dynamo."""
+    fn._dynamo_marked_constant = True
+    return fn
+
+
+def not_compiled(fn: Callable) -> Callable:
+    """Decorates a function that Dynamo leaves alone, if it has not inlined it: it makes tensors in several steps."""
+    frames = torch._C._dynamo.eval_frame
+    leave = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(leave, leave))
+    return fn
+
+
+def add_dynamo_guard(function: Callable[[], Any]) -> None:
+    """While Dynamo traces: its compiled code holds as long as this function of a module returns what it returns now."""
+    dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
+    tx = getattr(dynamo.tls, "current_tx", None) if dynamo is not None else None
+    if tx is not None:
+        _add_guard(function, tx)
+
+
+def _add_guard(function: Callable[[], Any], tx: Any) -> None:
+    from torch._dynamo import guards, source  # a second to import, but here that has been done
+
+    called = source.CallFunctionNoArgsSource(
+        source.AttrSource(tx.import_source(function.__module__), function.__name__)
+    )
+    guards.install_guard(called.make_guard(guards.GuardBuilder.EQUALS_MATCH))

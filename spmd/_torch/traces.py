@@ -1,0 +1,60 @@
+"""Traces by make_fx: tensors and the proxies that stand for them in the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch.fx.experimental import proxy_tensor
+
+from spmd._torch.tensors import memory_of
+
+# The mode that records the ops of this thread, with its `tracer`; None outside a make_fx.
+proxy_mode = proxy_tensor.get_proxy_mode
+
+# Inside, ops run and are not recorded.
+not_traced = proxy_tensor.disable_proxy_modes_tracing
+
+# Let proxies stand for these values: later ops on the values refer to the nodes of the proxies.
+track = proxy_tensor.track_tensor_tree
+
+
+def proxy_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Tensor:
+    """The proxy that stands for x in the graph; x itself, a constant, where the trace has not met it."""
+    return proxy_tensor.get_proxy_slot(x, by, x, lambda slot: slot.proxy)
+
+
+def traced_tensors(by: torch.fx.Tracer) -> list[tuple[torch.Tensor, torch.fx.Node]]:
+    """The tensors of the trace that are alive, each with the last node that gave or wrote it."""
+    return [(x, slot.proxy.node) for x, slot in by.tensor_tracker.items()]
+
+
+def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
+    """Call when x is written: a trace remembers the value of `torch.tensor(1.0)`, which makes `.item()` a constant."""
+    if (constant := getattr(x, "constant", None)) is not None:
+        x.fake_mode.fake_tensor_converter.invalidate_constant_aliases(constant)
+    for other, slot in by.tensor_tracker.items():
+        if slot.constant is not None and memory_of(other) == memory_of(x):
+            slot.constant = None
+
+
+@contextlib.contextmanager
+def seen_as_compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` says yes to models, which then leave out what no graph can hold.
+
+    torch's own code hears what is true: its optimisers would compute with tensors in place of numbers, and round
+    otherwise than on one device. One thread at a time may be inside.
+    """
+    real = torch.compiler.is_compiling
+
+    def is_compiling() -> bool:
+        asked_by = sys._getframe(1).f_globals.get("__name__", "")
+        return real() if asked_by.partition(".")[0] == "torch" else True
+
+    torch.compiler.is_compiling = is_compiling
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = real

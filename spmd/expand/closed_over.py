@@ -1,0 +1,200 @@
+"""The modules and optimisers that a step uses and is not given as arguments.
+
+    def step(x, y):                        model, optimizer: globals, or variables of the function around
+        loss = model(x, y)
+        loss.backward(); optimizer.step()
+
+    spmd.compile(trainer.step, mesh)       trainer.model, trainer.optimizer: attributes that the code of step names
+
+They belong to the state of the step as if they were arguments, under the names that the code has for them. They are
+looked up at each call, because a variable may get another value. Functions of the user that the step names are read
+too. What code finds in other ways, such as `getattr` with a computed name, is not seen here; a trace that meets it
+raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+Held = dict[str, nn.Module | Optimizer]
+
+MOST_ITEMS = 100
+"""A list or dict with more items is not looked through: it is data."""
+
+
+def find_closed_over(fn: Callable) -> Held:
+    """The modules and optimisers that fn uses without being given them, by name.
+
+    Raises TypeError for a learning-rate scheduler, and for a parameter that is held by itself or in a list: a trace
+    runs on other tensors, which the list would not have.
+    """
+    search = _Search(_package(getattr(fn, "__module__", None)))
+    search.function(fn)
+    return search.found
+
+
+class _Names(NamedTuple):
+    """The names in the code of a function and of the functions inside it: of globals, and of attributes."""
+
+    globals: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> _Names:
+    globals_, attributes = set(), set()
+    for i in dis.get_instructions(code):
+        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            globals_.add(i.argval)
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(i.argval)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            globals_.update(_names(inner).globals)
+            attributes.update(_names(inner).attributes)
+    return _Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
+
+
+class _Search:
+    """What was found, and where the search was. home: the package of the step, which is the user's."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self.found: Held = {}
+        self.seen: set[tuple] = set()
+
+    def function(self, fn: Any) -> None:
+        """Look through a function that the user wrote, and what is bound to it."""
+        if isinstance(fn, functools.partial):
+            self.items("partial", {i: v for i, v in enumerate(fn.args)} | fn.keywords, _NO_NAMES)
+            self.function(fn.func)
+        elif isinstance(fn, types.MethodType):
+            self.method(fn.__func__, fn.__self__, "self")
+        elif isinstance(fn, types.FunctionType):
+            names = _names(fn.__code__)
+            variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
+            cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            variables |= {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+            for name, value in variables.items():
+                self.value(name, value, names)
+        elif isinstance(fn, nn.Module):
+            self.found["self"] = fn
+        else:
+            self.method(type(fn).__call__, fn, "self")
+
+    def method(self, fn: Any, owner: Any, name: str) -> None:
+        """Look through a method, and the attributes of its object that it names."""
+        if isinstance(fn, types.FunctionType) and (id(owner), fn.__code__) not in self.seen:
+            self.seen.add((id(owner), fn.__code__))
+            self.value(name, owner, _names(fn.__code__))
+            if isinstance(owner, nn.Module):
+                self.attributes(name, owner, _names(fn.__code__))
+            self.function(fn)
+
+    def value(self, name: str, value: Any, names: _Names) -> None:
+        """Take a module or an optimiser; look through containers, functions and objects of the user."""
+        if (id(value), names) in self.seen or isinstance(value, type):
+            return
+        self.seen.add((id(value), names))
+        if isinstance(value, (nn.Module, Optimizer)):
+            if not any(value is other for other in self.found.values()):
+                self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
+        elif isinstance(value, (nn.Parameter, LRScheduler)):
+            raise _refused(name, value)
+        elif isinstance(value, (list, tuple, dict)):
+            self.items(name, value if isinstance(value, dict) else dict(enumerate(value)), names)
+        elif isinstance(value, types.MethodType):
+            self.value(name, value.__self__, names)
+        elif isinstance(value, types.FunctionType):
+            if not self.is_foreign(value.__module__):
+                self.function(value)
+        elif isinstance(value, types.SimpleNamespace) or self.is_of_user(value):
+            self.attributes(name, value, names)
+
+    def items(self, name: str, items: dict, names: _Names) -> None:
+        for key, value in items.items() if len(items) <= MOST_ITEMS else ():
+            self.value(f"{name}.{key}", value, names)
+
+    def attributes(self, name: str, owner: Any, names: _Names) -> None:
+        """Look through the attributes and methods of an object, or of a module of Python, that the code names."""
+        for attribute in sorted(names.attributes):
+            if attribute in vars(owner):
+                self.value(f"{name}.{attribute}", vars(owner)[attribute], names)
+            elif not isinstance(owner, types.ModuleType):
+                self.method(getattr(type(owner), attribute, None), owner, name)
+
+    def is_of_user(self, value: Any) -> bool:
+        """Whether it is an object of a class of the user, or a module of Python that the user wrote."""
+        of = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
+        return hasattr(value, "__dict__") and not self.is_foreign(of)
+
+    def is_foreign(self, module: str | None) -> bool:
+        """Whether the code of a module is no user's: it knows none of the user's models."""
+        return _package(module) != self.home and _is_installed(_package(module))
+
+
+_NO_NAMES = _Names((), ())
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_installed(package: str) -> bool:
+    if package in ("", "torch", "spmd") or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return file.startswith(tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
+
+
+def _refused(name: str, value: Any) -> TypeError:
+    if isinstance(value, LRScheduler):
+        return TypeError(
+            f"the step uses {name}, a {type(value).__name__}, which would run once, while the step is captured; step "
+            "it between calls, outside the step"
+        )
+    return TypeError(
+        f"the step uses {name}, a parameter outside of its module, which a compiled step would not see as the one that "
+        "it trains; reach it through the module, as in model.parameters()"
+    )
+
+
+@contextlib.contextmanager
+def only_optimizers(known: Held, what: str) -> Iterator[None]:
+    """Inside, in this thread, a step of another optimiser is an error: its parameters are not those of the trace."""
+    thread = threading.get_ident()
+
+    def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() == thread and not any(optimizer is other for other in known.values()):
+            raise RuntimeError(
+                f"{what} calls the step of an optimiser ({type(optimizer).__name__}) that is not among its arguments, "
+                "and that its code does not name as a variable or an attribute; pass it as an argument"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()

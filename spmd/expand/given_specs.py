@@ -1,0 +1,101 @@
+"""The specs of what a compiled step is given: its state and its arguments, placed by the patterns of the user.
+
+    weight        {"*.up.weight": {"tp": Shard(0)}}        f32[64@tp, 16]
+    weight.grad, optimizer.exp_avg[weight]                 the same
+    tokens        DTensor i64[8@dp, 32], no pattern        as it is
+
+Nothing is moved here but by `block_of`, which gives a rank's block of an argument.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from spmd.expand.state import Slot, State, Tensors
+from spmd.mesh import DeviceMesh, per_rank
+from spmd.tensor.annotations.patterns import placed_spec, placements_for, require_matches
+from spmd.tensor.redistribute.cross_mesh import move_between_meshes
+from spmd.tensor.redistribute.plan import plan
+from spmd.tensor.spec import Spec, replicated, spec_of_value
+
+
+def state_specs(state: State, tensors: Tensors, mesh: DeviceMesh, patterns, first: bool) -> dict[Slot, Spec]:
+    """The spec of each tensor of the state: its present spec if it was placed before, else that of the patterns."""
+    if not first and all(spec_of_value(t) is not None for t in tensors.values()):
+        return {slot: t._spec for slot, t in tensors.items()}
+    names = state.parameter_names()
+    require_matches(patterns, [n for several in names.values() for n in several], "params")
+    _check_memory(tensors)
+    specs: dict[Slot, Spec] = {}
+    for slot, t in tensors.items():
+        _check_mesh(str(slot), t, mesh)
+        specs[slot] = _state_spec(slot, t, mesh, patterns, names, specs)
+    return specs
+
+
+def _state_spec(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, Spec]) -> Spec:
+    """The spec of a tensor of the state. Gradients and optimiser state have the spec of their parameter."""
+    if slot.kind in ("grad", "optimizer"):
+        parameter = specs[Slot("parameter", slot.path)]
+        if parameter.shape == tuple(t.shape):
+            return parameter.with_tensor(t.shape, t.dtype)
+    placements = placements_for(patterns, names[slot.path]) if slot.kind == "parameter" else None
+    present = spec_of_value(t)
+    if placements is None and present is not None:
+        return reduced_spec(present)
+    return placed_spec(mesh, placements, t, str(slot))
+
+
+def input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec:
+    """The spec that an argument gets. A DTensor on another mesh of the step's ranks is moved to the step's mesh."""
+    present = spec_of_value(x)
+    elsewhere = present is not None and present.mesh != mesh and set(present.mesh.ranks) <= set(mesh.ranks)
+    if not elsewhere:
+        _check_mesh(path, x, mesh)
+    if x.requires_grad:
+        raise ValueError(
+            f"argument {path} requires a gradient, which a compiled step would not leave in it: pass {path}.detach(), "
+            "and take the gradient inside the step with torch.autograd.grad"
+        )
+    keeps_spec = placements is None and present is not None and not elsewhere
+    return present if keeps_spec else placed_spec(mesh, placements, x, path)
+
+
+def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
+    present = spec_of_value(t)
+    if present is not None and present.mesh != mesh:
+        raise ValueError(
+            f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
+        )
+
+
+@per_rank
+def _check_memory(tensors: Tensors) -> None:
+    """Refuse tensors that share memory. Once placed, they would not share it: a write into one would miss the other."""
+    plain = [(slot, t) for slot, t in tensors.items() if spec_of_value(t) is None and t.numel() and not t.is_meta]
+    spans = sorted((t.device.type, t.data_ptr(), t.data_ptr() + _extent(t), str(slot)) for slot, t in plain)
+    for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(spans):
+        if device == other_device and start < end:
+            raise ValueError(f"{one} and {other} share memory; tie them by registering one tensor under both names")
+
+
+def _extent(t: torch.Tensor) -> int:
+    """The bytes from the first element to the end of the last."""
+    return (sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
+
+
+def block_of(x: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """This rank's block of a tensor: by moves of a DTensor, or cut from a global tensor that all ranks have."""
+    x, present = x.detach(), spec_of_value(x)
+    if present is not None and present.mesh != spec.mesh:
+        return move_between_meshes(x._local_tensor, present, spec)
+    if present is not None:
+        return plan(present, spec).run(x._local_tensor)
+    return plan(replicated(spec), spec).run(x.contiguous())
+
+
+def reduced_spec(spec: Spec) -> Spec:
+    """The same layout with all reductions done."""
+    return spec.with_layout(spec.dims, spec.units)

@@ -1,0 +1,91 @@
+"""Guards: the Python values that a trace read, as frozen keys that a later call can be compared with.
+
+    guard_key([1, {"rate": 0.5}])     equal for equal lists; later changes of the list do not change the key
+    guard_key(F.gelu)                 equal only for the very same function
+
+A program is used again where every value that its trace read has the same key as before.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd.tensor.annotations.block_function import BlockFunction
+
+COMPARED_BY_VALUE = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format,
+)  # fmt: skip
+COMPARED_BY_ID = (
+    torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
+    BlockFunction,
+)  # fmt: skip
+MAX_DEPTH = 8
+"""How deep to look into objects within objects. What is deeper is compared by identity."""
+
+
+class ById:
+    """An object compared by identity. It is kept alive, so that no other object can get its address."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ById) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def guard_key(value: Any, depth: int = MAX_DEPTH) -> Hashable:
+    """A hashable key of a value: numbers by type and value, containers and plain objects by their contents.
+
+    >>> guard_key([1]) == guard_key([1]), guard_key([1]) == guard_key([True]), guard_key([1]) == guard_key((1,))
+    (True, False, False)
+    """
+    kind = type(value)
+    if kind is float:
+        return float, repr(value)  # NaN equals NaN, and 0.0 does not equal -0.0
+    if isinstance(value, COMPARED_BY_VALUE):
+        return kind, value
+    if depth == 0 or isinstance(value, COMPARED_BY_ID):
+        return ById(value)
+    if isinstance(value, dict):
+        return kind, tuple((guard_key(k, depth - 1), guard_key(v, depth - 1)) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return kind, tuple(guard_key(v, depth - 1) for v in value)
+    if isinstance(value, (set, frozenset)):
+        return kind, frozenset(guard_key(v, depth - 1) for v in value)
+    if hasattr(value, "__dict__"):
+        return kind, guard_key(vars(value), depth - 1)
+    return ById(value)
+
+
+GUARDED_APART = {"_parameters", "_buffers", "_modules"}
+"""Where a module keeps its tensors and submodules. These have guards of their own."""
+
+
+def module_guard(module: nn.Module) -> tuple:
+    """The guard of a module's own attributes, its training flag and its hooks included."""
+    own = vars(module).items()
+    return type(module), tuple(
+        (k, v) if type(v) is bool else (k, guard_key(v)) for k, v in own if k not in GUARDED_APART and not _is_empty(v)
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is an empty dict or None, as most attributes of a module are."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def modes_guard() -> tuple:
+    """The guard of the modes around a call: gradients, inference mode, autocast and the default dtype."""
+    casts = tuple(
+        (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.get_default_dtype()

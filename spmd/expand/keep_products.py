@@ -1,0 +1,115 @@
+"""Keep products of tensors of several dims as one op in a trace, as eager calls do.
+
+    x @ w,   f32[B, T, k] by f32[k, n]      linear and its gradient, and not a view, a product of matrices, a view
+
+Autograd sees such a product as one op. torch's functionalisation would decompose torch's own op into several. So the
+graph gets an op of our own in its place, and when the trace is done it becomes torch's op again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from spmd import _torch
+from spmd.tensor.rules.einsum import product
+from spmd.tensor.rules.products import matmul_backward
+
+aten = torch.ops.aten
+
+
+def _linear_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], y.shape[0]))
+
+
+def _matmul_shape(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*torch.broadcast_shapes(x.shape[:-2], y.shape[:-2]), x.shape[-2], y.shape[-1]))
+
+
+_library = torch.library.Library("spmd", "DEF")
+for _name, _shape in (("linear", _linear_shape), ("matmul", _matmul_shape)):
+    _library.define(f"{_name}(Tensor x, Tensor y) -> Tensor")
+    _library.impl(_name, _shape, "Meta")
+
+TRACED_AS = {aten.linear.default: torch.ops.spmd.linear.default, aten.matmul.default: torch.ops.spmd.matmul.default}
+"""torch's ops that are kept as one op, and the ops of our own that replace them while the graph is made."""
+
+
+class KeepProducts(TorchFunctionMode):
+    """Inside, products of tensors of more than two dims stay one op."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        replacement = REPLACEMENTS.get(function)
+        out = NotImplemented if replacement is None else replacement(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {})) if out is NotImplemented else out
+
+
+def restore_torch_ops(graph: fx.Graph) -> None:
+    """Put torch's ops back in the place of our own."""
+    names = {ours: theirs for theirs, ours in TRACED_AS.items()}
+    for node in graph.nodes:
+        node.target = names.get(node.target, node.target)
+        if node.target is aten.linear_backward.default and not node.args[3][2]:
+            # No gradient of the bias is asked for; torch's metadata says that there is one all the same.
+            node.meta["val"] = (*node.meta["val"][:2], None)
+
+
+_linear = _torch.undecomposed(aten.linear.default)
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    """The product as one op, and then the bias. NotImplemented where torch's own way is as good."""
+    if not _is_handled(input, weight) or weight.ndim != 2 or input.shape[-1] != weight.shape[1]:
+        return NotImplemented
+    out = _linear(input, weight)
+    return out if bias is None else out + bias
+
+
+def matmul(input: Any, other: Any) -> Any:
+    """A product with a matrix becomes a `linear`. A product of two batches stays a `matmul`."""
+    if not _is_handled(input, other) or input.shape[-1] != other.shape[-2]:
+        return NotImplemented
+    return _linear(input, other.mT) if other.ndim == 2 else _Matmul.apply(input, other)
+
+
+def _is_handled(x: Any, y: Any) -> bool:
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor) or x.dtype != y.dtype:
+        return False
+    if x.ndim < 3 or y.ndim < 2:
+        return False
+    return not x.is_complex() and not torch.is_autocast_enabled(x.device.type)
+
+
+class _Matmul(torch.autograd.Function):
+    """`matmul` with its derivative as one op. torch has such an op for the first derivative and none for the second."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return torch.ops.spmd.matmul(x, y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Autograd runs under the modes that were on in `forward`. This mode was off there: it had made the call itself.
+        with KeepProducts():
+            return matmul_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad)
+
+
+def einsum(equation: Any, *operands: Any) -> Any:
+    """An einsum as products that keep their dims. NotImplemented where the arguments are not tensors."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if not isinstance(equation, str) or not all(isinstance(x, torch.Tensor) for x in tensors):
+        return NotImplemented
+    with KeepProducts():  # for the products inside
+        return product(equation, tensors)
+
+
+REPLACEMENTS = {
+    F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
+    torch.einsum: einsum,
+}  # fmt: skip
+"""The functions that are replaced, with their replacements."""

@@ -1,0 +1,161 @@
+"""Arguments and results that are objects with tensors inside: a tokenizer's batch, a model's output, a cache of keys.
+
+    BatchEncoding({"input_ids": t})     ->  Opened(BatchEncoding, {"data": {"input_ids": t}, ...})
+    DynamicCache(layers=[...])          ->  Opened(DynamicCache, {"layers": [Opened(DynamicLayer, {...})], ...})
+
+torch's trees know lists, tuples, dicts and what was registered with them. `opened` puts an `Opened`, which is
+registered, in the place of every other object whose attributes are tensors and plain values, in containers or objects
+of such. Whoever walks the tree then finds them, and `closed` makes objects of the same classes again. Other objects,
+such as a learning-rate scheduler, stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.guards import MAX_DEPTH
+
+PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
+"""What may be in arguments and results."""
+
+NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
+"""The same, compared by identity."""
+
+CLOSED = (*PLAIN, *NAMED, nn.Module, Optimizer, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Never opened: what the compiler knows by itself."""
+
+
+class Opened:
+    """An object as its class and its attributes. like: the object, whose other contents a new one gets."""
+
+    def __init__(self, like: Any, attributes: dict[str, Any]):
+        self.like, self.attributes = like, attributes
+
+
+class OpenedType:
+    """The type of an opened object, in the structure of a tree: equal for objects of one class."""
+
+    def __init__(self, like: Any, names: tuple[str, ...]):
+        self.like, self.names = like, names
+
+    def _key(self) -> tuple:
+        return type(self.like), self.names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpenedType) and other._key() == self._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self):
+        return f"{type(self.like).__name__}({', '.join(self.names)})"
+
+
+def _flatten(x: Opened) -> tuple[list, OpenedType]:
+    return list(x.attributes.values()), OpenedType(x.like, tuple(x.attributes))
+
+
+def _flatten_with_keys(x: Opened) -> tuple[list, OpenedType]:
+    values, kind = _flatten(x)
+    return [(pytree.GetAttrKey(name), v) for name, v in zip(x.attributes, values, strict=True)], kind
+
+
+def _unflatten(values: Any, kind: OpenedType) -> Opened:
+    return Opened(kind.like, dict(zip(kind.names, values, strict=True)))
+
+
+pytree.register_pytree_node(
+    Opened, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys, serialized_type_name="spmd.expand.Opened"
+)
+
+
+def opened(tree: Any) -> Any:
+    """The tree with its objects opened.
+
+    >>> class Batch:
+    ...     def __init__(self, x):
+    ...         self.x = x
+    >>> pytree.tree_leaves(opened([Batch(torch.ones(2)), 3]))
+    [tensor([1., 1.]), 3]
+    """
+    return pytree.tree_map(lambda leaf: _opened(leaf, MAX_DEPTH, set()), tree)
+
+
+def _opened(x: Any, depth: int, inside: set[int]) -> Any:
+    if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside:
+        return x
+    within = inside | {id(x)}
+    attributes = {
+        name: pytree.tree_map(lambda leaf: _opened(leaf, depth - 1, within), value) for name, value in vars(x).items()
+    }
+    leaves = pytree.tree_leaves(list(attributes.values()))
+    plain = all(isinstance(leaf, (*PLAIN, *NAMED)) or _torch.is_symbol(leaf) for leaf in leaves)
+    return Opened(x, attributes) if plain else x
+
+
+def closed(tree: Any) -> Any:
+    """The tree with an object in the place of each that was opened: a copy of it with these attributes."""
+    return pytree.tree_map(_closed, tree, is_leaf=lambda x: isinstance(x, Opened))
+
+
+def _closed(x: Any) -> Any:
+    if not isinstance(x, Opened):
+        return x
+    made = copy.copy(x.like)
+    fill(made, x)
+    return made
+
+
+def fill(target: Any, x: Opened) -> None:
+    """Give an object the attributes of an opened one."""
+    own = vars(target)
+    own.clear()
+    own.update({name: closed(value) for name, value in x.attributes.items()})
+
+
+# ---- arguments that the step changes ----------------------------------------------------------
+
+
+def differs(before: Any, after: Any) -> bool:
+    """Whether two trees have other structures or other leaves; leaves are compared by identity."""
+    (old, was), (new, now) = pytree.tree_flatten(before), pytree.tree_flatten(after)
+    return was != now or any(x is not y and not _equal_numbers(x, y) for x, y in zip(old, new, strict=True))
+
+
+def _equal_numbers(x: Any, y: Any) -> bool:
+    return type(x) is type(y) and isinstance(x, (bool, int, float, complex, str, bytes)) and x == y
+
+
+def write_back(target: Any, new: Any) -> Any:
+    """Give an argument of the caller the contents that the step gave it. Objects that it contains stay the same ones.
+
+    >>> counts = {"seen": [1]}
+    >>> seen = counts["seen"]
+    >>> write_back(counts, {"seen": [1, 2]}) is counts and counts["seen"] is seen, seen
+    (True, [1, 2])
+    """
+    if isinstance(new, Opened) and type(target) is type(new.like):
+        own, attributes = vars(target), new.attributes
+        values = {name: write_back(own.get(name), value) for name, value in attributes.items()}
+        own.clear()
+        own.update(values)
+        return target
+    if type(target) is dict and type(new) is dict:
+        values = {key: write_back(target.get(key), value) for key, value in new.items()}
+        target.clear()
+        target.update(values)
+        return target
+    if type(target) is list and type(new) is list:
+        target[:] = [write_back(old, x) for old, x in zip(target, new, strict=False)] + [
+            closed(x) for x in new[len(target) :]
+        ]
+        return target
+    return closed(new)

@@ -1,0 +1,76 @@
+"""Aliasing in a bound graph: which nodes may share memory with which others.
+
+    y = x.view(-1); z = y + 1       y may alias x; z has memory of its own
+
+The answers are on the safe side: an op that is not known to make a new tensor may alias its first operand.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from spmd import _torch
+
+UNDECLARED_ALIASES = {torch.ops.aten._unsafe_view.default}
+"""Ops whose results alias their operand although their schemas do not say so."""
+
+SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int, "split"}
+"""Calls that split a tensor into pieces without a common element."""
+
+
+def may_alias_operand(node: fx.Node) -> bool:
+    """Whether the result may share memory with an operand."""
+    op = node.target
+    if isinstance(op, _torch.OpOverload):
+        if op.namespace == "_c10d_functional":
+            return op is _torch.c10d_functional.wait_tensor.default
+        return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
+    return op is not torch.cat and node.op not in ("output", "placeholder", "get_attr")
+
+
+def may_read_operand(node: fx.Node) -> bool:
+    """Whether the result may share memory with an operand, or still read it, as a collective does until its wait."""
+    return may_alias_operand(node) or getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory this one may share: an input, a constant, or an op that made a new tensor."""
+    while may_alias_operand(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def written_into(node: fx.Node) -> fx.Node:
+    """The node whose memory a chain of in-place ops has written into, up to this one; itself where there is none."""
+    while isinstance(node.target, _torch.OpOverload) and _torch.writes_first(node.target):
+        node = node.args[0]
+    return node
+
+
+class Memory(NamedTuple):
+    """The memory that a node may share: all of its base's, or the memory of one piece of a split."""
+
+    base: fx.Node
+    split: fx.Node | None = None
+    index: int = 0
+
+    def overlaps(self, other: Memory) -> bool:
+        """Whether the two may have elements in common."""
+        if self.base is not other.base:
+            return False
+        return self.split is None or self.split is not other.split or self.index == other.index
+
+
+def memory_of(node: fx.Node) -> Memory:
+    """The memory that a node may share."""
+    split, index = None, 0
+    while may_alias_operand(node) and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if node.target is operator.getitem and source.target in SPLITS:
+            split, index = source, node.args[1]
+        node = source
+    return Memory(node, split, index)

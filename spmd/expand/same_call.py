@@ -1,0 +1,96 @@
+"""Before a compiled step runs, the ranks compare what they are about to run, in one small exchange a call.
+
+    program: 3f6a...                     which program
+    step: train.py:31, object 2          which step: the line that compiled it, and its number among the objects met
+    call: 17                             which call of it
+    model: object 1                      which model and optimiser it gets
+    optimizer.param_groups.0.lr: 0.001   numbers, and the values of small CPU tensors of the state
+
+Without it, ranks that were called with different arguments would wait for each other for ever, or their replicas would
+diverge. Tensors of one element on the CPU, such as counts of steps and learning rates, are read at every call: they
+cost microseconds. Larger ones are compared where $SPMD_CHECK_EQUAL is set to n: at the first call of a step and at each
+n-th one the ranks compare digests of the plain arguments, parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from spmd.comm import agree
+from spmd.comm.numbered import Met
+from spmd.expand.state import Slot, State, Tensors
+from spmd.mesh import DeviceMesh, per_rank
+from spmd.tensor.redistribute.replicas import check_replicas
+from spmd.tensor.spec import Spec
+
+
+def agree_on_call(
+    step: object, site: str, what: str, mesh: DeviceMesh, text: str, state: State, tensors: Tensors,
+    specs: dict[Slot, Spec], numbers: dict[str, float],
+) -> int:  # fmt: skip
+    """How often the step was called before, if all ranks make this call; if not, RuntimeError with a diff on all ranks.
+
+    site: the line that compiled the step. text: which program the call runs.
+    """
+    objects = state.modules | state.optimizers
+    met = Met.on(mesh).with_objects(step, *objects.values())
+    calls = met.calls(step)
+    lines = [
+        text,
+        f"step: compiled at {site}, object {met.number(step)}",
+        f"call: {calls}",
+        *(f"{path}: object {met.number(obj)}" for path, obj in objects.items()),
+        *(f"{path}: {value!r}" for path, value in numbers.items()),
+    ]
+    small = _small(tensors, specs)
+    blocks = [getattr(t, "_local_tensor", t) for t in small.values()]
+    agree("\n".join(lines), mesh, what, key=_bits(blocks), more=lambda: _shown(list(map(str, small)), blocks))
+    met.called(step).keep()
+    return calls
+
+
+def _small(tensors: Tensors, specs: dict[Slot, Spec]) -> dict[Slot, torch.Tensor]:
+    """The CPU tensors of the state that hold one number. Buffers count once they are placed: that makes them equal."""
+    numbers = [slot for slot, spec in specs.items() if not spec.shape and slot.kind in _SMALL_KINDS]
+    found = {slot: tensors[slot] for slot in numbers}
+    return {
+        slot: t
+        for slot, t in found.items()
+        if t.device.type == "cpu" and (slot.kind != "buffer" or hasattr(t, "_spec"))
+    }
+
+
+_SMALL_KINDS = ("optimizer", "hyper", "buffer")
+
+
+@per_rank
+def _bits(blocks: list[torch.Tensor]) -> bytes:
+    """The bits of tensors of one element."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for x in blocks:
+        by_dtype.setdefault(x.dtype, []).append(x)
+    with torch.no_grad():
+        return b"".join(torch.stack(xs).view(torch.uint8).numpy().tobytes() for xs in by_dtype.values())
+
+
+@per_rank
+def _shown(names: list[str], blocks: list[torch.Tensor]) -> str:
+    return "\n".join(f"{name}: {x.item()!r}" for name, x in zip(names, blocks, strict=True))
+
+
+def calls_between_checks() -> int:
+    """$SPMD_CHECK_EQUAL: after how many calls of a step digests are compared; 0 for never."""
+    text = os.environ.get("SPMD_CHECK_EQUAL", "")
+    if not text.isdecimal() and text:
+        raise ValueError(f"$SPMD_CHECK_EQUAL is {text!r}; give after how many calls of a step to compare, or unset it")
+    return int(text or 0)
+
+
+def check_equal(what: str, mesh: DeviceMesh, leaves: dict[str, Any], tensors: Tensors) -> None:
+    """RuntimeError on all ranks if a plain argument, or a replica of a parameter or buffer, differs between ranks."""
+    plain = {path: x for path, x in leaves.items() if isinstance(x, torch.Tensor) and not hasattr(x, "_spec")}
+    state = {str(slot): t for slot, t in tensors.items() if slot.kind in ("parameter", "buffer")}
+    check_replicas(plain | state, mesh, what)

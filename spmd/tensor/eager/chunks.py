@@ -1,0 +1,100 @@
+"""What torch.distributed.checkpoint asks of a DTensor: which chunk of the tensor this rank has, and its memory.
+
+    dcp.save({"x": x}, checkpoint_id=path)     # each rank writes its block; of replicas one is written
+    dcp.load({"x": y}, checkpoint_id=path)     # y may have another layout and another mesh; each rank reads its block
+
+torch takes any tensor for a shard that has the methods `__create_write_items__`, `__create_chunk_list__` and
+`__get_tensor_shard__`. The chunk of a rank is its box (`Spec.box`), whatever axes shard the tensor, in any order and
+any units. The files are those that torch's own DTensor writes and reads.
+
+An empty block is no chunk: torch names chunks by where they start, and an empty one may start where another does.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmd.comm import wait
+from spmd.mesh.rank import rank_simulator
+from spmd.tensor.eager.view_copies import block, note_write
+from spmd.tensor.spec import Spec
+
+
+def write_items(name: str, x) -> list[Any]:
+    """What this rank has of x to be written: one item, or none. All ranks of the mesh must ask."""
+    from torch.distributed.checkpoint import planner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+
+    _check_all_ranks_save(name, x._spec)
+    block(x)  # A view that had to be copied is brought up to date by all ranks; only some are asked for their memory.
+    return [
+        planner.WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(
+                chunk, TensorProperties(x.dtype, requires_grad=x.requires_grad), torch.Size(x._spec.shape)
+            ),
+        )
+        for chunk in (ChunkStorageMetadata(*at) for at in _chunks(x._spec))
+    ]
+
+
+def chunk_list(x) -> list[Any]:
+    """The chunks of x that this rank reads from a checkpoint into its block: one, or none."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    spec = x._spec
+    if x._copy is not None:
+        raise TypeError(
+            f"checkpoint: {spec} is a view of a tensor that is sharded in the way, and shows a copy of it; load into "
+            "the tensor that it is a view of"
+        )
+    found = [ChunkStorageMetadata(*at) for at in _chunks(spec)]
+    note_write(x)  # other views show what is read into the block
+    return found
+
+
+def memory_of_chunk(x, index) -> torch.Tensor:
+    """This rank's block, to be written or to be read into. index: torch's name of the chunk."""
+    local, chunks = wait(x._local_tensor), _chunks(x._spec)
+    if not chunks or index.offset not in (None, chunks[0][0]):
+        raise ValueError(f"checkpoint: this rank has no chunk of {x._spec} at {index.offset}")
+    return local.detach() if local.numel() else local.new_empty(chunks[0][1])
+
+
+def _chunks(spec: Spec) -> list[tuple[torch.Size, torch.Size]]:
+    """Where this rank's block starts, and its sizes; nothing where the block is empty or the rank is not in the mesh.
+
+    A tensor without elements is one empty chunk on every rank, for a checkpoint has to know its shape.
+    """
+    if spec.partial:
+        raise TypeError(
+            f"checkpoint: {spec} is still to be reduced, and a checkpoint has values only; save or load "
+            "x.redistribute(placements=...) with Shard or Replicate in the place of Partial"
+        )
+    if rank_simulator() is not None:
+        raise RuntimeError(
+            f"checkpoint: {spec} is on ranks that one process simulates, and torch.distributed.checkpoint has one rank "
+            "a process; use torch.save and torch.load, or run real ranks"
+        )
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    if not prod(spec.shape):
+        return [(torch.Size([0] * spec.ndim), torch.Size(spec.shape))]
+    box = spec.box(coordinate)
+    sizes = torch.Size([stop - start for start, stop in box])
+    return [(torch.Size([start for start, _ in box]), sizes)] if prod(sizes) else []
+
+
+def _check_all_ranks_save(name: str, spec: Spec) -> None:
+    """RuntimeError where torch would take this rank for the only one, and the file would have its block alone."""
+    if any(spec.dims) and not dist.is_initialized() and rank_simulator() is None:
+        raise RuntimeError(
+            f"checkpoint: {name} is {spec}, and torch.distributed is not initialised, so that only this rank's block "
+            "would be saved; call torch.distributed.init_process_group first, or save its full_tensor()"
+        )

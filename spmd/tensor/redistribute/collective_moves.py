@@ -1,0 +1,363 @@
+"""The moves that send: gathers, exchanges and reductions.
+
+    AllGather, AllToAll, Permute, Exchange          without a reduction
+    ReduceScatter, AllReduce, ReduceInOrder         with one
+
+`moves.py` says what a move is. Gathers and reduce-scatters pad blocks of different sizes to the largest; the other
+moves send blocks as they are. If all that the ranks of a group would send is empty, none of them calls the collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from spmd.comm import wire
+from spmd.mesh import cost
+from spmd.tensor.redistribute.all_ranks import most_in_group, overlaps, sides, volumes
+from spmd.tensor.redistribute.boxes import (
+    Box,
+    copies_to_cut,
+    copies_to_join,
+    cut,
+    joined,
+    joined_padded,
+    overlap,
+    relative_to,
+    shape_of,
+    volume,
+)
+from spmd.tensor.redistribute.moves import (
+    Copied,
+    Move,
+    MoveContext,
+    dims_text,
+    group_bytes,
+    group_size,
+    in_rows,
+    members,
+)
+from spmd.tensor.spec import Spec
+
+reduced_as = functools.lru_cache(maxsize=256)(wire.reduced_as)
+
+
+# ---- without a reduction ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllGather(Move):
+    """Shards of the axes, in any dims, to replicated."""
+
+    kind = "all_gather"
+
+    @staticmethod
+    def copies(have, want):
+        whole, row = want[0], volume(have[0])
+        times = copies_to_join([relative_to(block, whole) for block in have], shape_of(whole), row)
+        return Copied(0, volume(whole), times)
+
+    def peak(self, before, after):
+        return before.local_nbytes + after.local_nbytes * (1 if in_rows(self.axes, before.dims) else 2)
+
+    def received(self, before, after):
+        biggest = most_in_group(volumes(sides(before)), self.axes)
+        return (group_size(self.axes, before) - 1) * biggest * before.dtype.itemsize
+
+    def collective_us(self, received, topology):
+        return cost.all_gather_cost(group_bytes(received, self.axes, topology), self.axes, topology)
+
+    def start(self, x, ctx):
+        blocks = members(ctx.before, self.axes, ctx.coordinate)
+        row = max(map(volume, blocks))
+        if not row:
+            return x
+        flat = _padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), row)
+        return ctx.transport.all_gather_into_tensor(to_wire(flat, ctx.before.dtype), len(blocks), ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        blocks = members(ctx.before, self.axes, ctx.coordinate)
+        row = max(map(volume, blocks))
+        if not row:
+            return y.new_zeros(ctx.shape_after())
+        whole = ctx.after.box(ctx.coordinate)
+        y = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype)
+        return joined_padded(y, [relative_to(block, whole) for block in blocks], ctx.shape_after(), row)
+
+    def _details(self, before, after):
+        return [dims_text(self.axes, before)]
+
+
+@dataclass(frozen=True)
+class Exchange(Move):
+    """Any blocks to any blocks: an all-to-all in which each rank receives what it lacks from the ranks that have it."""
+
+    kind = "exchange"
+
+    @staticmethod
+    def copies(have, want):
+        sent = [relative_to(overlap(have[0], box), have[0]) for box in want]
+        received = [relative_to(overlap(box, want[0]), want[0]) for box in have]
+        packed = sum(map(volume, sent)) * copies_to_cut(sent, shape_of(have[0]))
+        return Copied(packed, volume(want[0]), copies_to_join(received, shape_of(want[0])))
+
+    def received(self, before, after):
+        want = sides(after)
+        return (volumes(want) - overlaps(sides(before), want)) * before.dtype.itemsize
+
+    def peak(self, before, after):
+        return 2 * (before.local_nbytes + after.local_nbytes)
+
+    def collective_us(self, received, topology):
+        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
+
+    def _boxes_to_send(self, ctx: MoveContext) -> list[Box]:
+        """The box that goes to each rank, relative to this rank's block."""
+        mine = ctx.before.box(ctx.coordinate)
+        return [relative_to(overlap(mine, want), mine) for want in members(ctx.after, self.axes, ctx.coordinate)]
+
+    def _boxes_to_receive(self, ctx: MoveContext) -> list[Box]:
+        """The box that comes from each rank, relative to this rank's block after the move."""
+        want = ctx.after.box(ctx.coordinate)
+        return [relative_to(overlap(have, want), want) for have in members(ctx.before, self.axes, ctx.coordinate)]
+
+    def _nothing_to_send(self, ctx: MoveContext) -> bool:
+        return not any(map(volume, members(ctx.before, self.axes, ctx.coordinate)))
+
+    def start(self, x, ctx):
+        if self._nothing_to_send(ctx):
+            return x
+        sent, received = self._boxes_to_send(ctx), self._boxes_to_receive(ctx)
+        flat = to_wire(cut(x, ctx.shape_before(), sent), ctx.before.dtype)
+        sizes = [[wire_items(ctx.before.dtype) * volume(box) for box in boxes] for boxes in (received, sent)]
+        return ctx.transport.all_to_all_single(flat, *sizes, ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        if self._nothing_to_send(ctx):
+            return y.new_zeros(ctx.shape_after())
+        y = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype)
+        return joined(y, self._boxes_to_receive(ctx), ctx.shape_after())
+
+
+@dataclass(frozen=True)
+class AllToAll(Exchange):
+    """Shards of the axes to shards of the same axes in other dims: one all-to-all of (n-1)/n of the local bytes."""
+
+    kind = "all_to_all"
+
+    def _details(self, before, after):
+        return [dims_text(self.axes, before), dims_text(self.axes, after)]
+
+
+@dataclass(frozen=True)
+class Permute(Exchange):
+    """The same blocks on other ranks: one rank has the block that another wants."""
+
+    kind = "permute"
+
+    def peak(self, before, after):
+        return before.local_nbytes + after.local_nbytes
+
+    def collective_us(self, received, topology):
+        return cost.permute_cost(received, self.axes, topology)
+
+
+# ---- reductions -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reduction(Move):
+    """The axes are Partial before, and no longer so after."""
+
+    def op(self, spec: Spec) -> str:
+        """The reduction that is sent: a sum, if averages and sums meet."""
+        kinds = {kind for a, kind in spec.partial if a in self.axes}
+        return kinds.pop() if len(kinds) == 1 else "sum"
+
+    def wire_itemsize(self, spec: Spec) -> int:
+        """Bytes of one element on the wire."""
+        dtype, _ = reduced_as(spec.dtype, self.op(spec))
+        return dtype.itemsize * (2 if wire.marks_nan(spec.dtype, self.op(spec)) else 1)
+
+    def _averaged(self, y, ctx: MoveContext):
+        """The sum y, divided by the ranks of the axes that are averages."""
+        n = prod(ctx.before.mesh.shape[a] for a, kind in ctx.before.partial if a in self.axes and kind == "avg")
+        return y if n == 1 else y / n
+
+
+@dataclass(frozen=True)
+class AllReduce(_Reduction):
+    """Partial to replicated."""
+
+    kind = "all_reduce"
+
+    def received(self, before, after):
+        n = group_size(self.axes, before)
+        return 2 * (n - 1) * volumes(sides(before)) * self.wire_itemsize(before) // n
+
+    def collective_us(self, received, topology):
+        return cost.all_reduce_cost(group_bytes(received / 2, self.axes, topology), self.axes, topology)
+
+    def start(self, x, ctx):
+        if not prod(ctx.shape_before()):
+            return x
+        dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
+        if wire.marks_nan(ctx.before.dtype, op):
+            x = wire.with_marks(x, ctx.before.dtype, op)
+        return ctx.transport.all_reduce(_cast(x, ctx.before.dtype, dtype).contiguous(), op, ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        if not prod(ctx.shape_before()):
+            return y
+        dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
+        y = _cast(ctx.transport.wait_tensor(y), dtype, ctx.before.dtype)
+        if wire.marks_nan(ctx.before.dtype, op):
+            y = wire.without_marks(y, ctx.shape_before())
+        return self._averaged(y, ctx)
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_Reduction):
+    """Partial to blocks inside the block of each rank: sharded by these axes, and by others that replicate."""
+
+    kind = "reduce_scatter"
+
+    @staticmethod
+    def copies(have, want):
+        pieces, row = [relative_to(box, have[0]) for box in want], volume(want[0])
+        padded = any([volume(piece) != row for piece in pieces])
+        return Copied(row * len(pieces) * (1 if padded else copies_to_cut(pieces, shape_of(have[0]))))
+
+    def peak(self, before, after):
+        packed = 0 if in_rows(self.axes, after.dims) else self.nbytes(before, after)
+        return before.local_nbytes + packed + after.local_nbytes
+
+    def nbytes(self, before, after):
+        return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
+
+    def received(self, before, after):
+        biggest = most_in_group(volumes(sides(after)), self.axes)
+        return (group_size(self.axes, before) - 1) * biggest * self.wire_itemsize(before)
+
+    def collective_us(self, received, topology):
+        return cost.reduce_scatter_cost(group_bytes(received, self.axes, topology), self.axes, topology)
+
+    def _pieces(self, ctx: MoveContext) -> list[Box]:
+        """The box of each rank after the move, relative to this rank's block."""
+        mine = ctx.before.box(ctx.coordinate)
+        return [relative_to(box, mine) for box in members(ctx.after, self.axes, ctx.coordinate)]
+
+    def start(self, x, ctx):
+        pieces = self._pieces(ctx)
+        row = max(map(volume, pieces))
+        if not row:
+            return x
+        dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
+        marked = wire.marks_nan(ctx.before.dtype, op)
+        if marked or any(volume(piece) != row for piece in pieces):
+            rows = [_padded(cut(x, ctx.shape_before(), [piece]), volume(piece), row) for piece in pieces]
+            flat = torch.cat([wire.with_marks(r, ctx.before.dtype, op) for r in rows] if marked else rows, 0)
+        else:
+            flat = cut(x, ctx.shape_before(), pieces)
+        flat = _cast(flat, ctx.before.dtype, dtype).contiguous()
+        return ctx.transport.reduce_scatter_tensor(flat, op, len(pieces), ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        row = max(map(volume, self._pieces(ctx)))
+        if not row:
+            return y.new_zeros(ctx.shape_after())
+        dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
+        y = _cast(ctx.transport.wait_tensor(y), dtype, ctx.before.dtype)
+        if wire.marks_nan(ctx.before.dtype, op):
+            y = wire.without_marks(y, (row,))
+        own = prod(ctx.shape_after())
+        y = self._averaged(y, ctx)
+        return (y if own == row else y.narrow(0, 0, own).clone()).view(ctx.shape_after())
+
+    def _details(self, before, after):
+        return [dims_text(self.axes, after)]
+
+
+@dataclass(frozen=True)
+class ReduceInOrder(_Reduction):
+    """As a reduce-scatter, but each rank receives the terms and adds them one by one, in the order of the ranks.
+
+    So the result is the same to the bit, whatever the rest of the plan, the backend and the sizes of the blocks are.
+    """
+
+    kind = "reduce_in_order"
+
+    @staticmethod
+    def copies(have, want):
+        pieces, terms = [relative_to(box, have[0]) for box in want], volume(want[0]) * len(want)
+        return Copied(sum(map(volume, pieces)) * copies_to_cut(pieces, shape_of(have[0])), terms, 1)
+
+    def nbytes(self, before, after):
+        return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
+
+    def peak(self, before, after):
+        return before.local_nbytes + 2 * group_size(self.axes, before) * after.local_nbytes + after.local_nbytes
+
+    def received(self, before, after):
+        return (group_size(self.axes, before) - 1) * volumes(sides(after)) * before.dtype.itemsize
+
+    def collective_us(self, received, topology):
+        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
+
+    def start(self, x, ctx):
+        mine, wanted = ctx.before.box(ctx.coordinate), members(ctx.after, self.axes, ctx.coordinate)
+        if not any(map(volume, wanted)):
+            return x
+        flat = cut(x, ctx.shape_before(), [relative_to(box, mine) for box in wanted])
+        items = wire_items(ctx.before.dtype)
+        sizes = [items * prod(ctx.shape_after())] * len(wanted), [items * volume(box) for box in wanted]
+        return ctx.transport.all_to_all_single(to_wire(flat, ctx.before.dtype), *sizes, ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        wanted, own = members(ctx.after, self.axes, ctx.coordinate), prod(ctx.shape_after())
+        if not any(map(volume, wanted)):
+            return y.new_zeros(ctx.shape_after())
+        terms = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype).split([own] * len(wanted), 0)
+        add, total = COMBINE[self.op(ctx.before)], terms[0]
+        for i in range(1, len(wanted)):
+            total = add(total, terms[i])
+        return self._averaged(total, ctx).view(ctx.shape_after())
+
+    def _details(self, before, after):
+        return [dims_text(self.axes, after)]
+
+
+COMBINE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
+
+
+# ---- the wire ---------------------------------------------------------------------------------
+
+
+def wire_items(dtype: torch.dtype) -> int:
+    """How many items on the wire make one element."""
+    return dtype.itemsize if dtype in wire.BYTES_ONLY else 1
+
+
+def to_wire(flat, dtype: torch.dtype):
+    """A row as it is sent if nothing is computed on the way: as bytes, if a backend does not know the dtype."""
+    if dtype not in wire.BYTES_ONLY:
+        return flat.contiguous()
+    # Not `contiguous`: it leaves a single element any stride, and a view of bytes may not have that.
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def from_wire(y, dtype: torch.dtype):
+    """The row of this dtype that `to_wire` sent."""
+    return y.view(dtype) if dtype in wire.BYTES_ONLY else y
+
+
+def _cast(x, has: torch.dtype, wanted: torch.dtype):
+    return x if has is wanted else x.to(wanted)
+
+
+def _padded(flat, size: int, to: int):
+    """A row of `size` elements, padded to `to` elements. The padding is never read."""
+    return flat if size == to else torch.nn.functional.pad(flat, (0, to - size))

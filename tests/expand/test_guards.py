@@ -1,0 +1,280 @@
+"""Every call checks the Python values that the trace has read. If one has changed, another program is made."""
+
+import copy
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import spmd
+from spmd import Shard
+from spmd.expand.guards import guard_key
+from spmd.sim import run_ranks
+
+X = torch.linspace(-2.0, 3.0, 24).reshape(8, 3)
+
+
+def line() -> spmd.DeviceMesh:
+    return spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+
+
+def alone(fn, *calls):
+    """The result of each call on a mesh of one rank, with one compiled step for all calls."""
+    step = spmd.compile(fn, line())
+    return [value(step(*args)) for args in calls]
+
+
+def value(x):
+    return x.full_tensor() if isinstance(x, spmd.DTensor) else x
+
+
+def check(fn, *calls):
+    for got, args in zip(alone(fn, *copy.deepcopy(calls)), calls, strict=True):
+        torch.testing.assert_close(got, fn(*args))
+
+
+# ---- guard_key --------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    rate: float
+    sizes: list
+
+
+def test_equal_values_have_equal_keys():
+    """Numbers count with type and sign, objects by their contents, functions by identity."""
+    alike = [float("nan"), [1, (2, "a")], {"a": {1, 2}}, Config(0.5, [1]), F.gelu, torch.float32, None]
+    unlike = [(1, True), (1, 1.0), (0.0, -0.0), ([1], (1,)), ([], {}), (Config(0.5, [1]), Config(0.5, [2]))]
+    assert all(guard_key(x) == guard_key(copy.deepcopy(x)) for x in alike)
+    assert all(guard_key(a) != guard_key(b) for a, b in [*unlike, (F.gelu, F.relu)])
+
+
+def test_a_key_does_not_follow_later_changes():
+    values = [1, [2]]
+    before = guard_key(values)
+    values[1].append(3)
+    assert guard_key(values) != before
+
+
+# ---- modules ----------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+        self.act, self.factors, self.config = torch.tanh, [1.0], Config(1.0, [])
+        for k, v in attributes.items():
+            setattr(self, k, v)
+
+    def forward(self, x):
+        return self.act(x * self.weight).sum() * self.factors[0] * self.config.rate
+
+
+def run(module, x):
+    return module(x)
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [{"act": torch.sigmoid}, {"factors": [3.0]}, {"factors": (3.0,)}, {"config": Config(2.0, [])}],
+    ids=["function", "list", "tuple", "object"],
+)
+def test_modules_that_differ_in_an_attribute_have_programs_of_their_own(attributes):
+    check(run, (Scaled(), X), (Scaled(**attributes), X), (Scaled(), X))
+
+
+def test_layers_of_other_types_have_programs_of_their_own():
+    layers = [nn.Sequential(nn.Linear(3, 3), act) for act in (nn.Tanh(), nn.Sigmoid())]
+    layers[1][0].load_state_dict(layers[0][0].state_dict())
+    check(run, *((m, X) for m in layers))
+
+
+def test_what_is_changed_between_calls_is_honoured():
+    """A list edited, a config set, a hook added, a flag flipped."""
+    module, ours = Scaled(), Scaled()
+    step = spmd.compile(run, line())
+    changes = [
+        lambda m: None,
+        lambda m: m.factors.__setitem__(0, 5.0),
+        lambda m: setattr(m.config, "rate", 0.25),
+        lambda m: m.register_forward_hook(lambda mod, args, out: out * 7),
+        lambda m: m.weight.requires_grad_(False),
+    ]
+    for change in changes:
+        change(module)
+        change(ours)
+        torch.testing.assert_close(value(step(module, X)), ours(X))
+
+
+class Counts(Scaled):
+    def forward(self, x):
+        self.factors.append(1.0)
+        return super().forward(x)
+
+
+class Caches(Scaled):
+    def forward(self, x):
+        self.cached = x.cos()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("module", [Counts(), Caches()], ids=["list", "tensor"])
+def test_what_the_step_itself_leaves_in_a_module_is_refused(module):
+    """The program would not repeat such a change, so it is refused, and the module is unchanged."""
+    before = set(vars(module))
+    with pytest.raises(RuntimeError, match="changes a Python value in module "):
+        spmd.compile(run, line())(module, X)
+    assert set(vars(module)) == before
+    assert isinstance(module.weight, nn.Parameter) and not isinstance(module.weight, spmd.DTensor)
+
+
+# ---- arguments and surroundings ---------------------------------------------------------------
+
+
+def test_the_shape_of_the_arguments_counts():
+    """An empty list differs from an empty dict, a list from a tuple, and a dotted key from a path."""
+
+    def kinds(x, arg):
+        return x * (2 if isinstance(arg, list) else 3)
+
+    check(kinds, (X, []), (X, {}), (X, [1.0]), (X, (1.0,)))
+    check(lambda x, d: x * d["b.c"] + d["b"]["c"], (X, {"b.c": 2.0, "b": {"c": 0.5}}))
+
+
+def test_a_float_that_does_not_act_as_a_symbol_is_taken_as_it_is():
+    """Rounding, formatting, branching: each value has a program of its own if it needs one."""
+
+    def step(x, a):
+        return x * (a // 0.1) + len(f"{a:.2f}") + (a**2 if a > 0 else -a)
+
+    check(step, (X, 0.5), (X, 0.25), (X, -0.5), (X, 0.0), (X, 0.5))
+
+
+def test_a_float_that_only_scales_needs_one_program():
+    step = spmd.compile(lambda x, a: x * a + a / 3, line())
+    for a in (0.5, 0.25, -1.0, 0.0):
+        torch.testing.assert_close(value(step(X, a)), X * a + a / 3)
+    assert len(step.programs) == 1
+
+
+def test_autocast_and_gradient_mode_are_those_of_the_call():
+    module = nn.Linear(3, 2)
+    step = spmd.compile(run, line())
+    dtypes = []
+    for enabled in (False, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            dtypes.append(step(module, X).dtype)
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+
+    def train(module, x):
+        loss = module(x).sum()
+        if torch.is_grad_enabled():
+            loss.backward()
+        return loss
+
+    step = spmd.compile(train, line())
+    with torch.no_grad():
+        step(module, X)
+    assert module.weight.grad is None
+    step(module, X)
+    assert module.weight.grad is not None
+
+
+def test_setting_data_is_a_write():
+    """`p.data = q` trains; a change of shape is refused."""
+
+    def by_data(module, x):
+        loss = (module(x) ** 2).mean()
+        loss.backward()
+        for p in module.parameters():
+            p.data = p.data - 0.1 * p.grad
+            p.grad = None
+        return loss
+
+    module = nn.Linear(3, 2)
+    ours = copy.deepcopy(module)
+    step = spmd.compile(by_data, line())
+    for _ in range(3):
+        torch.testing.assert_close(value(step(module, X)), by_data(ours, X))
+
+    def seen_through_others(x):
+        y, z = x * 1, x * 2
+        view = y[:2].t()
+        view.data, y.data = view * 3, z  # neither shows in the other
+        z.add_(1)
+        return view, y, z
+
+    for got, want in zip(spmd.compile(seen_through_others, line())(X), seen_through_others(X), strict=True):
+        torch.testing.assert_close(value(got), want)
+
+    def reshapes(module, x):
+        module.weight.data = module.weight.data[:1]
+        return x.sum()
+
+    with pytest.raises(RuntimeError, match=r"x\.data = y changes a"):
+        spmd.compile(reshapes, line())(nn.Linear(3, 2), X)
+
+
+def test_a_result_must_be_plain():
+    with pytest.raises(TypeError, match="returns a lock; it may return tensors"):
+        spmd.compile(lambda x: (x.sum(), threading.Lock()), line())(X)
+
+
+# ---- ranks that part --------------------------------------------------------------------------
+
+
+def errors_of(*calls_of):
+    """For each call of two ranks with one compiled step, each rank's error or None. calls_of: rank -> arguments."""
+
+    def scale(x, a):
+        return (x * a).sum()
+
+    def rank(r):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step = spmd.compile(scale, mesh, inputs={"x": {"dp": Shard(0)}})
+        raised = []
+        for args in calls_of:
+            try:
+                step(*args(r))
+                raised.append(None)
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
+        return raised
+
+    return run_ranks(rank, 2)
+
+
+def same(r):
+    return X, 0.5
+
+
+def test_ranks_called_with_other_shapes_part_with_an_error():
+    """Also if one rank has a program for its shape and the other has none, or if each has one."""
+
+    def other(r):
+        return X[: 8 - 2 * r], 0.5
+
+    def swapped(r):
+        return X[: 6 + 2 * r], 0.5
+
+    for raised in errors_of(same, other, same, swapped, same):
+        assert [bool(e) for e in raised] == [False, True, False, True, False]
+        assert "the call of scale differs between rank 0 and rank 1" in raised[1]
+
+
+def test_ranks_with_other_numbers_part_with_an_error():
+    """With different learning rates the replicas would silently diverge."""
+    for raised in errors_of(same, lambda r: (X, 0.5 + r), same):
+        assert raised[0] is None and raised[2] is None
+        assert "-a: 0.5" in raised[1] and "+a: 1.5" in raised[1]
+
+
+def test_a_rank_that_fails_before_the_step_fails_all():
+    first, second = errors_of(same, lambda r: (X, 0.5) if r == 0 else (X, object()), same)
+    assert first[1].startswith("RuntimeError: the call of scale: rank 1 failed: TypeError")
+    assert second[1].startswith("TypeError: argument a is a object") and first[2] is second[2] is None

@@ -1,0 +1,100 @@
+"""torch.compile of functions of DTensors: memory that arguments and results share, and numbers that change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spmd import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from spmd.mesh import as_rank
+
+
+def _compiled(fn):
+    torch.compiler.reset()
+    return torch.compile(fn, backend="aot_eager", fullgraph=True)
+
+
+def _numbers():
+    return torch.arange(24.0).reshape(8, 3)
+
+
+def _whole(*tensors):
+    return [x.full_tensor().clone() if isinstance(x, DTensor) else x.clone() for x in tensors]
+
+
+def _doubled_view(q):
+    v = q[1:]
+    q.mul_(2)
+    return v
+
+
+def _results_that_are_views(run, q):
+    """The result and the argument show each other's writes; the copy that was there shows those of the graph."""
+    before = q[2:]
+    v = run(q)
+    seen = _whole(v, q, before)
+    v.add_(1)
+    seen += _whole(v, q, before)
+    q.sub_(2)
+    return seen + _whole(v, q, before)
+
+
+def on_rank(rank):
+    q = distribute_tensor(_numbers(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    return _results_that_are_views(_compiled(_doubled_view), q)
+
+
+def test_shared_memory(gloo4):
+    """Views that compiled code returns are views, and copies see what it writes."""
+    want = _results_that_are_views(_doubled_view, _numbers())
+    for seen in gloo4.run(on_rank, timeout=120):
+        assert all(torch.equal(a, b) for a, b in zip(seen, want, strict=True))
+
+
+def _add_to_first(a, b):
+    b.mul_(2)
+    return a + 1
+
+
+def test_arguments_that_alias():
+    """Compiled code that writes arguments of one memory is an error, and not half a write."""
+    with as_rank(0, 1):
+        q = distribute_tensor(_numbers(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(Exception, match="aliased inputs that are mutated"):
+            _compiled(_add_to_first)(q, q.view(24))
+        assert torch.equal(q.to_local(), _numbers())
+
+
+def test_a_number_that_changes():
+    """A float argument is a symbol from its second value on; where a rule has to know it, it is a constant."""
+
+    def fn(q, scale):
+        return torch.clamp((q + scale) * scale, max=scale)
+
+    with as_rank(0, 1):
+        q = distribute_tensor(_numbers(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        run = _compiled(fn)
+        for scale in (0.5, 0.25, 0.125, 0.0, float("inf")):
+            assert torch.equal(run(q, scale).to_local(), fn(_numbers(), scale))
+
+
+def _meets_the_mesh(x, mesh, placements):
+    """Code around DTensors: makes them, asks where it is, takes a mesh and placements as arguments."""
+    d = DTensor.from_local(x * 2, mesh, placements) + mesh.get_coordinate()[0] + mesh.get_local_rank("dp")
+    whole = d.redistribute(d.device_mesh, [Replicate()]) * mesh.size()
+    return whole.to_local() + distribute_tensor(torch.ones(8, 3), mesh, placements).full_tensor()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo, of what it takes up after a break
+def test_code_around_dtensors():
+    """What Dynamo cannot trace runs between two graphs; gradients pass through."""
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        torch.compiler.reset()
+        run = torch.compile(_meets_the_mesh, backend="aot_eager")
+        for _ in range(2):
+            x = _numbers().requires_grad_()
+            out = run(x, mesh, [Shard(0)])
+            assert torch.equal(out, x * 2 + 1)
+            out.sum().backward()
+            assert torch.equal(x.grad, torch.full((8, 3), 2.0))
