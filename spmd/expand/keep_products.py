@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
 from spmd.tensor.rules.einsum import product
-from spmd.tensor.rules.products import matmul_backward
+from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
 aten = torch.ops.aten
 
@@ -35,8 +35,27 @@ for _name, _shape in (("linear", _linear_shape), ("matmul", _matmul_shape)):
     _library.define(f"{_name}(Tensor x, Tensor y) -> Tensor")
     _library.impl(_name, _shape, "Meta")
 
-TRACED_AS = {aten.linear.default: torch.ops.spmd.linear.default, aten.matmul.default: torch.ops.spmd.matmul.default}
-"""torch's ops that are kept as one op, and the ops of our own that replace them while the graph is made."""
+_OURS = {torch.ops.spmd.linear.default: aten.linear.default, torch.ops.spmd.matmul.default: aten.matmul.default}
+"""The ops of our own that are in the graph while it is made, and those of torch that they become."""
+
+
+def _kept_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if not is_kept_as_one_op("linear", input, weight):
+        return aten.linear.default.decompose(input, weight, bias)
+    out = torch.ops.spmd.linear(input, weight)
+    return out if bias is None else out + bias
+
+
+def _kept_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    batches = x.ndim > 1 < y.ndim and is_kept_as_one_op("matmul", x, y)
+    return torch.ops.spmd.matmul(x, y) if batches else aten.matmul.default.decompose(x, y)
+
+
+TRACED_AS = {aten.linear.default: _kept_linear, aten.matmul.default: _kept_matmul}
+"""torch's ops that are kept as one op, where `KeepProducts` asks for it and in inference mode; what is traced for them.
+
+In inference mode torch takes no op apart before it is traced, so these come with vectors, and with a bias, too.
+"""
 
 
 class KeepProducts(TorchFunctionMode):
@@ -50,9 +69,8 @@ class KeepProducts(TorchFunctionMode):
 
 def restore_torch_ops(graph: fx.Graph) -> None:
     """Put torch's ops back in the place of our own."""
-    names = {ours: theirs for theirs, ours in TRACED_AS.items()}
     for node in graph.nodes:
-        node.target = names.get(node.target, node.target)
+        node.target = _OURS.get(node.target, node.target)
         if node.target is aten.linear_backward.default and not node.args[3][2]:
             # No gradient of the bias is asked for; torch's metadata says that there is one all the same.
             node.meta["val"] = (*node.meta["val"][:2], None)

@@ -116,3 +116,22 @@ def test_nothing_is_moved_but_what_is_reduced(training, wanted):
     program = training.compiled(mesh).program_for(*training.begin(), *training.batches[0])
     assert {(c.kind, c.axis) for c in program.collectives} == wanted
     assert not program.gathered
+
+
+def products(x, weight, bias, vector, batch):
+    """Each product that torch keeps as one op in inference mode, with vectors and a bias, too."""
+    return [
+        *[F.linear(of, weight, bias) for of in (x, vector, batch)], F.linear(x, vector), vector @ weight, x @ vector,
+        vector @ vector, batch @ vector, batch @ weight, vector @ batch, torch.einsum("bij,jk->bik", batch, weight),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_in_inference_mode_products_are_those_of_one_device(dim):
+    """Nothing is traced for autograd then, and torch takes no op apart before the trace sees it."""
+    given = [torch.randint(-4, 5, shape).double() for shape in ((4, 4), (4, 4), (4,), (4,), (2, 4, 4))]
+    with spmd.LocalTensorMode(4), torch.inference_mode():
+        mesh = spmd.init_device_mesh("cpu", (4,))
+        step = spmd.compile(products, mesh, inputs={"x": [Shard(dim)], "batch": [Shard(dim)]})
+        for found, wanted in zip(step(*given), products(*given), strict=True):
+            assert torch.equal(found.full_tensor().reconcile(), wanted)
