@@ -203,9 +203,15 @@ class LocalTensorMode(_torch.TorchDispatchMode):
 
 
 class _Constructors(TorchFunctionMode):
-    """Runs torch.tensor once a rank if its numbers differ between ranks: it reads them before any op is called."""
+    """Runs torch.tensor once a rank if its numbers differ between ranks: it reads them before any op is called.
+
+    Lists of which torch would make tensors in C++, where it writes into memory that a LocalTensor does not have, become
+    tensors first.
+    """
 
     def __torch_function__(self, fn, types, args=(), kwargs=None):
+        if fn in _TAKES_LENGTHS:
+            args, kwargs = _with_tensors(args, kwargs or {})
         if fn in _CONSTRUCTORS and any(values_of(leaf) is not None for leaf in pytree.tree_leaves(args)):
             mode = rank_simulator()
             if mode is not None:
@@ -215,6 +221,14 @@ class _Constructors(TorchFunctionMode):
 
 BETWEEN_USER_AND_TORCH = frozenset({_Constructors.__torch_function__.__code__})
 """The code of the simulator that is called in the place of every function of torch. A real rank has no such frames."""
+
+def _with_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments, with tensors for all lists and tuples of numbers."""
+    tensors = [torch.tensor(x) if isinstance(x, (list, tuple)) else x for x in (*args, *kwargs.values())]
+    return tuple(tensors[: len(args)]), dict(zip(kwargs, tensors[len(args) :], strict=True))
+
+
+_TAKES_LENGTHS = (torch.nn.functional.ctc_loss, torch.ctc_loss)
 
 _CONSTRUCTORS = (torch.tensor, torch.as_tensor, torch.asarray)
 

@@ -132,7 +132,8 @@ def test_ctc_losses_are_those_of_one_device():
 
     def losses(x, rows, flat, *tensors):
         return [
-            F.ctc_loss(x.log_softmax(2), *given, reduction="none", zero_infinity=True)
+            F.ctc_loss(x.log_softmax(2), *given, reduction=how, zero_infinity=True)
+            for how in ("none", "mean")
             for given in ((rows, inputs, lengths), (flat, inputs, lengths), (rows, *tensors))
         ]
 
