@@ -92,7 +92,7 @@ class CompiledStep:
         self.fn, self.mesh, self.bucket_mb = fn, mesh, bucket_mb
         self._params = check_patterns(mesh, params, "params")
         self._inputs = check_patterns(mesh, inputs, "inputs")
-        self._signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+        self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
         self._site = caller()
@@ -220,6 +220,17 @@ class CompiledStep:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
         return self.fn(*bound.args, **bound.kwargs)
+
+
+def _signature(fn: Callable) -> inspect.Signature:
+    """The parameters of a function. A builtin names none, and arguments are placed by name."""
+    try:
+        return inspect.signature(fn)
+    except ValueError:
+        raise TypeError(
+            f"compile: {fn!r} does not say what its arguments are called; write a function that calls it, such as "
+            "lambda x, weight: ..."
+        ) from None
 
 
 def _explained(error: AttributeError) -> AttributeError:

@@ -55,6 +55,8 @@ def test_placings_are_checked_when_compiling(given, error, message):
 def test_only_functions_are_compiled():
     with pytest.raises(TypeError, match=r"not callable; give the function to run"):
         spmd.compile(None, spmd.DeviceMesh("cpu", [0]))
+    with pytest.raises(TypeError, match=r"<built-in .*linear> does not say .*; write a function that calls it"):
+        spmd.compile(torch.nn.functional.linear, spmd.DeviceMesh("cpu", [0]))
 
 
 def test_there_is_no_program_before_the_first_call():
