@@ -59,9 +59,9 @@ class Comparison:
 
     def add(self, exchange: Exchange, mesh: DeviceMesh) -> bool:
         """Note an exchange of the mesh's ranks. Whether the ranks compared now; RuntimeError on all if they differ."""
-        if mesh.size() == 1 or mesh.ranks in self._ended:
+        if mesh.size() == 1 or mesh.ranks_key in self._ended:
             return False
-        _, since = self._since.setdefault(mesh.ranks, (mesh, []))
+        _, since = self._since.setdefault(mesh.ranks_key, (mesh, []))
         since.append(exchange)
         if len(since) < self.every:
             return False
@@ -73,7 +73,7 @@ class Comparison:
         found = error
         if not self._since:  # another rank may wait for this one in its first exchange, most likely one of all ranks
             self._since[tuple(range(world_size()))] = DeviceMesh("cpu", range(world_size())), []
-        for mesh, since in [self._since[ranks] for ranks in sorted(self._since) if ranks not in self._ended]:
+        for mesh, since in [self._since[ranks] for ranks in sorted(self._since, key=str) if ranks not in self._ended]:
             if mesh.size() == 1:
                 continue
             since.append(Exchange("the end of checked()", caller()))
@@ -86,7 +86,7 @@ class Comparison:
 
     def stop(self, mesh: DeviceMesh) -> None:
         """Compare nothing more on this mesh: one of its ranks has left the block."""
-        self._ended.add(mesh.ranks)
+        self._ended.add(mesh.ranks_key)
 
     def _compare(self, mesh: DeviceMesh, since: list[Exchange], failure: str = "", ended: bool = False) -> None:
         made = since.copy()

@@ -28,7 +28,7 @@ class Met:
     @classmethod
     def on(cls, mesh: DeviceMesh) -> Met:
         """What the ranks of this mesh have met so far."""
-        return rank_state().get(("met", mesh.ranks)) or cls(mesh)
+        return rank_state().get(("met", mesh.ranks_key)) or cls(mesh)
 
     def with_objects(self, *objects: object) -> Met:
         """The same with these objects; new ones get the next numbers."""
@@ -54,4 +54,4 @@ class Met:
 
     def keep(self) -> None:
         """Go on from this."""
-        rank_state()["met", self.mesh.ranks] = self
+        rank_state()["met", self.mesh.ranks_key] = self

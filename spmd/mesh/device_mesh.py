@@ -24,7 +24,7 @@ Left out: splitting an axis into several, joining meshes, and process group opti
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -102,6 +102,11 @@ class DeviceMesh:
         return torch.tensor(self.ranks, dtype=torch.int64, device="cpu").reshape(self.shape)
 
     @property
+    def ranks_key(self) -> Hashable:
+        """What meshes of the same ranks in the same order have in common, as a key for tables."""
+        return self.ranks
+
+    @property
     def topology(self) -> MeshTopoInfo:
         """How fast its links are; a slice, a transposed and a flattened mesh have the topology of their parent."""
         return self._topology
@@ -148,6 +153,7 @@ class DeviceMesh:
         """The names of its axes, for a mesh is indexed by them."""
         return iter(self.axis_names)
 
+    @per_rank
     def __contains__(self, item: object) -> bool:
         """Whether it has an axis of this name, or a rank of this number.
 
@@ -184,7 +190,7 @@ class DeviceMesh:
 
     def coordinates(self) -> list[Coordinate]:
         """All coordinates in row-major order: the order of `ranks`."""
-        return list(self._at.values())
+        return list(product(*map(range, self.shape)))
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         """The rank at a coordinate."""

@@ -30,7 +30,7 @@ class BranchOnRank(RuntimeError):
 
 
 class PerRank:
-    """One value for each rank, of any type; `value[rank]` is that of a rank."""
+    """One value for each rank, of any type; `value[rank]` is that of a rank. Equal if it is equal on all ranks."""
 
     __slots__ = ("by_rank",)
 
@@ -40,8 +40,16 @@ class PerRank:
     def __getitem__(self, rank: int) -> Any:
         return self.by_rank[rank]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerRank) and self.by_rank == other.by_rank
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.by_rank.items()))
+
     def __bool__(self) -> bool:
         raise _branch_error(self.by_rank)
+
+    __iter__ = __bool__
 
     def __repr__(self) -> str:
         return f"PerRank({self.by_rank})"

@@ -8,10 +8,11 @@ Its shape and names are the same on all ranks. Everything that depends on the ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from math import prod
 
-from spmd.mesh import DeviceMesh, current_rank
+from spmd.mesh import DeviceMesh, current_rank, per_rank
+from spmd.sim.local_int import local_int, values_of
 
 
 class LocalMesh(DeviceMesh):
@@ -36,7 +37,15 @@ class LocalMesh(DeviceMesh):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self.by_rank[current_rank()].ranks
+        """Those of the current rank's mesh: ints that differ between ranks where all are played at once."""
+        if values_of(current_rank()) is None:
+            return self.by_rank[current_rank()].ranks
+        columns = zip(*(mesh.ranks for mesh in self.by_rank.values()), strict=True)
+        return tuple(local_int(dict(zip(self.by_rank, column, strict=True))) for column in columns)
+
+    @property
+    def ranks_key(self) -> Hashable:
+        return tuple(mesh.ranks for mesh in self.by_rank.values())
 
     @property
     def _at(self) -> dict:
@@ -45,6 +54,11 @@ class LocalMesh(DeviceMesh):
     @property
     def _content(self) -> tuple:
         return tuple(mesh._content for mesh in self.by_rank.values())
+
+    flatten = per_rank(DeviceMesh.flatten)
+    groups_along = per_rank(DeviceMesh.groups_along)
+    slices = per_rank(DeviceMesh.slices)
+    with_topology = per_rank(DeviceMesh.with_topology)
 
     def size(self, mesh_dim: int | str | None = None) -> int:
         return prod(self.shape) if mesh_dim is None else super().size(mesh_dim)

@@ -22,8 +22,8 @@ from spmd.comm.user_line import caller
 from spmd.mesh import DeviceMesh, current_rank, groups
 from spmd.sim.collectives import Collective
 from spmd.sim.exchange import Post, exchange
-from spmd.sim.local_int import pick
-from spmd.sim.local_tensor import LocalTensor, wrap
+from spmd.sim.local_int import pick, values_of
+from spmd.sim.local_tensor import LocalTensor, join_values, wrap
 from spmd.sim.lockstep import ProgramRun, run_together
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class LocalTransport(_Collectives):
 
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """The object of each rank; the same one repeated if all ranks have one object."""
-        return [_value_on(obj, rank) for rank in mesh.ranks]
+        return [_value_on_each(obj, rank) for rank in mesh.ranks]
 
     def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
         return self.gather_objects(data, mesh)
@@ -271,6 +271,14 @@ def _value_on(value: Any, rank: int) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_value_on(v, rank) for v in value)
     return value.local[rank] if type(value) is LocalTensor else pick(value, rank)
+
+
+def _value_on_each(value: Any, rank: int) -> Any:
+    """The value on one rank; on a rank that differs between ranks, as in a mesh that does, what each of them gets."""
+    by_rank = values_of(rank)
+    if by_rank is None:
+        return _value_on(value, rank)
+    return join_values(tuple(by_rank), [_value_on(value, other) for other in by_rank.values()])
 
 
 def _copy_back(into: Any, received: Any) -> Any:

@@ -197,11 +197,32 @@ def compiled_in_rank_order(batch: int) -> list:
         return compiled(batch, torch.float32)
 
 
+def on_a_slice(batch: int) -> list:
+    """A module on the ranks' own slices of the mesh, eagerly and compiled; the slices are told apart and flattened."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
+    net = spmd.distribute_module(Net(), mesh["tp"], params={"up.*": [Shard(0)], "down.weight": [Shard(1)]})
+    net(distribute_tensor(data(batch, 4), mesh["tp"])).sum().backward()
+    step = spmd.compile(lambda net, x: net(x), mesh["tp"], inputs={"x": [Shard(0)]})
+    flat = mesh.flatten("all")
+    found = [net.up.weight.grad, step(net, data(batch, 4)).full_tensor(), flat.mesh, flat.get_local_rank()]
+    return [*found, mesh.get_rank() in flat, all_reduce(data(2), "sum", flat)]
+
+
+def in_inference_mode() -> list:
+    with torch.inference_mode():
+        mesh = grid()
+        x = distribute_tensor(data(6, 4), mesh, [Shard(0), Shard(1)])
+        step = spmd.compile(lambda x, w, b: F.linear(x, w, b), mesh, inputs={"x": {"dp": Shard(0)}})
+        return [mesh["tp"].mesh, (x @ x.mT).full_tensor(), step(data(3, 4), data(5, 4), data(5)).full_tensor()]
+
+
 CASES: list[tuple[Callable, tuple]] = [
     *[(collectives, (group,)) for group in GROUPS],
     *[(gradients, (group,)) for group in GROUPS],
     (mesh_collectives, ()),
     *[(tensors, (batch,)) for batch in (4, 5, 1)],
+    *[(on_a_slice, (batch,)) for batch in (4, 1)],
+    (in_inference_mode, ()),
     *[(fn, ()) for fn in (from_local, made_by_torch, uneven_from_local, changed_in_place, parametrized)],
     *[(compiled, (batch, torch.float64)) for batch in (4, 3, 1)],  # exact, whatever order gloo adds four ranks in
     *[(compiled_in_rank_order, (batch,)) for batch in (4, 3, 1)],
