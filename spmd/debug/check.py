@@ -49,6 +49,7 @@ from spmd.sim.local_int import values_of
 from spmd.sim.report import Report
 from spmd.tensor.call import Call
 from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
+from spmd.tensor.eager.view_copies import block
 from spmd.tensor.redistribute.plan import Plan, Step, steps_made
 
 pytree = _torch.pytree
@@ -273,6 +274,8 @@ class Comparison(_torch.TorchDispatchMode):
 
     def _compare(self, want: Any, x: Any, op: str, where: str, ins: tuple = (), results: Iterable = ()) -> None:
         self.count += 1
+        if isinstance(x, DTensor):
+            block(x)  # brings a view that had to be copied up to date, on all ranks together
         with _torch.no_modes(), simulated_by(None):  # one at a time, by ranks' numbers
             found = _difference(want, x, self.tolerance)
         if found is not None:

@@ -95,6 +95,7 @@ def overwrite(want: torch.Tensor, x: torch.Tensor) -> None:
             at = x._spec.mesh.coordinate_of(rank)
             start = (x._spec.block(dim, at)[0] for dim in range(x._spec.ndim))
             block.copy_(want[_slices(start, block)])
+    x._note_write()
 
 
 # ---- from blocks ------------------------------------------------------------------------------

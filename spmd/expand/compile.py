@@ -424,7 +424,7 @@ class _BoundProgram:
         if isinstance(i, Draws):
             return stream.reserve_draws(self.program.mesh, i.count)
         if isinstance(i, Slot):
-            return tensors[i]._local_tensor
+            return tensors[i]._current_block
         return numbers[i.path] if i.path in numbers else leaves[i.path]
 
     def _as_output(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
@@ -434,8 +434,7 @@ class _BoundProgram:
             return DTensor(value, spec)
         if value is not home._local_tensor:
             home._local_tensor.copy_(value)
-        if home._memory is not None:  # views that are copies are gathered again
-            home._memory.writes += 1
+        home._note_write()
         return home
 
     def _update_state(self, state: State, before: Tensors, new: Tensors) -> None:

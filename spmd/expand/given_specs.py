@@ -23,7 +23,7 @@ from spmd.tensor.spec import Spec, replicated, spec_of_value
 
 def state_specs(state: State, tensors: Tensors, mesh: DeviceMesh, patterns, first: bool) -> dict[Slot, Spec]:
     """The spec of each tensor of the state: its present spec if it was placed before, else that of the patterns."""
-    if not first and all(spec_of_value(t) is not None for t in tensors.values()):
+    if not first and all(spec_of_value(t) is not None for t in tensors.values()) and not _share_a_memory(tensors):
         return {slot: t._spec for slot, t in tensors.items()}
     names = state.parameter_names()
     require_matches(patterns, [n for several in names.values() for n in several], "params")
@@ -71,14 +71,34 @@ def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
         )
 
 
-@per_rank
+def _share_a_memory(tensors: Tensors) -> bool:
+    """Whether two DTensors are views of one, of the same part of it or not."""
+    memories = [id(t._memory) for t in tensors.values() if t._memory is not None]
+    return len(set(memories)) < len(memories)
+
+
 def _check_memory(tensors: Tensors) -> None:
-    """Refuse tensors that share memory. Once placed, they would not share it: a write into one would miss the other."""
-    plain = [(slot, t) for slot, t in tensors.items() if spec_of_value(t) is None and t.numel() and not t.is_meta]
-    spans = sorted((t.device.type, t.data_ptr(), t.data_ptr() + _extent(t), str(slot)) for slot, t in plain)
+    """Refuse tensors that share memory: the program has each by itself, and a write into one would miss the other."""
+    copies: dict[int, Slot] = {}
+    for slot, t in tensors.items():
+        memory = getattr(t, "_memory", None)
+        other = copies.setdefault(id(memory), slot) if memory is not None else slot
+        if other is not slot and (t._copy is not None or tensors[other]._copy is not None):
+            raise _sharing(str(other), str(slot))
+    _check_spans({str(slot): getattr(t, "_local_tensor", t) for slot, t in tensors.items()})
+
+
+@per_rank
+def _check_spans(blocks: dict[str, torch.Tensor]) -> None:
+    there = [(name, x) for name, x in blocks.items() if x.numel() and not x.is_meta]
+    spans = sorted((x.device.type, x.data_ptr(), x.data_ptr() + _extent(x), name) for name, x in there)
     for (device, _, end, one), (other_device, start, _, other) in itertools.pairwise(spans):
         if device == other_device and start < end:
-            raise ValueError(f"{one} and {other} share memory; tie them by registering one tensor under both names")
+            raise _sharing(one, other)
+
+
+def _sharing(one: str, other: str) -> ValueError:
+    return ValueError(f"{one} and {other} share memory; tie them by registering one tensor under both names")
 
 
 def _extent(t: torch.Tensor) -> int:

@@ -46,6 +46,7 @@ def agree_on_call(
         *(f"{path}: {value!r}" for path, value in numbers.items()),
     ]
     small = _small(tensors, specs)
+    # As they are: to bring a view that had to be copied up to date would send before the ranks have compared.
     blocks = [getattr(t, "_local_tensor", t) for t in small.values()]
     agree("\n".join(lines), mesh, what, key=_bits(blocks), more=lambda: _shown(list(map(str, small)), blocks))
     met.called(step).keep()

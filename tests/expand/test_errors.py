@@ -311,6 +311,31 @@ def test_tensors_that_share_memory():
     run_ranks(rank, 2)
 
 
+@pytest.mark.parametrize("place", [[Replicate()], [Shard(0)]], ids=str)
+@pytest.mark.parametrize("view", [lambda a: a.view(4, 2), lambda a: a[1:]], ids=["cut alike", "cut across"])
+def test_dtensors_that_share_memory(place, view):
+    """The program would have each by itself. So too where a later call brings such a model."""
+
+    def step(model):
+        model.a.add_(1)
+        return model.b * 1
+
+    def holding(a, b):
+        model = nn.Module()
+        model.register_buffer("a", a)
+        model.register_buffer("b", b)
+        return model
+
+    with spmd.LocalTensorMode(2):
+        a, apart = (spmd.distribute_tensor(torch.arange(8.0), mesh_of(2), place) for _ in range(2))
+        compiled = spmd.compile(step, mesh_of(2))
+        compiled(holding(a, view(apart)))
+        with pytest.raises(ValueError, match=r"model.a and model.b share memory"):
+            compiled(holding(a, view(a)))
+        with pytest.raises(ValueError, match=r"model.a and model.b share memory"):
+            spmd.compile(step, mesh_of(2))(holding(a, view(a)))
+
+
 def test_a_model_on_another_mesh():
     """One mesh for a model and its step."""
     pair = Case().begin()

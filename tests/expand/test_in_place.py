@@ -376,3 +376,34 @@ def test_a_parameter_keeps_its_memory():
         return len(kept), sum(written_into(v).op == "placeholder" for v in outputs)
 
     assert run_ranks(rank, 2) == [(8, 8)] * 2
+
+
+class Tail(nn.Module):
+    """A buffer that shows all rows but the first of a tensor: where they are sharded, a copy."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.register_buffer("tail", of[1:])
+
+
+def test_a_buffer_that_is_a_view_is_read_and_written_as_one():
+    """Its base was written before the step, and gets what the step writes."""
+
+    def step(model):
+        model.tail.mul_(2)
+        return model.tail + 1
+
+    def written(base):
+        compiled, model, results = step, Tail(base), []
+        if isinstance(base, spmd.DTensor):
+            compiled = spmd.compile(step, base.device_mesh)
+        for _ in range(2):
+            base.add_(1)
+            results += [compiled(model), base.clone()]
+        return results
+
+    want = written(torch.arange(8.0))
+    with spmd.LocalTensorMode(4):
+        mesh = spmd.init_device_mesh("cpu", (4,))
+        found = written(spmd.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
+        assert [x.full_tensor().reconcile().tolist() for x in found] == [x.tolist() for x in want]

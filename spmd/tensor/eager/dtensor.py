@@ -50,7 +50,7 @@ from spmd.tensor.eager.conversions import (
 )
 from spmd.tensor.eager.dispatch import dispatch
 from spmd.tensor.eager.fast_path import Memory
-from spmd.tensor.eager.view_copies import ViewCopy, block, copied_block, handed_out, in_stride_order
+from spmd.tensor.eager.view_copies import ViewCopy, block, copied_block, handed_out, in_stride_order, note_write
 from spmd.tensor.modes import explicit
 from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.redistribute.plan import plan
@@ -351,6 +351,16 @@ class DTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return chunks.memory_of_chunk(self, index)
+
+    # ---- for readers and writers of blocks outside of this folder -----------------------------
+    @property
+    def _current_block(self) -> torch.Tensor:
+        """This rank's block, up to date. All ranks must ask: a view that had to be copied may be gathered again."""
+        return block(self)
+
+    def _note_write(self) -> None:
+        """Note that the block was written. All ranks must: the base of a view that had to be copied gets the write."""
+        note_write(self)
 
     # ---- torch.compile ------------------------------------------------------------------------
     @property

@@ -28,7 +28,7 @@ def check_replicas(tensors: dict[str, torch.Tensor], mesh: DeviceMesh, what: str
     It names the first such tensor in `what`, and the ranks. All ranks of the mesh must call it.
     """
     specs = [getattr(x, "_spec", None) for x in tensors.values()]
-    blocks = [getattr(x, "_local_tensor", x).detach() for x in tensors.values()]
+    blocks = [getattr(x, "_current_block", x).detach() for x in tensors.values()]
     every = transport().gather_objects(_stated(list(tensors), blocks, specs, mesh), mesh)
     for rank, of_rank in zip(mesh.ranks, every, strict=True):
         _check_names(mesh.ranks[0], every[0], rank, of_rank, what)
