@@ -121,8 +121,8 @@ def capture(
             constants = state.constants()
             changes = _capture_once(fn, args, call, state, mesh).changes
             undo.enter_context(made(changes))
-            path = _first_changed(constants, state.constants())
-    raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
+            changed = [*_changed(constants, state.constants()), "a module"]
+    raise RuntimeError(_FROZEN.format(changed[0], "a count kept as a number, a list that grows, each time that it runs"))
 
 
 _FROZEN = (
@@ -150,8 +150,9 @@ def _capture_once(
     return _trace(fn, args, call, state, floats, mesh)
 
 
-def _first_changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> str:
-    return next((path for path in {**before, **now} if before.get(path) != now.get(path)), "a module")
+def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]:
+    """The paths of the constants that differ, in order."""
+    return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
 def _trace(
@@ -254,8 +255,7 @@ class _FlatFunction:
         for path, symbol in numbers.items():
             if path in present and present[path] is not symbol:
                 raise RuntimeError(f"the step changes {path} itself; change it between steps, outside the step")
-        now = self.state.constants()
-        changed = [path for path in {**constants, **now} if constants.get(path) != now.get(path)]
+        changed = _changed(constants, self.state.constants())
         if not changed:
             return
         elsewhere = [path for path in changed if not self.state.is_of_module(path)]
