@@ -87,7 +87,9 @@ class Program:
     """A graph of local ops and moves, with the names and specs of its inputs and outputs.
 
     inputs: a (name, spec) for each placeholder; the spec of a number is None. outputs: a (name, spec) for each result.
-    gathered: the ops that run on replicated tensors because no rule knows them, with the bytes gathered for them.
+    gathered: the ops whose work the ranks of an axis do not share, though they shared an operand: no rule knows how, or
+    a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
+    gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     """
 
     name: str

@@ -242,6 +242,14 @@ def without_rule(x: torch.Tensor) -> torch.Tensor:
 without_rule.register_fake(torch.empty_like)
 
 
+@torch.library.custom_op("test_program::without_rule_of_two", mutates_args=())
+def without_rule_of_two(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.flip(0) + y
+
+
+without_rule_of_two.register_fake(lambda x, y: torch.empty_like(x))
+
+
 def test_gathered_ops_are_named():
     """An op without a rule runs on replicated tensors. The program lists the op and the bytes gathered for it."""
 
@@ -252,6 +260,19 @@ def test_gathered_ops_are_named():
     program = compiled.program_for(nn.Linear(8, 8, bias=False), torch.ones(8))
     assert [op for op, _ in program.gathered] == ["test_program.without_rule.default"]
     assert [nbytes for _, nbytes in program.gathered] == [256]
+
+
+def test_gathered_are_bytes_for_work_that_is_not_shared():
+    """Only operands that become whole count, and not those of an op of which each rank does its rows."""
+
+    def step(terms, rows):
+        inverse = torch.linalg.inv_ex(rows)[0]
+        return inverse, torch.ops.test_program.without_rule_of_two(rows, terms.sum(0))
+
+    compiled = spmd.compile(step, mesh_of(2), inputs={"*": [Shard(0)]})
+    program = compiled.program_for(torch.ones(2, 8), torch.eye(8))
+    assert program.gathered == (("test_program.without_rule_of_two.default", 256),)
+    assert [c.kind for c in program.collectives] == ["all_gather", "all_reduce"]
 
 
 # ---- binding it -------------------------------------------------------------------------------

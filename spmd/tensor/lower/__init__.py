@@ -36,7 +36,8 @@ class Lowering:
     outs: the specs of the results, None where the op returns no tensor.
     sizes: the name of the argument to replace by the local size of a result. sized: the position of that result.
     gathered: the op runs on replicated tensors on every rank, because its rule has no other row, or because no other
-        is cheaper; or one rank has all of a tensor that was shared by the ranks of an axis.
+        is cheaper; or one rank has all of a tensor that was shared by the ranks of an axis. So the ranks do the work of
+        one; an operand that is gathered where they share the work, as a weight of data parallelism, does not count.
     skips_empty: the op refuses an empty block, and some rank has one. On that rank the results are empty, and the op
         is not called.
     local: the function that a rank calls on its blocks, if that is not the op (`spmd.tensor.recipes.recipe`).
@@ -56,12 +57,16 @@ class Lowering:
 
     @property
     def nbytes_gathered(self) -> int:
-        """Bytes of the operands that are gathered, where the op is `gathered`."""
-        return sum(p.src.nbytes for p in self.plans if p.steps)
+        """Bytes of the operands, whole, that every rank of some axis gets whole and had shared."""
+        return sum(p.src.nbytes for p in self.plans if _sharding_axes(p.src) - _sharding_axes(p.dst))
 
     def __str__(self):
         ins = ", ".join(f"{p.src} -> {p.dst}" if p.steps else str(p.dst) for p in self.plans)
         return f"({ins}) -> {', '.join(map(str, self.outs))}"
+
+
+def _sharding_axes(spec: Spec) -> set[int]:
+    return {axis for axes in spec.dims for axis in axes}
 
 
 def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowering:
