@@ -121,8 +121,8 @@ def capture(
             constants = state.constants()
             changes = _capture_once(fn, args, call, state, mesh).changes
             undo.enter_context(made(changes))
-            changed = [*_changed(constants, state.constants()), "a module"]
-    raise RuntimeError(_FROZEN.format(changed[0], "a count kept as a number, a list that grows, each time that it runs"))
+            path, *_ = [*_changed(constants, state.constants()), "a module"]
+    raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
 
 
 _FROZEN = (
