@@ -25,7 +25,8 @@ from torch import fx, nn
 from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
-from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program, UnlessEmpty
+from spmd.expand.local_ops import SAFE_LOCALLY, LocalShape, UnlessEmpty
+from spmd.expand.program import Program
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
@@ -107,7 +108,10 @@ class _Binder:
 
     def _launch(self, node: fx.Node) -> _Launch:
         blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
-        return _Launch(node.target.start(blocks, self.coordinate, self.transport), node.target)
+        self.transport.move = node.name
+        handle = node.target.start(blocks, self.coordinate, self.transport)
+        self.transport.move = None
+        return _Launch(handle, node.target)
 
     def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
         blocks = [fx.Proxy(self._ready(n), self.tracer) for n in _operands(node)]
@@ -163,11 +167,10 @@ class _Binder:
 
     def _op_or_empty(self, node: fx.Node) -> fx.Node | list[fx.Node]:
         """The op itself, or empty tensors if all its results are empty: the op would raise on empty operands."""
-        outs = node.target.outs
+        outs, (like, *_) = node.target.outs, [self._ready(n) for n in _operands(node)]  # what was sent is waited for
         shapes = [spec.local_shape(self.coordinate) for spec in outs]
         if any(map(prod, shapes)):
             return self._copied(node, node.target.op)
-        like = self._ready(_operands(node)[0])
         made = [
             self.graph.call_function(aten.new_empty.default, (like, list(shape)), {"dtype": spec.dtype})
             for shape, spec in zip(shapes, outs, strict=True)
@@ -210,6 +213,7 @@ class _GraphTransport:
     def __init__(self, transport: Transport, tracer: fx.proxy.GraphAppendingTracer):
         self._transport, self._tracer = transport, tracer
         self.group = transport.group
+        self.move: str | None = None  # the move of the program that is being launched
 
     def collective(self, op: _torch.OpOverload) -> Callable:
         """The method of the transport for this functional collective of torch."""
@@ -217,7 +221,14 @@ class _GraphTransport:
 
     def __getattr__(self, name: str) -> Callable[..., fx.Proxy]:
         collective = getattr(self._transport, name)
-        return lambda *args: self._tracer.create_proxy("call_function", collective, args, {})
+
+        def write(*args: Any) -> fx.Proxy:
+            proxy = self._tracer.create_proxy("call_function", collective, args, {})
+            if self.move is not None:
+                proxy.node.meta["move"] = self.move
+            return proxy
+
+        return write
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

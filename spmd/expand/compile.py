@@ -38,6 +38,7 @@ from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.verify_bound import verify_bound, writes
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, check_patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -202,9 +203,9 @@ class CompiledStep:
                 captured = capture(self.fn, call.named, self._call_fn, call.state, self.mesh)
         except AttributeError as error:
             raise _explained(error) from error
-        program = _expand(self.fn, self.mesh, captured, call)
+        program = _expand(self.fn, self.mesh, captured, call).verify()
         if self.bucket_mb is not None:
-            program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
+            program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb).verify()
         return captured, program
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
@@ -376,8 +377,7 @@ class _BoundProgram:
         owned = [slot is not None and slot in captured.outputs for slot in slots]
         at = {i: k for k, i in enumerate(captured.inputs)}
         homes = [at.get(o) if isinstance(o, Slot) else None for o in captured.outputs]
-        passes = (lambda graph: reuse_memory(graph, owned)), (lambda graph: unshare_outputs(graph, homes))
-        run = transport().bound(lambda: bind(program, mesh.get_coordinate(), transport(), passes))
+        run = transport().bound(lambda: _bound_here(program, mesh, owned, homes))
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         unread = {n for n in placeholders if not n.users}
         dropped = tuple(
@@ -445,6 +445,20 @@ class _BoundProgram:
         for slot, t in before.items():
             if slot.kind == "parameter":
                 t.grad = new.get(Slot("grad", slot.path))
+
+
+def _bound_here(program: Program, mesh: DeviceMesh, owned: list[bool], homes: list[int | None]) -> Callable[..., Any]:
+    """The verified code of this rank."""
+    written: set[str] = set()
+    passes = (
+        lambda graph: written.update(n.name for n in graph.nodes if writes(n)),
+        lambda graph: reuse_memory(graph, owned),
+        lambda graph: unshare_outputs(graph, homes),
+    )
+    at, by = mesh.get_coordinate(), transport()
+    module = bind(program, at, by, passes)
+    verify_bound(module.graph, program, at, by, owned, homes, frozenset(written))
+    return module
 
 
 def _parameter(tensors: Tensors, slot: Slot) -> torch.Tensor:

@@ -28,7 +28,8 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.program import SAFE_LOCALLY, LocalShape, Program, UnlessEmpty
+from spmd.expand.local_ops import SAFE_LOCALLY, LocalShape, UnlessEmpty
+from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen

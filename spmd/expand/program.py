@@ -3,6 +3,7 @@
     print(program)                the program as code, with specs in the margin
     program.collectives           the collectives it sends: kind, axis, bytes, modelled time
     program.comm_time()           modelled microseconds of all collectives, one after the other
+    program.verify()              raises if a value does not follow from its operands (after each pass)
 
 A program is an fx graph of local ops and moves. Each node has its spec in `node.meta["spec"]`: a `Spec`, a tuple of
 specs for an op with several results, None for a number. A move is one node with a `Step` of a plan as its target. It is
@@ -21,42 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from spmd import _torch
+from spmd.expand.local_ops import op_text
+from spmd.expand.verify import verify_graph
 from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
-
-SAFE_LOCALLY = {
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
-"""For ops that depend on strides, ops that do not. A move makes a block contiguous, whatever strides the trace saw."""
-
-
-@dataclass(frozen=True)
-class LocalShape:
-    """An argument that stands for the local shape of a spec, which depends on a rank's coordinate."""
-
-    spec: Spec
-
-    def __repr__(self):
-        return f"local({list(self.spec.shape)})" if not any(self.spec.dims) else f"local({self.spec})"
-
-
-@dataclass(frozen=True)
-class UnlessEmpty:
-    """An op that raises on an empty block. Ranks whose results are empty do not call it. outs: specs of the results."""
-
-    op: _torch.OpOverload
-    outs: tuple[Spec, ...]
-
-    @property
-    def __name__(self) -> str:
-        return f"unless_empty[{_target_text(self.op)}]"
-
-    def __call__(self, *_: Any) -> Any:
-        raise AssertionError("bind replaces this by the op or by an empty tensor")
 
 
 @dataclass(frozen=True)
@@ -128,6 +99,14 @@ class Program:
         """A hash of the text. If it differs between ranks, they do not run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()
 
+    def verify(self) -> Program:
+        """The program itself, if each value in it follows from its operands; else a `ProgramFault` is raised.
+
+        A pass over programs may be followed by it: `my_pass(program).verify()`. A compiled step does so.
+        """
+        verify_graph(self.graph, self.constants, self.inputs, self.outputs)
+        return self
+
     def __str__(self):
         return "\n".join(_lines(self))
 
@@ -180,7 +159,7 @@ def _code(program: Program, node: fx.Node) -> str:
     if getattr(node.target, "__name__", "") == "getitem":
         return f"{node.args[0]}[{node.args[1]}]"
     args = [*map(_value_text, node.args), *(f"{k}={_value_text(v)}" for k, v in node.kwargs.items())]
-    return f"{_target_text(node.target)}({', '.join(args)})"
+    return f"{op_text(node.target)}({', '.join(args)})"
 
 
 def _constant_text(value: torch.Tensor) -> str:
@@ -188,13 +167,6 @@ def _constant_text(value: torch.Tensor) -> str:
     if value.numel() <= 8:
         return str(value.tolist())
     return f"<{hashlib.sha256(str(value.tolist()).encode()).hexdigest()[:16]}>"
-
-
-def _target_text(target: Any) -> str:
-    if isinstance(target, _torch.OpOverload):
-        name = str(target)
-        return name.removesuffix(".default")
-    return getattr(target, "__name__", str(target))
 
 
 def _value_text(value: Any) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -67,6 +67,30 @@ def _out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Ten
         meta = torch.device("meta")
         return (index_result(_empty_like(args[0], meta), [x and _empty_like(x, meta) for x in args[1]]),)
     return tuple(TensorMeta.of(t) if isinstance(t, torch.Tensor) else None for t in leaves)
+
+
+Shapes = list[tuple[tuple[int, ...], torch.dtype] | None]
+"""The shape and dtype of each result; None for a result that is no tensor."""
+
+
+def makes(shapes: Shapes, op, args: tuple, kwargs: dict, device: torch.device) -> bool:
+    """Whether the op gives tensors of these shapes and dtypes. A None stands for any.
+
+    The meta kernel is asked first, which takes less time; its answer counts if it is yes.
+    """
+    try:
+        if _are(shapes, pytree.tree_leaves(_run_without_data(op, args, kwargs, torch.device("meta")))):
+            return True
+    except (NotImplementedError, RuntimeError):  # no meta kernel, or it does not take these arguments
+        pass
+    return _are(shapes, out_metas(op, args, kwargs, device))
+
+
+def _are(shapes: Shapes, made: Sequence) -> bool:
+    pairs = zip(shapes, made, strict=False)
+    return len(shapes) == len(made) and all(
+        have is None or (t is not None and have == (tuple(t.shape), t.dtype)) for have, t in pairs
+    )
 
 
 def _run_without_data(op, args: tuple, kwargs: dict, device: torch.device) -> object:

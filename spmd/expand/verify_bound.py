@@ -1,0 +1,214 @@
+"""Verify the graph that a rank runs: what it launches, waits for, writes into and returns.
+
+    add_(w, u); mul(w, 2)             ProgramFault, "write": mul reads what add_ has overwritten
+    y = all_reduce(x, ...); relu(y)   ProgramFault, "wait": the result is read before it is there
+
+All ranks have one program, and each launches its collectives in the program's order, over the program's axes. So no
+rank waits for a collective that another one launches later or on another group.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from spmd import _torch
+from spmd.comm import Transport
+from spmd.expand.passes.aliasing import Memory, base_of, memory_of, written_into
+from spmd.expand.program import Program
+from spmd.expand.verify import ProgramFault
+from spmd.tensor.redistribute.all_ranks import of_rank
+from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.plan import Step
+
+COLLECTIVES = frozenset({
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+    "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+})  # fmt: skip
+SIZES = frozenset({"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"})
+
+Found = Iterator[tuple[str, fx.Node, str]]
+"""Faults: the name of each, where it is, and what is wrong."""
+
+
+def verify_bound(
+    graph: fx.Graph,
+    program: Program,
+    coordinate: tuple[int, ...],
+    transport: Transport,
+    owned: Sequence[bool],
+    homes: Sequence[int | None],
+    written: frozenset[str] = frozenset(),
+) -> None:
+    """Raise a `ProgramFault` for the first thing in a rank's graph that is not right.
+
+    owned, homes: as for the passes `reuse_memory` and `unshare_outputs`. written: the names of ops that wrote in place
+    before any pass: their readers mean the new value.
+
+    The names of faults: order, wait, launch, group, size, write, home, shared memory.
+    """
+    bound = _Bound(graph, program, coordinate, transport, tuple(owned), tuple(homes), written)
+    for fault, node, why in bound.faults():
+        raise ProgramFault(fault, node, why)
+
+
+@dataclass(frozen=True, eq=False)
+class _Bound:
+    graph: fx.Graph
+    program: Program
+    coordinate: tuple[int, ...]
+    transport: Transport
+    owned: tuple[bool, ...]
+    homes: tuple[int | None, ...]
+    written: frozenset[str]
+
+    def faults(self) -> Found:
+        checks = self.order, self.waits, self.launches, self.groups, self.sizes, self.overwritten, self.outputs
+        return itertools.chain.from_iterable(check() for check in checks)
+
+    @cached_property
+    def position(self) -> Mapping[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def launched(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if _name(node) in COLLECTIVES]
+
+    @cached_property
+    def placeholders(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    # ---- order and waits ----------------------------------------------------------------------
+    def order(self) -> Found:
+        at = self.position
+        for node, i in at.items():
+            if any(at.get(n, i) >= i for n in node.all_input_nodes):
+                yield "order", node, "an operand is made after it is read"
+
+    def waits(self) -> Found:
+        for node in self.launched:
+            results = [user for user in node.users if _name(user) == "getitem"] or [node]
+            for result in results:
+                waits = [user for user in result.users if _name(user) == "wait_tensor"]
+                if len(waits) != 1:
+                    yield "wait", node, f"its result is waited for {len(waits)} times"
+                if others := [user for user in result.users if user not in waits]:
+                    yield "wait", others[0], f"it reads {result.name}, which is not waited for"
+
+    # ---- launches -----------------------------------------------------------------------------
+    def launches(self) -> Found:
+        """Whether the moves of the program are launched once each, in its order."""
+        moves = {node.name: node.target for node, _ in self.program.steps()}
+        mine = [node for node in self.launched if "move" in node.meta]
+        names = [node.meta["move"] for node in mine]
+        places = {name: i for i, name in enumerate(moves)}
+        for node, before, after in zip(mine[1:], names, names[1:], strict=False):
+            if places[before] >= places[after]:
+                yield "launch", node, f"{after} is launched after {before}, which comes later in the program"
+        for name in moves.keys() - set(names):
+            if moves[name].sends and not self._is_empty(moves[name]):
+                yield "launch", self.graph.output_node(), f"{name} of the program is not launched"
+
+    def _is_empty(self, move: Step | Bucket) -> bool:
+        """Whether no rank of this rank's group receives anything."""
+        axes, mesh = move.axes, self.program.mesh
+        group = itertools.product(*(range(n) if a in axes else (self.coordinate[a],) for a, n in enumerate(mesh.shape)))
+        steps = move.steps if isinstance(move, Bucket) else (move,)
+        return not any(of_rank(step.received_by_all, at) for at in group for step in steps)
+
+    def groups(self) -> Found:
+        moves = {node.name: node.target for node, _ in self.program.steps()}
+        for node in self.launched:
+            if "move" in node.meta:
+                axes = moves[node.meta["move"]].axes
+                if node.args[-1] != self.transport.group(self.program.mesh, axes):
+                    names = ",".join(map(self.program.mesh.axis_name, axes))
+                    yield "group", node, f"its group is {node.args[-1]!r}, and the program's move goes over {names}"
+
+    # ---- sizes --------------------------------------------------------------------------------
+    def sizes(self) -> Found:
+        """Whether an op that is given the size of its result is given that of this rank's block."""
+        for node in self.graph.nodes:
+            spec = node.meta.get("spec")
+            if _name(node) not in SIZES or spec is None or isinstance(spec, tuple):
+                continue
+            want, given = spec.local_shape(self.coordinate), tuple(node.args[1])
+            if len(want) != len(given) or any(g not in (-1, w) for w, g in zip(want, given, strict=True)):
+                yield "size", node, f"it makes a tensor of {list(given)}, and this rank's block has {list(want)}"
+
+    # ---- memory -------------------------------------------------------------------------------
+    def overwritten(self) -> Found:
+        for node in self.graph.nodes:
+            if writes(node) and node.name not in self.written:
+                yield from self._write(node)
+
+    def _write(self, node: fx.Node) -> Found:
+        memory, at = memory_of(node.args[0]), self.position[node]
+        if memory.base.op == "get_attr" or (memory.base in self._is_owned and not self._is_owned[memory.base]):
+            yield "write", node, f"it writes into {memory.base.name}, which is not the program's to change"
+        for reader, operand in self.reads.get(memory.base, ()):
+            stale = self.position[operand] < at < self.position[reader]
+            if stale and memory_of(operand).overlaps(memory):
+                yield "write", node, f"{reader.name} reads {operand.name} after it"
+        for launch, wait in self.under_way.get(memory.base, ()):
+            if self.position[launch] < at < self.position[wait]:
+                yield "write", node, f"{launch.name} still sends {memory.base.name}"
+
+    @cached_property
+    def _is_owned(self) -> Mapping[fx.Node, bool]:
+        return dict(zip(self.placeholders, self.owned, strict=True))
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        """For each node with memory of its own: the reads of this memory, as (reader, operand)."""
+        found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in self.graph.nodes:
+            for operand in node.all_input_nodes:
+                found.setdefault(base_of(operand), []).append((node, operand))
+        return found
+
+    @cached_property
+    def under_way(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node]]]:
+        """For each node with memory of its own: the collectives that send it, as (launch, wait)."""
+        found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+        for node in self.launched:
+            for operand in node.all_input_nodes:
+                found.setdefault(base_of(operand), []).extend((node, wait) for wait in node.users)
+        return found
+
+    def outputs(self) -> Found:
+        """Whether each output is a block of its home, and no two outputs share memory."""
+        output = self.graph.output_node()
+        taken: dict[fx.Node, list[Memory]] = {n: [Memory(n)] for n in self.placeholders}
+        for value, home in zip(output.args[0], self.homes, strict=True):
+            if not isinstance(value, fx.Node) or value.meta.get("spec") is None:
+                continue
+            spec, into = value.meta["spec"], None if home is None else self.placeholders[home]
+            place = spec if into is None else into.meta["spec"]
+            if spec.shape != place.shape or not spec.same_layout(place):
+                yield "home", output, f"{value.name} is {spec}, and its home {into.name} is {place}"
+            if into is not None and written_into(value) is into:
+                continue
+            mine = memory_of(value)
+            others = taken.setdefault(mine.base, [])
+            if any(map(mine.overlaps, others)):
+                yield "shared memory", output, f"{value.name} shares memory with another output or an input"
+            others.append(mine)
+
+
+def _name(node: fx.Node) -> Any:
+    """The name of the function that a node calls."""
+    target = node.target
+    if isinstance(target, _torch.OpOverload):
+        return _torch.qualified_name(target).split("::")[1]
+    return getattr(target, "__name__", None) if node.op == "call_function" else None
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether the node is an op that writes into its first operand."""
+    return isinstance(node.target, _torch.OpOverload) and bool(node.args) and _torch.writes_first(node.target)
