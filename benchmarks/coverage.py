@@ -17,8 +17,12 @@ device (`tests/tensor/sweep.py`). The table counts
     wrong         another number, shape or dtype, without an error
     crashed       an error that one device does not raise, or a process that died or hangs
     unsupported   NotImplementedError
-    shared        the percentage of sharded results among those right results that could be sharded, because an
-                  operand was sharded
+    shared        the percentage of the right cases in which some result or gradient is sharded, among those in which an
+                  operand was sharded and some result or gradient has a dim to shard
+    kept          the same for the results alone, gradients aside
+    gathered      the percentage of the right cases in which some op ran on replicated tensors, among those in which an
+                  operand was sharded; for torch it is not known
+    always        the entries that were gathered in every such case
 
 Ops that draw random numbers are counted separately and not judged here. torch's DTensor runs under torch's own
 LocalTensorMode. The cases run in a process of their own. If a case kills it, a new process starts with the next case.
@@ -161,12 +165,31 @@ def say(**what) -> None:
 
 
 @dataclass
+class Share:
+    """How many of the cases that were asked are so."""
+
+    true: int = 0
+    asked: int = 0
+
+    def add(self, answer: bool | None) -> None:
+        if answer is not None:
+            self.true += answer
+            self.asked += 1
+
+    def __str__(self) -> str:
+        return f"{100 * self.true / self.asked:.1f} %" if self.asked else ""
+
+
+@dataclass
 class Count:
     """The counts of verdicts on one side."""
 
     kinds: Counter = field(default_factory=Counter)
-    able: int = 0
-    shared: int = 0
+    shared: Share = field(default_factory=Share)
+    kept: Share = field(default_factory=Share)
+    gathered: Share = field(default_factory=Share)
+    by_entry: dict[str, Share] = field(default_factory=lambda: defaultdict(Share))
+    causes: Counter = field(default_factory=Counter)
     by_op: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     example: dict[str, str] = field(default_factory=dict)
     replicated: Counter = field(default_factory=Counter)
@@ -175,14 +198,23 @@ class Count:
     def add(self, op: str, case: str, verdict: Verdict) -> None:
         self.kinds[verdict.kind] += 1
         self.by_op[op][verdict.kind] += 1
+        self.shared.add(verdict.shared)
+        self.kept.add(verdict.kept)
+        if verdict.gathered is not None:
+            self.gathered.add(bool(verdict.gathered))
+            self.by_entry[op].add(bool(verdict.gathered))
+            self.causes.update(f"{op} by {cause}" for cause in verdict.gathered)
         if verdict.shared is not None:
-            self.able += 1
-            self.shared += verdict.shared
             self.replicated[op] += not verdict.shared
         if verdict.kind not in ("right", "random"):
             self.lines.append(f"{verdict.kind}: {case}: {verdict.why}")
             print(self.lines[-1], file=sys.stderr, flush=True)
             self.example.setdefault(op, self.lines[-1])
+
+    @property
+    def always(self) -> str:
+        """The entries that were gathered in every case with a sharded operand, of all that had such a case."""
+        return f"{sum(share.true == share.asked for share in self.by_entry.values())} of {len(self.by_entry)}"
 
     @property
     def failing(self) -> int:
@@ -247,11 +279,12 @@ def report(counts: dict[str, Count], args: argparse.Namespace) -> None:
     rows = []
     for side, c in counts.items():
         asked = sum(c.kinds[k] for k in KINDS)
-        share = f"{100 * c.shared / c.able:.1f} %" if c.able else ""
         ops = sum(1 for of in c.by_op.values() if any(of[k] for k in KINDS[1:]))
         kinds = [str(c.kinds[k]) for k in KINDS]
-        rows.append([side, str(asked), *kinds, share, f"{ops} of {len(c.by_op)}", str(c.kinds["random"])])
-    print(table(["DTensor", "cases", *KINDS, "shared", "ops not right", "random"], rows))
+        shares = [str(c.shared), str(c.kept), *(["", ""] if side == "torch" else [str(c.gathered), c.always])]
+        rows.append([side, str(asked), *kinds, *shares, f"{ops} of {len(c.by_op)}", str(c.kinds["random"])])
+    header = ["DTensor", "cases", *KINDS, "shared", "kept", "gathered", "always", "ops not right", "random"]
+    print(table(header, rows))
     for side, c in counts.items():
         if side == "torch" and not args.verbose and not args.op:
             continue
@@ -262,6 +295,7 @@ def report(counts: dict[str, Count], args: argparse.Namespace) -> None:
             print("\n".join(["", *c.lines]))
         if args.verbose:
             print(f"\n{side}, replicated though they could be sharded:", dict(c.replicated.most_common(200)))
+            print(f"\n{side}, gathered:", dict(c.causes.most_common(200)))
 
 
 def main() -> int:
