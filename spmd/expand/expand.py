@@ -89,9 +89,10 @@ class _Expander:
     """The program's graph while it is written.
 
     local: for each node of the global graph, the node of its value in `graph`. moved: for a node of `graph` and a spec,
-    the node of the same value with this spec. reduced: for a node of `graph`, the node of its last reduction.
-    gathered: ops that no rule knows, with the bytes gathered for them. results: for a decomposed op with several
-    results, these. decomposition_graph: holds the ops of decompositions as nodes of global tensors.
+    the node of the same value with this spec; for a node and a halo, the node of what the halo gives. reduced: for a
+    node of `graph`, the node of its last reduction. gathered: ops that no rule knows, with the bytes gathered for them.
+    results: for a decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as
+    nodes of global tensors.
     """
 
     mesh: DeviceMesh
@@ -99,7 +100,7 @@ class _Expander:
     final_specs: dict[fx.Node, Callable[[Spec], Spec]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    moved: dict[tuple[fx.Node, Spec], fx.Node] = field(default_factory=dict)
+    moved: dict[tuple[fx.Node, Spec | Step], fx.Node] = field(default_factory=dict)
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
@@ -258,7 +259,7 @@ class _Expander:
     def move(self, value: fx.Node, moves: Plan) -> fx.Node:
         """The value after the moves of a plan. Moves that were written before, for another reader, are used again."""
         for step in moves.effective.steps:
-            key = (value, step.after)
+            key = (value, step.after if step.move.keeps_tensor else step)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
             if _reduces(step):

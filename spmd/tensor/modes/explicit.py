@@ -93,7 +93,7 @@ READS = {
 def _text(asked: object, sent: list[tuple[str, Any]]) -> str:
     lines = [f"    {name}: {plan.src} -> {plan.dst}: {_moves(plan)}" for name, plan in sent]
     first, plan = sent[0]
-    write = f"{first}.redistribute(placements={list(plan.dst.placements)})"
+    write = f"{first}.redistribute(placements={list(plan.instead.placements)})"
     if str(asked) in READS:
         write = READS[str(asked)]
     backward = (

@@ -29,14 +29,16 @@ class Recipe:
 
     local: a function of the recipe, the coordinate of the rank and the blocks, in the order of the operands. table:
     the spec of the operand that is indexed, or of the only operand. statics: the arguments that are not tensors and
-    that the local function needs.
+    that the local function needs. halos: the plans of the operands that get rows around their blocks as well
+    (`redistribute.halo`), None for the others; empty if there are none.
     """
 
     ins: tuple[Spec, ...]
-    outs: tuple[Spec, ...]
+    outs: tuple[Spec | None, ...]
     local: Callable
     table: Spec
     statics: tuple
+    halos: tuple[Plan | None, ...] = ()
 
     @property
     def __name__(self) -> str:
@@ -44,7 +46,9 @@ class Recipe:
 
     def plans_from(self, specs: Sequence[Spec]) -> tuple[Plan, ...]:
         """The plans that take operands from these specs to the specs that the recipe needs."""
-        return tuple(plan(spec, target) for spec, target in zip(specs, self.ins, strict=True))
+        halos = self.halos or (None,) * len(self.ins)
+        every = zip(specs, self.ins, halos, strict=True)
+        return tuple(plan(spec, target) if halo is None else halo for spec, target, halo in every)
 
     def __call__(self, at: Coordinate, blocks: Sequence) -> tuple:
         """Run the local function for the rank at this coordinate: one block for each result."""
@@ -57,7 +61,8 @@ class Recipe:
     def run(self, call: Any) -> Any:
         blocks = [p.run(x) for p, x in zip(self.plans(call), call.blocks(), strict=True)]
         results = _run_local(self, blocks)
-        wrapped = tuple(call.dtensor(x, spec) for x, spec in zip(results, self.outs, strict=True))
+        pairs = zip(results, self.outs, strict=True)
+        wrapped = tuple(None if spec is None else call.dtensor(x, spec) for x, spec in pairs)
         return wrapped if len(wrapped) > 1 else wrapped[0]
 
 

@@ -11,8 +11,9 @@
     ReduceScatter  partial on the axes to any blocks inside the block of each rank
     AllReduce      partial on the axes to replicated
     ReduceInOrder  as ReduceScatter, but the terms are added in the order of the ranks; only where that is asked for
+    Halo           each rank gets rows around its block as well; only for an op whose recipe asks for them
 
-This module has the base and the moves that send nothing; `collective_moves.py` has those that send.
+This module has the base and the moves that send nothing; `collective_moves.py` has those that send, `halo.py` the halo.
 
 A move goes over one axis, or over several that form one group. It is a value. The specs before and after it (`Step`)
 say where it leads from and to, and these decide all of it: the block of a rank is a box (`boxes.py`), and a rank sends
@@ -41,7 +42,7 @@ import numpy as np
 import torch
 
 from spmd.comm import Transport
-from spmd.mesh import MeshTopoInfo, cost
+from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
 from spmd.tensor.redistribute.boxes import Box, narrowed, overlap, relative_to, volume
 from spmd.tensor.spec import Spec
 
@@ -91,6 +92,8 @@ class Move:
 
     kind: ClassVar[str]
     sends: ClassVar[bool] = True
+    keeps_tensor: ClassVar[bool] = True
+    """Whether the spec after the move says all about it: it has the tensor as before, laid out in another way."""
 
     def nbytes(self, before: Spec, after: Spec) -> int:
         """Bytes of the tensor that one rank hands to the collective (the largest rank's)."""
@@ -153,8 +156,13 @@ class Move:
 @functools.lru_cache(maxsize=16384)
 def members(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> tuple[Box, ...]:
     """The boxes of the ranks, in order, that form a group along the axes with the rank at the coordinate."""
-    every = itertools.product(*(range(n) if a in axes else (coordinate[a],) for a, n in enumerate(spec.mesh.shape)))
-    return tuple(spec.box(at) for at in every)
+    return tuple(spec.box(at) for at in coordinates(spec.mesh, axes, coordinate))
+
+
+@functools.lru_cache(maxsize=16384)
+def coordinates(mesh: DeviceMesh, axes: tuple[int, ...], coordinate: Coordinate) -> tuple[Coordinate, ...]:
+    """The coordinates of the ranks, in order, that form a group along the axes with the rank at the coordinate."""
+    return tuple(itertools.product(*(range(n) if a in axes else (coordinate[a],) for a, n in enumerate(mesh.shape))))
 
 
 def in_rows(axes: tuple[int, ...], dims: Sequence[tuple[int, ...]]) -> bool:

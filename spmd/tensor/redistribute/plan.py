@@ -231,6 +231,11 @@ class Plan:
             local = step(local)
         return last.launched(local, *(shown_by if not first else ()), view=view)
 
+    @property
+    def instead(self) -> Spec:
+        """The spec from which the plan would send nothing."""
+        return self.dst
+
     def __str__(self):
         lines = [f"{self.src} -> {self.dst}"]
         width = max([len(str(s.after)) for s in self.steps], default=0)

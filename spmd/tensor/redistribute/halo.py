@@ -1,0 +1,222 @@
+"""Halos: the rows around its block that a rank needs, from the ranks that have them.
+
+    Halo((tp,), 2, ((-1, 5), (3, 9), ..))    from  f32[1, 8, 16@tp, 64]  to  f32[1, 8, 24@tp, 64]
+
+A convolution of 3 rows needs one row more on each side of a block. Each rank receives these rows, and nothing else. The
+tensor after the move has for each block the rows of an interval, one block after the other; so some rows are in it
+twice. An interval may reach beyond the tensor: there, and where it is shorter than the longest, stands a number,
+`fill`. So all blocks have one length, however uneven the shards are. An interval may be longer than the blocks, and
+needs rows of several neighbours then; it may also be shorter, or elsewhere.
+
+A `Margin` is the same where no rank needs rows of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+import torch
+
+from spmd.comm.chunk import blocks
+from spmd.mesh import cost
+from spmd.tensor.redistribute.all_ranks import sides, volumes
+from spmd.tensor.redistribute.boxes import Box, cut, narrowed, overlap, relative_to, shape_of, volume
+from spmd.tensor.redistribute.collective_moves import from_wire, to_wire, wire_items
+from spmd.tensor.redistribute.moves import Copied, Move, MoveContext, coordinates, group_bytes
+from spmd.tensor.redistribute.plan import Plan, Step, plan
+from spmd.tensor.spec import Spec
+
+Interval = tuple[int, int]
+"""Start and stop of rows."""
+
+
+def intervals_of(spec: Spec, dim: int) -> list[Interval]:
+    """The rows of every block of a sharded dim, the outermost axis slowest."""
+    ranks = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
+    return [(start, start + length) for start, length in blocks(spec.shape[dim], spec.units[dim], ranks)]
+
+
+def place_of(spec: Spec, dim: int, coordinate: Sequence[int]) -> int:
+    """Which of the blocks of a dim a rank has, as `intervals_of` counts them."""
+    place = 0
+    for a in spec.dims[dim]:
+        place = place * spec.mesh.shape[a] + coordinate[a]
+    return place
+
+
+@dataclass(frozen=True)
+class Margin(Move):
+    """The blocks of a dim become the rows of these intervals, one for each block. Nothing is sent."""
+
+    dim: int
+    intervals: tuple[Interval, ...]
+    fill: float = 0
+
+    kind = "margin"
+    sends = False
+    keeps_tensor = False
+    copies = staticmethod(lambda have, want: Copied(0, volume(want[0]), 1))
+
+    def needed(self, spec: Spec, coordinate: Sequence[int]) -> Box:
+        """The box of the tensor that the rank at the coordinate needs."""
+        box = spec.box(tuple(coordinate))
+        start, stop = self.intervals[place_of(spec, self.dim, coordinate)]
+        start = min(max(start, 0), spec.shape[self.dim])
+        stop = max(start, min(stop, spec.shape[self.dim]))
+        return (*box[: self.dim], (start, stop), *box[self.dim + 1 :])
+
+    def start(self, x, ctx):
+        return x
+
+    def finish(self, y, ctx):
+        return self._joined(y, [], ctx)
+
+    def _joined(self, x, received: list[tuple[Box, torch.Tensor]], ctx: MoveContext):
+        """The rows of the interval: those of the block x, those received, and the number that is filled in."""
+        mine, need = ctx.before.box(ctx.coordinate), self.needed(ctx.before, ctx.coordinate)
+        own, shape = overlap(mine, need), ctx.shape_after()
+        parts = [*received, (own, narrowed(x, relative_to(own, mine), shape_of(mine)))] if volume(own) else received
+        parts = [part for _, part in sorted(parts, key=lambda part: part[0])]
+        (first, _), (start, stop) = self.intervals[place_of(ctx.before, self.dim, ctx.coordinate)], need[self.dim]
+        before = start - first if parts else 0
+        behind = shape[self.dim] - before - (stop - start if parts else 0)
+        return torch.cat([*self._filled(x, before, shape), *parts, *self._filled(x, behind, shape)], self.dim)
+
+    def _filled(self, x, rows: int, shape: Sequence[int]) -> list:
+        size = [*shape[: self.dim], rows, *shape[self.dim + 1 :]]
+        return [x.new_full(size, self.fill)] if rows else []
+
+    def _details(self, before, after):
+        return [str(self.dim), "+".join(map(str, self._rows_from_neighbours(before)))]
+
+    def _rows_from_neighbours(self, spec: Spec) -> tuple[int, int]:
+        """The most rows that a rank needs from the blocks before its own, and from those behind it."""
+        pairs = list(zip(intervals_of(spec, self.dim), self.intervals, strict=True))
+        wanted = [(p, q, max(a, 0), min(b, spec.shape[self.dim])) for (p, q), (a, b) in pairs]
+        before = [min(p, b) - a for p, _, a, b in wanted]
+        behind = [b - max(q, a) for _, q, a, b in wanted]
+        return max(0, *before), max(0, *behind)
+
+
+@dataclass(frozen=True)
+class Halo(Margin):
+    """The blocks of a dim become the rows of these intervals: each rank receives the rows that it lacks."""
+
+    kind = "halo"
+    sends = True
+
+    def nbytes(self, before, after):
+        return int(np.max(self.received(before, after)))
+
+    def received(self, before, after):
+        lacking = np.array([
+            max(0, min(b, before.shape[self.dim]) - max(a, 0)) - max(0, min(q, b) - max(p, a))
+            for (p, q), (a, b) in zip(intervals_of(before, self.dim), self.intervals, strict=True)
+        ])  # fmt: skip
+        axes, ns = before.dims[self.dim], before.mesh.shape
+        lacking = lacking.reshape([ns[a] for a in axes]).transpose(np.argsort(axes))
+        lacking = lacking.reshape([n if a in axes else 1 for a, n in enumerate(ns)])
+        others = [side for d, side in enumerate(sides(before)) if d != self.dim]
+        return lacking * volumes(others) * before.dtype.itemsize
+
+    def peak(self, before, after):
+        return before.local_nbytes + after.local_nbytes + 2 * self.nbytes(before, after)
+
+    def collective_us(self, received, topology):
+        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
+
+    def _sent(self, ctx: MoveContext) -> list[Box]:
+        """The box of this rank's block that goes to each rank of the group; nothing goes to itself."""
+        mine = ctx.before.box(ctx.coordinate)
+        group = coordinates(ctx.before.mesh, self.axes, ctx.coordinate)
+        return [_unless(at == ctx.coordinate, overlap(self.needed(ctx.before, at), mine)) for at in group]
+
+    def _received(self, ctx: MoveContext) -> list[Box]:
+        """The box that comes from each rank of the group."""
+        need = self.needed(ctx.before, ctx.coordinate)
+        group = coordinates(ctx.before.mesh, self.axes, ctx.coordinate)
+        return [_unless(at == ctx.coordinate, overlap(ctx.before.box(at), need)) for at in group]
+
+    def _is_empty(self, ctx: MoveContext) -> bool:
+        """Whether the blocks of this group have no elements, because another dim is empty here."""
+        return not prod(n for d, n in enumerate(ctx.shape_before()) if d != self.dim)
+
+    def start(self, x, ctx):
+        if self._is_empty(ctx):
+            return x, x
+        items, sent, mine = wire_items(ctx.before.dtype), self._sent(ctx), ctx.before.box(ctx.coordinate)
+        flat = cut(x, ctx.shape_before(), [relative_to(box, mine) for box in sent])
+        sizes = [[items * volume(box) for box in boxes] for boxes in (self._received(ctx), sent)]
+        return x, ctx.transport.all_to_all_single(to_wire(flat, ctx.before.dtype), *sizes, ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        x, y = y
+        if self._is_empty(ctx):
+            return x.new_zeros(ctx.shape_after())
+        y = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype)
+        boxes = [box for box in self._received(ctx) if volume(box)]
+        pieces = y.split([volume(box) for box in boxes], 0) if boxes else ()
+        return self._joined(x, [(box, pieces[i].view(shape_of(box))) for i, box in enumerate(boxes)], ctx)
+
+
+def _unless(nothing: bool, box: Box) -> Box:
+    """The box, or one of no elements."""
+    return tuple((start, start) for start, _ in box) if nothing else box
+
+
+# ---- plans ------------------------------------------------------------------------------------
+
+
+def halo(before: Spec, dim: int, intervals: Sequence[Interval], fill: float = 0) -> tuple[Step, ...]:
+    """The step after which the block of each rank has the rows of its interval; no step if it has them already.
+
+    before: its dim is sharded, and it owes no reduction.
+    """
+    have, size = intervals_of(before, dim), before.shape[dim]
+    longest = max(stop - start for start, stop in intervals)
+    if have == list(intervals) and all(stop - start == longest for start, stop in have):
+        return ()
+    within = zip(have, intervals, strict=True)
+    sends = any(max(a, 0) < min(b, size) and not (p <= max(a, 0) and min(b, size) <= q) for (p, q), (a, b) in within)
+    shape = (*before.shape[:dim], longest * len(intervals), *before.shape[dim + 1 :])
+    units = (*before.units[:dim], 1, *before.units[dim + 1 :])
+    after = Spec.of(before.mesh, shape, before.dtype, dims=before.dims, units=units)
+    axes = tuple(sorted(before.dims[dim]))
+    return (Step((Halo if sends else Margin)(axes, dim, tuple(intervals), fill), before, after),)
+
+
+@dataclass(frozen=True)
+class HaloPlan(Plan):
+    """The moves of a tensor to another layout, and then the halos around its blocks."""
+
+    moved: Plan
+
+    @property
+    def effective(self) -> HaloPlan:
+        moved = self.moved.effective
+        return HaloPlan(self.src, self.dst, (*moved.steps, *self.steps[len(self.moved.steps) :]), moved)
+
+    @cached_property
+    def lower_bound_bytes(self) -> int:
+        return self.moved.lower_bound_bytes
+
+    @property
+    def instead(self) -> Spec:
+        """The layout without the shards that need halos: from there, nothing is sent."""
+        halos = {step.move.dim for step in self.steps[len(self.moved.steps) :]}
+        spec = self.moved.dst
+        return spec.with_layout(tuple(() if d in halos else axes for d, axes in enumerate(spec.dims)), spec.units)
+
+
+def plan_with_halos(src: Spec, dst: Spec, wanted: dict[int, Sequence[Interval]], fill: float = 0) -> HaloPlan:
+    """The moves from src to dst, and then for these dims the rows of these intervals."""
+    moved = plan(src, dst)
+    steps, spec = moved.steps, dst
+    for dim, intervals in wanted.items():
+        more = halo(spec, dim, intervals, fill)
+        steps, spec = (*steps, *more), more[-1].after if more else spec
+    return HaloPlan(src, spec, steps, moved)
