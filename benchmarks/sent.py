@@ -72,6 +72,14 @@ def _embedding(table: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids.long() % table.shape[0], table).abs()
 
 
+def _gradients(x: Tensor, w: Tensor) -> Tensor:
+    """The gradient of the weight of a convolution, reduced; that of the image is computed as well."""
+    x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+    y = F.conv2d(x, w, padding=1)
+    _, of_weight = torch.autograd.grad(y, (x, w), y.detach().cos())
+    return of_weight.redistribute(w.device_mesh, [R]) if isinstance(w, spmd.DTensor) else of_weight
+
+
 CASES = [
     Case("conv2d, 3x3", lambda x, w: F.conv2d(x, w, padding=1), (IMAGE, KERNEL), 1024, "a column each way"),
     Case("conv2d, 4x4, stride 4", lambda x, w: F.conv2d(x, w, stride=4), (IMAGE, ((8, 8, 4, 4), R)), 0, "nothing"),
@@ -79,7 +87,12 @@ CASES = [
     Case("attention", F.scaled_dot_product_attention, (HEADS,) * 3, 18432, "an all-to-all of q, k, v to the heads"),
     Case("sort", lambda x: x.sort(1)[0], (SIGNAL,), 1536, "an all-to-all to dim 2"),
     Case("sort, 2 rows", lambda x: x.sort(1)[0], (((2, 64, 32), Shard(1)),), 3072, "an all-to-all to dim 2"),
-    Case("max_pool2d, 3x3", lambda x: F.max_pool2d(x, 3, 1, 1), (IMAGE,), 6144, "an all-to-all to the channels"),
+    Case("max_pool2d, 3x3", lambda x: F.max_pool2d(x, 3, 1, 1), (IMAGE,), 1024, "a column each way"),
+    Case("conv2d, 3x3, backward", _gradients, (IMAGE, KERNEL), 1024 + 1024 + 3456, "as forward, and the weight's sum"),
+    Case("conv_transpose2d, 4x4, stride 2", lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1),
+         (IMAGE, ((8, 8, 4, 4), R)), 1024, "a column each way"),
+    Case("avg_pool2d, 3x3", lambda x: F.avg_pool2d(x, 3, 1, 1), (IMAGE,), 1024, "a column each way"),
+    Case("pad", lambda x: F.pad(x, (1, 3)), (IMAGE,), 1024, "the columns that come to another block"),
     Case("avg_pool2d, 2x2, stride 2", lambda x: F.avg_pool2d(x, 2), (IMAGE,), 0, "nothing"),
     Case("fft", lambda x: torch.fft.fft(x.to(torch.complex64), dim=1).abs(), (SIGNAL,), 3072, "an all-to-all to dim 2"),
     Case("interpolate", lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (IMAGE,), 6144,

@@ -9,11 +9,11 @@ A recipe replaces the lowering by a rule where the specs of the operands call fo
 from __future__ import annotations
 
 from spmd.tensor.call import Call
-from spmd.tensor.recipes import blocks, convolutions, ctc, distances, matrices, scatters, vocabulary
+from spmd.tensor.recipes import blocks, convolutions, ctc, distances, matrices, pooling, scatters, vocabulary
 from spmd.tensor.recipes.recipe import Recipe
 
 RECIPES = {}
-for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions):
+for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling):
     RECIPES |= _recipes.RECIPES
 
 

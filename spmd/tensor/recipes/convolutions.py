@@ -23,13 +23,15 @@ from spmd.tensor.call import Call
 from spmd.tensor.recipes.recipe import Coordinate, Recipe, owed_sums
 from spmd.tensor.recipes.windows import (
     Along,
+    along_shards,
     hull,
     interval_of,
     part,
     reframed,
     rows_plan,
+    tile,
     unpadded,
-    windows_along,
+    windows_of,
     windows_plan,
 )
 from spmd.tensor.redistribute.halo import Interval
@@ -91,7 +93,9 @@ def _layouts(call: Call, x: Spec, y: Spec) -> Layouts | None:
         o = unused(outs or y.dims[1])
         c = unused(x.dims[1] or ins) if call["bias"] is None else ()
     image, windows = (y, x) if call["transposed"] else (x, y)
-    along = windows_along(call, 2, image.shape[2:], windows.shape[2:], lead)
+    along = along_shards(windows_of(call, image.shape[2:], windows.shape[2:]), 2, lead)
+    if tile(along, image):
+        return None
     return Layouts(n, o, c, lead.dims[2:], along, lead)
 
 

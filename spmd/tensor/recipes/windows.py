@@ -75,20 +75,31 @@ Along = tuple[tuple[int, Windows], ...]
 """For each sharded dim that is cut into windows: the dim, and its windows."""
 
 
-def windows_along(call: Call, lead: int, image: Sequence[int], counts: Sequence[int], sharded: Spec) -> Along:
-    """The windows along the dims that `sharded` shards. The image has these sizes, and there are so many windows.
+def windows_of(call: Call, image: Sequence[int], counts: Sequence[int]) -> list[Windows]:
+    """The windows along each dim of an image of these sizes, with so many windows.
 
-    lead: the number of dims before those of the image. The call has `stride`, `padding` and `dilation`, and a kernel.
+    The call has `stride` and `padding`, perhaps `dilation`, and a kernel or its size.
     """
     n = len(image)
     kernel = call["weight"].shape[2:] if call["weight"] is not None else per_dim(call["kernel_size"], n)
     stride = per_dim(call["stride"], n) if call["stride"] else kernel
-    padding, dilation = (per_dim(call[name] or default, n) for name, default in (("padding", 0), ("dilation", 1)))
-    return tuple(
-        (lead + d, Windows(image[d], counts[d], dilation[d] * (kernel[d] - 1) + 1, stride[d], padding[d]))
-        for d in range(n)
-        if sharded.dims[lead + d]
-    )
+    padding, dilation = per_dim(call["padding"], n), per_dim(call["dilation"] or 1, n)
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    return [Windows(*each) for each in zip(image, counts, reach, stride, padding, strict=True)]
+
+
+def along_shards(windows: Sequence[Windows], lead: int, sharded: Spec) -> Along:
+    """The windows along the dims that are sharded. lead: the number of dims before those of the image."""
+    return tuple((lead + d, w) for d, w in enumerate(windows) if sharded.dims[lead + d])
+
+
+def tile(along: Along, image: Spec) -> bool:
+    """Whether the windows lie side by side, and none lies across two blocks of the image: so no rank needs a halo.
+
+    The rules keep such windows, too (`spmd.tensor.rules.tiles`).
+    """
+    side_by_side = all(w.reach <= w.stride and not w.padding and w.size == w.count * w.stride for _, w in along)
+    return side_by_side and all(image.aligned(dim, w.stride) for dim, w in along)
 
 
 def per_dim(value, n: int) -> tuple[int, ...]:

@@ -198,7 +198,12 @@ class HaloPlan(Plan):
     @property
     def effective(self) -> HaloPlan:
         moved = self.moved.effective
-        return HaloPlan(self.src, self.dst, (*moved.steps, *self.steps[len(self.moved.steps) :]), moved)
+        return HaloPlan(self.src, self.dst, (*moved.steps, *self.halos), moved)
+
+    @property
+    def halos(self) -> tuple[Step, ...]:
+        """The last steps: halos and margins."""
+        return self.steps[len(self.moved.steps) :]
 
     @cached_property
     def lower_bound_bytes(self) -> int:
@@ -207,7 +212,7 @@ class HaloPlan(Plan):
     @property
     def instead(self) -> Spec:
         """The layout without the shards that need halos: from there, nothing is sent."""
-        halos = {step.move.dim for step in self.steps[len(self.moved.steps) :]}
+        halos = {step.move.dim for step in self.halos}
         spec = self.moved.dst
         return spec.with_layout(tuple(() if d in halos else axes for d, axes in enumerate(spec.dims)), spec.units)
 
