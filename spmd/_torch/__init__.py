@@ -14,6 +14,7 @@ Every other module imports them from here, so that one place shows what a new ve
     autograd                what autograd is doing
     ops                     schemas and overloads
     simulated_distributed   torch.distributed in a simulation
+    checkpoints             torch.distributed.checkpoint
     random_numbers          generators
 
     >>> import torch
@@ -38,6 +39,7 @@ from spmd._torch.autograd import (
     stash,
     stashed,
 )  # fmt: skip
+from spmd._torch.checkpoints import ranks_that_save
 from spmd._torch.comm_debug import counted_name, is_counted_by_torch
 from spmd._torch.dispatch_keys import (
     FIRST_KEYS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -151,6 +153,35 @@ def test_one_rank_alone_saves_no_block():
 
     with pytest.raises(RuntimeError, match="only this rank's block would be saved"):
         run_ranks(rank, 4)
+
+
+def some_ranks_save(rank: int, path: str) -> list[str]:
+    """What is said where a rank saves alone, or some ranks do; and what such saves are right for."""
+    rows, whole = (distribute_tensor(torch.arange(8.0), SQUARE, places) for places in ([S0, R], [R, R]))
+    said = []
+    for kind, group in (("alone", None), ("pair", SQUARE.get_group(1)), ("column", SQUARE.get_group(0))):
+        at = f"{path}/{kind}{rank if kind == 'alone' else min(torch.distributed.get_process_group_ranks(group))}"
+        options = {"no_dist": True} if group is None else {"process_group": group}
+        dcp.save({"whole": whole}, checkpoint_id=at, **options)
+        try:
+            dcp.save({"rows": rows}, checkpoint_id=at, **options)
+            loaded = {"rows": torch.zeros(8)}
+            dcp.load(loaded, checkpoint_id=at, no_dist=True)
+            said.append(f"{kind}: {loaded['rows'].sum().item()}")
+        except (RuntimeError, dcp.api.CheckpointException) as error:
+            found = re.search(r"the blocks of ranks .*? would not be saved, because only ranks .*? save", str(error))
+            said.append(f"{kind}: {found[0] if found else error}")
+    return said
+
+
+def test_blocks_of_ranks_that_do_not_save_are_missed(gloo4, tmp_path):
+    """Two ranks of a column have all rows between them; of what is replicated each rank has all."""
+    said = gloo4.run(some_ranks_save, str(tmp_path))
+    lost = "the blocks of ranks [{}] would not be saved, because only ranks {} save"
+    for rank, pair in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
+        others = "2, 3" if rank < 2 else "0, 1"
+        want = [f"alone: {lost.format(others, [rank])}", f"pair: {lost.format(others, pair)}", "column: 28.0"]
+        assert said[rank] == want, said[rank]
 
 
 def test_simulated_ranks_have_no_files():

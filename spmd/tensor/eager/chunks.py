@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmd import _torch
 from spmd.comm import wait
 from spmd.mesh.rank import rank_simulator
 from spmd.tensor.eager.view_copies import block, note_write
@@ -29,7 +30,7 @@ def write_items(name: str, x) -> list[Any]:
     from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
-    _check_all_ranks_save(name, x._spec)
+    _check_all_blocks_are_saved(name, x._spec)
     block(x)  # A view that had to be copied is brought up to date by all ranks; only some are asked for their memory.
     return [
         planner.WriteItem(
@@ -91,10 +92,25 @@ def _chunks(spec: Spec) -> list[tuple[torch.Size, torch.Size]]:
     return [(torch.Size([start for start, _ in box]), sizes)] if prod(sizes) else []
 
 
-def _check_all_ranks_save(name: str, spec: Spec) -> None:
-    """RuntimeError where torch would take this rank for the only one, and the file would have its block alone."""
-    if any(spec.dims) and not dist.is_initialized() and rank_simulator() is None:
+def _check_all_blocks_are_saved(name: str, spec: Spec) -> None:
+    """RuntimeError where torch takes some ranks for all, and the file would not have the blocks of the others."""
+    if not any(spec.dims) or rank_simulator() is not None:
+        return
+    if not dist.is_initialized():
         raise RuntimeError(
             f"checkpoint: {name} is {spec}, and torch.distributed is not initialised, so that only this rank's block "
             "would be saved; call torch.distributed.init_process_group first, or save its full_tensor()"
+        )
+    savers = _torch.ranks_that_save()
+    missing = set() if savers is None else set(spec.mesh.ranks) - set(savers)
+    if not missing:
+        return
+    box = {rank: spec.box(spec.mesh.coordinate_of(rank)) for rank in spec.mesh.ranks}
+    saved = {box[rank] for rank in box.keys() - missing}
+    lost = sorted(rank for rank in missing if box[rank] not in saved and all(stop > start for start, stop in box[rank]))
+    if lost:
+        raise RuntimeError(
+            f"checkpoint: {name} is {spec}, and the blocks of ranks {lost[:8]} would not be saved, because only ranks "
+            f"{sorted(savers)[:8]} save (no_dist=True, or process_group=); let all ranks of the mesh save together, or "
+            "save its full_tensor()"
         )
