@@ -97,6 +97,7 @@ from spmd._torch.modes import (
     is_any_mode_on,
     is_fake,
     is_tracing,
+    kept_whole_in_dynamo,
     no_dispatch,
     no_modes,
     not_compiled,

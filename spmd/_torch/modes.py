@@ -71,6 +71,11 @@ def constant_in_dynamo(fn: Callable) -> Callable:
     return fn
 
 
+def kept_whole_in_dynamo(fn: Callable) -> None:
+    """From now on Dynamo, which is tracing, keeps a call of this function as one node and does not look inside."""
+    sys.modules["torch._dynamo"].allow_in_graph(fn)
+
+
 def not_compiled(fn: Callable) -> Callable:
     """Decorates a function that Dynamo leaves alone, if it has not inlined it: it makes tensors in several steps."""
     frames = torch._C._dynamo.eval_frame

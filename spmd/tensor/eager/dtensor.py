@@ -50,6 +50,7 @@ from spmd.tensor.eager.conversions import (
 )
 from spmd.tensor.eager.dispatch import dispatch
 from spmd.tensor.eager.fast_path import Memory
+from spmd.tensor.eager.traced_from_local import traced_from_local
 from spmd.tensor.eager.view_copies import ViewCopy, block, copied_block, handed_out, in_stride_order, note_write
 from spmd.tensor.modes import explicit
 from spmd.tensor.placement import REPLICATE, Placement
@@ -143,9 +144,12 @@ class DTensor(torch.Tensor):
         """
         if isinstance(local_tensor, DTensor):
             raise TypeError("from_local: takes this rank's plain tensor, but was given a DTensor; use redistribute")
-        device_mesh = or_current(device_mesh, "from_local")
-        if not torch.compiler.is_dynamo_compiling() and _torch.is_functorch_wrapper(local_tensor):
+        if torch.compiler.is_dynamo_compiling():
+            if device_mesh is not None and not run_check:
+                return traced_from_local(local_tensor, device_mesh, placements, shape, stride, DTensor)
+        elif _torch.is_functorch_wrapper(local_tensor):
             raise TypeError("from_local: not inside of a transform of torch.func; make the DTensor before it")
+        device_mesh = or_current(device_mesh, "from_local")
         spec = agreed_spec(run_check, device_mesh, lambda: spec_from_block(
             local_tensor, device_mesh, placements, shape, stride
         ), local_tensor)  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spmd import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from spmd import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from spmd.mesh import as_rank
 
 
@@ -98,3 +98,38 @@ def test_code_around_dtensors():
             assert torch.equal(out, x * 2 + 1)
             out.sum().backward()
             assert torch.equal(x.grad, torch.full((8, 3), 2.0))
+
+
+def _from_blocks(x, bias, mesh, placements):
+    """DTensors of blocks that the code computes, of its arguments, and of a term of a sum."""
+    rows = DTensor.from_local(x * 2, mesh, placements)
+    term = DTensor.from_local(bias, mesh, [Partial()])
+    given = DTensor.from_local(x, mesh, placements, shape=(x.shape[0] * mesh.size(), 3), stride=(3, 1))
+    return ((rows + term) * given).redistribute(placements=[Replicate()]).to_local()
+
+
+def _compiled_from_blocks(rank, mesh=None):
+    mesh = mesh or init_device_mesh("cpu", (4,))
+    run, found = _compiled(_from_blocks), []
+    for rows in (2, 3):  # the second number of rows is where Dynamo would make it a symbol
+        x, bias = torch.arange(rows * 3.0).reshape(rows, 3) + rank, torch.ones(3)
+        for fn in (run, _from_blocks):
+            given = [x.clone().requires_grad_(), bias.clone().requires_grad_()]
+            out = fn(*given, mesh, [Shard(0)])
+            out.sum().backward()
+            found.append([out.detach(), *[each.grad for each in given]])
+    return found
+
+
+def test_from_local_is_part_of_the_graph(gloo4):
+    """Without a break, with gradients, and traced again for blocks of other shapes."""
+    for found in gloo4.run(_compiled_from_blocks, timeout=120):
+        for compiled, eager in zip(found[::2], found[1::2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
+
+
+def test_from_local_in_the_graph_says_what_is_wrong():
+    with as_rank(0, 1):
+        mesh = init_device_mesh("cpu", (1,))
+        with pytest.raises(Exception, match=r"rank's block of f32\[4\] has shape \[4\], but a tensor of \[8\] was given"):
+            _compiled(lambda x: DTensor.from_local(x, mesh, [Shard(0)], shape=[4]))(torch.ones(8))

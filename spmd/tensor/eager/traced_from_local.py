@@ -1,0 +1,66 @@
+"""DTensor.from_local in code that Dynamo traces: one node of its graph, which makes the DTensor of a plain tensor.
+
+    spec_number(mesh, placements, sizes, ...)      called while Dynamo traces; the number is a constant of the graph
+    from_block(x, number)                          the node
+
+Sizes and strides of the block become constants, as the spec has them: blocks of another shape are traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd.mesh import DeviceMesh, current_rank
+from spmd.tensor.eager.block_specs import spec_from_block
+from spmd.tensor.eager.conversions import is_differentiated, to_dtensor
+from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+from spmd.tensor.spec import Spec
+
+_KINDS = {kind.__name__: kind for kind in (Shard, Replicate, Partial)}
+
+_specs: list[tuple[Spec, type]] = []
+"""By number: a spec and the class DTensor. Dynamo bounds how often code is traced."""
+
+
+def traced_from_local(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None,
+    stride: Sequence[int] | None, dtensor: type,
+) -> Any:  # fmt: skip
+    """`DTensor.from_local`, written in what Dynamo can trace."""
+    plain = None if placements is None else tuple([_plain(p) for p in placements])
+    block = _constants(local.shape), _constants(local.stride()), local.dtype
+    given = [None if sizes is None else _constants(sizes) for sizes in (shape, stride)]
+    return from_block(local, spec_number((mesh,), plain, *block, *given, dtensor))
+
+
+def _plain(placement: Placement) -> tuple:
+    """The name of its class and its fields: Dynamo passes no frozen objects on."""
+    return placement.__class__.__name__, *[getattr(placement, name) for name in placement.__match_args__]
+
+
+def _constants(sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes as plain ints, by which Dynamo guards its code: it guards the ends of a range."""
+    return tuple([range(n, n + 1)[0] for n in sizes])
+
+
+@_torch.constant_in_dynamo
+def spec_number(mesh_alone, plain, sizes, strides, dtype, shape, stride, dtensor) -> int:
+    """The number of the spec that a block of these sizes and strides gives."""
+    _torch.kept_whole_in_dynamo(from_block)
+    _torch.add_dynamo_guard(current_rank)
+    placements = None if plain is None else [_KINDS[name](*fields) for name, *fields in plain]
+    block = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+    _specs.append((spec_from_block(block, mesh_alone[0], placements, shape, stride), dtensor))
+    return len(_specs) - 1
+
+
+def from_block(local: torch.Tensor, number: int) -> Any:
+    """The DTensor of a block. Dynamo keeps a call of this as one node."""
+    spec, dtensor = _specs[number]
+    if local.device.type not in (spec.mesh.device_type, "meta"):
+        local = local.to(spec.mesh.device_type)
+    return to_dtensor(local, spec, dtensor) if is_differentiated(local) else dtensor(local.view_as(local), spec)
