@@ -145,7 +145,7 @@ def _decomposed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
         return out
     if steps:
         if op is aten.linear.default:
-            _remember_linear(args, kwargs, dtensor)
+            _remember_linear(args, kwargs, out, dtensor)
         return out
     single = isinstance(out, torch.Tensor)
     specs = tuple([None if x is None else x._spec for x in ((out,) if single else out)])
@@ -154,12 +154,13 @@ def _decomposed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
             local = functools.partial(random.draw_like, RANDOM_LIKES[op], specs[0])
         else:
             local = fast_path.local_function(op)
-        hot = fast_path.HotCall(single, local, specs, single, False, False, -1)
+        blocks = out._local_tensor if single else [None if x is None else x._local_tensor for x in out]
+        hot = fast_path.HotCall.of(op, dtensor, local, specs, blocks)
         fast_path.remember(op, args, kwargs, hot, dtensor)
     return out
 
 
-def _remember_linear(args: tuple, kwargs: dict[str, Any], dtensor: type) -> None:
+def _remember_linear(args: tuple, kwargs: dict[str, Any], out: Any, dtensor: type) -> None:
     """Run a `linear` like this one as a product, the reduction of the product, and a sum with the bias."""
     if len(args) != 3 or kwargs or not all([type(x) is dtensor for x in args]) or args[1].ndim != 2:
         return
@@ -174,7 +175,9 @@ def _remember_linear(args: tuple, kwargs: dict[str, Any], dtensor: type) -> None
         return reduction.run(fast_path.local_function(aten.linear.default)(x, w)) + bias
 
     moves = [(i, p) for i, p in enumerate((*product.plans, plan_of_bias)) if p.steps]
-    hot = fast_path.HotCall(False, run, total.outs, True, False, False, -1, tuple(moves), True)
+    hot = fast_path.HotCall.of(
+        aten.linear.default, dtensor, run, total.outs, out._local_tensor, moves=tuple(moves), may_send=True
+    )
     fast_path.remember(aten.linear.default, args, kwargs, hot, dtensor)
 
 

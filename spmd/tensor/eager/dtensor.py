@@ -241,14 +241,16 @@ class DTensor(torch.Tensor):
 
     # ---- indices ------------------------------------------------------------------------------
     def __getitem__(self, index: Any) -> DTensor:
-        return torch.Tensor.__getitem__(self, index if _is_simple(index) else self._without_lists(index))
+        if type(index) in _SIMPLE or (type(index) is tuple and _SIMPLE.issuperset(map(type, index))):
+            return _item(self, index)  # almost no time is left to ask whether there are lists or tensors
+        return _item(self, self._without_lists(index))
 
     def __matmul__(self, other: Any) -> DTensor:
         matrices = type(other) is DTensor and self.ndim == 2 == other.ndim
         return torch.mm(self, other) if matrices else torch.Tensor.__matmul__(self, other)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        torch.Tensor.__setitem__(self, index if _is_simple(index) else self._without_lists(index), value)
+        torch.Tensor.__setitem__(self, self._without_lists(index), value)
 
     def _without_lists(self, index: Any) -> Any:
         return plain_tensors.lists_to_tensors(index, self._replicated)
@@ -406,12 +408,9 @@ class DTensor(torch.Tensor):
 
 
 _SIMPLE = frozenset({int, slice, type(None), type(...)})
+"""Types of indices that are neither tensors nor lists."""
 
-
-def _is_simple(index: Any) -> bool:
-    """Whether an index has neither tensors nor lists. This takes almost no time."""
-    return type(index) in _SIMPLE or (type(index) is tuple and _SIMPLE.issuperset(map(type, index)))
-
+_item = torch.Tensor.__getitem__
 
 _DISPATCHED = (DTensor, LocalTensor)
 """The tensor types that an op on DTensors takes. A LocalTensor is the simulator's plain tensor."""

@@ -12,8 +12,8 @@ need more care - writes into an operand that is moved, tensors in keyword argume
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from spmd import _torch
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import is_pointwise
 from spmd.tensor.eager.composites import DISPATCH_KEYS
-from spmd.tensor.eager.user_writes import UserWrites, any_copy_held, copies_held
+from spmd.tensor.eager.user_writes import UserWrites, any_copy_held, copies_alive, copies_held
 from spmd.tensor.modes import explicit
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
@@ -39,30 +39,47 @@ MISS = object()
 
 
 class HotCall(NamedTuple):
-    """How hot calls of one kind are run. The fast path reads some fields by index, which takes less time.
+    """How hot calls of one kind are run. The first fields are read by index, which takes less time.
 
-    simple: the result is one tensor, new or a view of the only operand, and nothing else has to be done.
+    finish: runs the call if there is more to do than to wrap one new tensor; else None.
     local: the local function.
-    outs: the spec of each result, None for a result that is no tensor.
-    single: the result is one tensor.
-    is_view: the results are views of the first tensor.
-    in_place: the call writes the first tensor and returns it.
+    wrappers: for each result the arguments that its wrapper is made with; None for a result that is no tensor.
+    outs: the spec of each result; None for a result that is no tensor.
+    op: the op. The keys have its id, so it is kept alive.
     size_at: the position of the argument that is the local shape of the result; -1 if there is none.
     moves: the arguments that are moved first, by position, and their plans.
     may_send: the moves, or the local function, may send something.
     offsets: where results that are views begin in the memory of the first tensor; empty where all begin with it.
     """
 
-    simple: bool
+    finish: Callable[..., Any] | None
     local: Callable[..., Any]
+    wrappers: tuple[tuple | None, ...]
     outs: tuple[Spec | None, ...]
-    single: bool
-    is_view: bool
-    in_place: bool
-    size_at: int
+    op: _torch.OpOverload
+    size_at: int = -1
     moves: tuple[tuple[int, Plan], ...] = ()
     may_send: bool = False
     offsets: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls, op: _torch.OpOverload, dtensor: type, local: Callable[..., Any], outs: tuple[Spec | None, ...], out: Any,
+        *, is_view: bool = False, in_place: bool = False, **rest: Any,
+    ) -> HotCall:  # fmt: skip
+        """For a call that has been run. out: what the local function returned. rest: other fields."""
+        single = isinstance(out, torch.Tensor)
+        wrappers = tuple([
+            None if spec is None else _wrapper(dtensor, x, spec)
+            for x, spec in zip((out,) if single else out, outs, strict=True)
+        ])
+        if in_place:
+            finish = _write
+        elif not single or rest.get("size_at", -1) >= 0 or rest.get("may_send"):
+            finish = _views if is_view else _results
+        else:
+            finish = _view if is_view else None
+        return cls(finish, local, wrappers, outs, op, **rest)
 
 
 NO_KWARGS: dict[str, Any] = {}
@@ -71,68 +88,102 @@ _NUMBERS = frozenset({int, float})
 _INTEGERS = frozenset({int, bool})
 _STATIC = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout})
 
+_pointwise: dict[int, _torch.OpOverload] = {}
+"""Ops, by id, that have hot calls with a number that is in the key by its type alone."""
+
 
 def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtensor: type) -> Any:
-    """The result of the call; MISS if it has to be dispatched."""
-    if copies_held and any_copy_held():
-        return MISS  # dispatch asks whether the user wrote into one
-    if not kwargs:  # the most common calls, each by itself to save time; `_run_general` can run them all
-        if len(args) == 2:
-            a, b = args
+    """The result of the call; MISS if it has to be dispatched.
+
+    The most common calls are looked up here, to save time; `_key` has the keys of all.
+    """
+    if copies_alive and _reads_copy(args, dtensor):
+        return MISS
+    found, n = None, len(args)
+    if not kwargs and n and type(args[0]) is dtensor:
+        a = args[0]
+        if n == 1:
+            found = _look_up((id(op), a._spec))
+            blocks = (a._local_tensor,)
+        elif n == 2:
+            b = args[1]
             kind = type(b)
-            if type(a) is not dtensor:
-                pass
-            elif kind in _NUMBERS and b - b == 0 != b and is_pointwise(op):
-                found = _look_up((op, a._spec, kind))
-                if found is None or a._copy is not None:
-                    return MISS
-                if found[5]:  # in_place
-                    return _run_write(found, a, args)
-                return _run_hot(found, [a._local_tensor, b], NO_KWARGS, a, dtensor)
-            elif kind is dtensor and a is not b:
-                found = _look_up((op, a._spec, b._spec))
-                if found is not None and a._copy is None and b._copy is None:
-                    if not found[0]:  # not simple
-                        return _run_hot(found, [a._local_tensor, b._local_tensor], NO_KWARGS, a, dtensor)
-                    seen.hits += 1
-                    return wrap(dtensor, found[1](a._local_tensor, b._local_tensor), found[2][0])
-            elif kind is list:
-                try:
-                    found = _look_up((op, a._spec, tuple(b)))
-                except TypeError:  # symbols among the sizes
-                    found = None
-                if found is not None and a._copy is None:
-                    return _run_hot(found, [a._local_tensor, b], NO_KWARGS, a, dtensor)
-        elif len(args) == 1:
-            a = args[0]
-            if type(a) is dtensor:
-                found = _look_up((op, a._spec))
-                if found is not None and a._copy is None:
-                    if not found[0]:  # not simple
-                        return _run_hot(found, [a._local_tensor], NO_KWARGS, a, dtensor)
-                    if found[4]:  # is_view
-                        return _run_view(found, a, args, dtensor)
-                    seen.hits += 1
-                    return wrap(dtensor, found[1](a._local_tensor), found[2][0])
-        if len(args) > 1 and type(args[1]) in _STATIC and type(args[0]) is dtensor:
-            a, types = args[0], tuple(map(type, args))
-            if list not in types:
-                found = _look_up((op, a._spec, types, args[1:]))
-                if found is not None and a._copy is None:
-                    if found[0] and found[4]:  # simple and is_view
-                        return _run_view(found, a, args, dtensor)
-                    return _run_hot(found, [a._local_tensor, *args[1:]], NO_KWARGS, a, dtensor)
-    if args and type(args[0]) is list and op in ELEMENTWISE_LISTS:
-        return run_lists(op, args, kwargs or NO_KWARGS, dtensor)
-    return _run_general(op, args, kwargs or NO_KWARGS, dtensor)
+            if kind is dtensor:
+                if a is not b:
+                    found = _look_up((id(op), a._spec, b._spec))
+                    blocks = (a._local_tensor, b._local_tensor)
+            elif kind in _STATIC or kind is float:
+                read = kind not in _NUMBERS or id(op) not in _pointwise or b - b != 0 or b == 0
+                found = _look_up((id(op), a._spec, kind, b) if read else (id(op), a._spec, kind))
+                blocks = (a._local_tensor, b)
+            elif kind is list and not (b and type(b[0]) not in _INTEGERS):
+                found = _look_up((id(op), a._spec, tuple(b)))
+                blocks = (a._local_tensor, b)
+        elif n == 3 and type(args[1]) is dtensor is type(args[2]):
+            _, b, c = args
+            if a is not b is not c is not a:
+                found = _look_up((id(op), a._spec, b._spec, c._spec))
+                blocks = (a._local_tensor, b._local_tensor, c._local_tensor)
+        else:
+            rest = args[1:]
+            types = tuple(map(type, rest))
+            if _STATIC.issuperset(types):
+                found = _look_up((id(op), a._spec, types, rest))
+                blocks = (a._local_tensor, *rest)
+    if found is None:
+        return _run_any(op, args, kwargs or NO_KWARGS, dtensor)
+    if found[0] is not None:
+        return found[0](found, a, blocks, NO_KWARGS)
+    seen.hits += 1
+    local, arguments = found[1](*blocks), found[2][0]
+    out = _torch.new_wrapper(*arguments) if local.device == arguments[_DEVICE] else _elsewhere(arguments, local)
+    out._local_tensor, out._spec = local, found[3][0]
+    return out
 
 
-def _run_general(
-    op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor: type, new: HotCall | None = None
-) -> Any:
-    """The result of a call of any kind, or MISS. With `new`, keep that for calls of this kind, and run nothing."""
+def _run_any(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
+    """The result of a call of any kind, or MISS."""
+    if args and type(args[0]) is list and id(op) in _ELEMENTWISE:
+        return run_lists(op, args, kwargs, dtensor)
+    key, blocks, tensors = _key(id(op), args, kwargs, dtensor, id(op) in _pointwise)
+    found = _look_up(key)
+    if found is None:
+        return MISS
+    return (found[0] or _result)(found, tensors[0], blocks, kwargs)
+
+
+_ELEMENTWISE = frozenset(map(id, ELEMENTWISE_LISTS))
+
+
+def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: HotCall, dtensor: type) -> None:
+    """Run calls like this one as `hot` from now on, if a key can tell them from other calls."""
+    types = tuple(map(type, args[1:]))
+    pointwise = is_pointwise(op)
+    if pointwise and not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()))):
+        _pointwise[id(op)] = op
+    if len(types) > 1 and not kwargs and type(args[0]) is dtensor and _are_key_as_they_are(types, pointwise):
+        key = id(op), args[0]._spec, types, args[1:]
+    else:
+        key, _, _ = _key(id(op), args, kwargs, dtensor, pointwise)
+    if key is not None:
+        seen.get(key, lambda: hot)
+
+
+def _are_key_as_they_are(types: tuple[type, ...], pointwise: bool) -> bool:
+    """Whether arguments of these types are a key as they are: no floats, lists, tensors or unread numbers."""
+    return (_STATIC - _NUMBERS if pointwise else _STATIC).issuperset(types)
+
+
+_NO_KEY = None, None, None
+
+
+def _key(op: int, args: tuple, kwargs: dict[str, Any], dtensor: type, pointwise: bool) -> tuple:
+    """The key of a call, its arguments with blocks, and its tensors; None if no key can tell it from other calls.
+
+    op: its id. pointwise: a finite number that is not zero is in the key by its type; no rule reads its value.
+    """
     key: list[Any] = [op]
-    local: list[Any] = []
+    blocks: list[Any] = []
     tensors: list[Any] = []
     for x in args:
         kind = type(x)
@@ -142,68 +193,78 @@ def _run_general(
                     key.append(i)  # the place of the same tensor; no other number is in a key without its type
                     break
             key.append(x._spec)
-            local.append(x._local_tensor)
             tensors.append(x)
-            continue
-        if kind in _NUMBERS and x - x == 0 != x and is_pointwise(op):
-            key.append(kind)
-        elif kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
-            key += (kind, x)
+            x = x._local_tensor
         elif kind is list:
             if not x or type(x[0]) in _INTEGERS:
                 if len(set(map(type, x))) > 1:
-                    return MISS
+                    return _NO_KEY
                 key.append(tuple(x))
             else:
-                if not all([type(y) is dtensor for y in x]):
-                    return MISS
-                key.append(tuple([y._spec for y in x]))
+                if set(map(type, x)) != {dtensor}:
+                    return _NO_KEY
+                key.append(tuple(map(_spec_of, x)))
                 tensors += x
-                if len({id(y) for y in tensors}) < len(tensors):
-                    return MISS
-                x = [y._local_tensor for y in x]
+                if len(set(map(id, tensors))) < len(tensors):
+                    return _NO_KEY
+                x = list(map(_block_of, x))
+        elif kind in _NUMBERS and pointwise and x - x == 0 != x:
+            key.append(kind)
+        elif kind in _STATIC or (kind is float and x == x and x != 0.0):  # NaN is not itself, and 0.0 is -0.0
+            key += (kind, x)
         else:
-            return MISS
-        local.append(x)
+            return _NO_KEY
+        blocks.append(x)
     for name, x in kwargs.items():
         kind = type(x)
-        if kind in _NUMBERS and x - x == 0 != x and is_pointwise(op):
+        if kind in _NUMBERS and pointwise and x - x == 0 != x:
             key += (name, kind)
         elif kind in _STATIC:
             key += (name, kind, x)
         else:
-            return MISS
-    if new is not None:
-        return seen.get(tuple(key), lambda: new)
-    found = _look_up(tuple(key))
-    if found is None:
-        return MISS
-    for x in tensors:
-        if x._copy is not None:
-            return MISS
-    return _run_hot(found, local, kwargs, tensors[0], dtensor)
+            return _NO_KEY
+    return tuple(key), blocks, tensors
 
 
-@functools.lru_cache(maxsize=4096)
-def _are_key_as_they_are(op: _torch.OpOverload, types: tuple[type, ...]) -> bool:
-    """Whether arguments of these types, after the first, are a key as they are: no floats, lists or unread numbers."""
-    read = _STATIC - _NUMBERS if is_pointwise(op) else _STATIC
-    return all(kind in read for kind in types[1:])
+def _reads_copy(args: tuple, dtensor: type) -> bool:
+    """Whether a call may read a copy that is not up to date, or something else than the user wrote into a copy."""
+    if copies_held and any_copy_held():
+        return True  # dispatch asks whether the user wrote into one
+    operands = [x for a in args for x in (a if isinstance(a, (list, tuple)) else (a,)) if type(x) is dtensor]
+    return any([x._copy is not None for x in operands])
 
 
-_STRIDED = torch.strided
-_REST = (False, False, None, False, False, DISPATCH_KEYS)
-"""Of a wrapper: whether it is pinned, requires a gradient, and has sizes, a device and a layout of its own."""
+# ---- wrappers -----------------------------------------------------------------------------------
+
+_spec_of, _block_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
+_DEVICE = 7
+
+
+def _wrapper(dtensor: type, local: torch.Tensor, spec: Spec) -> tuple:
+    """The arguments that the DTensor of a block like this one is made with. By position: keywords take 15 % more.
+
+    The last ones are whether it is pinned, requires a gradient, and has sizes, a device and a layout of its own.
+    """
+    return (
+        dtensor, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device,
+        False, False, None, False, False, DISPATCH_KEYS,
+    )  # fmt: skip
+
+
+def _elsewhere(arguments: tuple, local: torch.Tensor) -> Any:
+    """A wrapper for a block that is on another device than that of the call that was remembered."""
+    return _torch.new_wrapper(*arguments[:_DEVICE], local.device, *arguments[_DEVICE + 1 :])
 
 
 @_torch.not_compiled
-def wrap(dtensor: type, local: torch.Tensor, spec: Spec) -> Any:
+def wrap(arguments: tuple, local: torch.Tensor, spec: Spec) -> Any:
     """The DTensor of a block: the same as a call of the class, in less time."""
-    out = _torch.new_wrapper(
-        dtensor, spec.shape, spec.stride, None, None, local.dtype, _STRIDED, local.device, *_REST
-    )  # by position: keywords take 15 % more
+    out = _torch.new_wrapper(*arguments) if local.device == arguments[_DEVICE] else _elsewhere(arguments, local)
     out._local_tensor, out._spec = local, spec
     return out
+
+
+# ---- what else is to do -------------------------------------------------------------------------
 
 
 def is_normal_in_inference(x: torch.Tensor) -> bool:
@@ -211,80 +272,81 @@ def is_normal_in_inference(x: torch.Tensor) -> bool:
     return torch.is_inference_mode_enabled() and not x.is_inference()
 
 
-def _run_view(found: HotCall, base: Any, args: tuple, dtensor: type) -> Any:
-    """The view that a simple call gives: `_run_hot` for this case alone, in less time."""
-    if torch.is_inference_mode_enabled() and is_normal_in_inference(base):
+def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+    """The view that a call gives."""
+    if torch.is_inference_mode_enabled() and is_normal_in_inference(base):  # asked twice: it saves most views a call
         return MISS
     try:
-        out = found[1](base._local_tensor, *args[1:])
+        local = found[1](*blocks, **kwargs)
     except RuntimeError:
         return MISS
     seen.hits += 1
-    view = wrap(dtensor, out, found[2][0])
+    view = wrap(found[2][0], local, found[3][0])
     memory = base._memory
     if memory is None:
         memory = base._memory = Memory(base._local_tensor)
     view._memory = memory
-    if found[9] or base._offset:
-        place_views((view,), base, found[9])
+    if found.offsets or base._offset:
+        place_views((view,), base, found.offsets)
     return view
 
 
-def _run_write(found: HotCall, target: Any, args: tuple) -> Any:
-    """The target, after a write with a number: `_run_hot` for this case alone, in less time."""
+def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+    """The first tensor, after a write into it."""
     seen.hits += 1
-    found[1](target._local_tensor, args[1])
+    found[1](*blocks, **kwargs)
     if target._memory is not None:
         target._memory.writes += 1
     return target
 
 
-def _run_hot(found: HotCall, local: list, kwargs: dict[str, Any], first: Any, dtensor: type) -> Any:
-    _, function, outs, single, is_view, in_place, size_at, moves, may_send, offsets = found
+def _result(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+    """The one new tensor that a call gives."""
+    seen.hits += 1
+    return wrap(found[2][0], found[1](*blocks, **kwargs), found[3][0])
+
+
+def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+    """What a call of any kind gives that is neither a view nor a write."""
+    _, function, wrappers, outs, _, size_at, moves, may_send, _ = found
     if may_send and explicit.is_on():
         return MISS  # dispatch asks the plans whether they send anything
-    if is_view and torch.is_inference_mode_enabled() and is_normal_in_inference(first):  # saves most views a call
-        return MISS
     seen.hits += 1
-    if in_place:
-        function(*local, **kwargs)
-        if first._memory is not None:
-            first._memory.writes += 1
-        return first
-    if size_at >= 0:
-        local[size_at] = outs[0].local_shape_here()
-    for i, plan in moves:
-        local[i] = plan.run(local[i])
+    if size_at >= 0 or moves:
+        blocks = list(blocks)
+        if size_at >= 0:
+            blocks[size_at] = outs[0].local_shape_here()
+        for i, plan in moves:
+            blocks[i] = plan.run(blocks[i])
     try:
-        out = function(*local, **kwargs)
+        out = function(*blocks, **kwargs)
     except RuntimeError:
         if may_send:
             raise  # nothing is sent twice
         return MISS  # a block with unusual strides that has no such view, or an error that dispatch explains
-    if single:
-        result = wrap(dtensor, out, outs[0])
-        if is_view:
-            result._memory = memory_of(first)
-            if offsets or first._offset:
-                place_views((result,), first, offsets)
-        return result
-    results = [x if spec is None else wrap(dtensor, x, spec) for x, spec in zip(out, outs, strict=True)]
-    if is_view:
-        memory = memory_of(first)
-        for result in results:
-            result._memory = memory
-        if offsets or first._offset:
-            place_views(results, first, offsets)
+    if isinstance(out, torch.Tensor):
+        return wrap(wrappers[0], out, outs[0])
+    if None in outs:
+        rows = zip(wrappers, out, outs, strict=True)
+        results = [x if spec is None else wrap(arguments, x, spec) for arguments, x, spec in rows]
+    else:
+        results = map(wrap, wrappers, out, outs)
     return type(out)(results)
 
 
-def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: HotCall, dtensor: type) -> None:
-    """Run calls like this one as `hot` from now on, if a key can tell them from other calls."""
-    types = tuple(map(type, args))
-    if len(args) > 1 and types[0] is dtensor and not kwargs and _are_key_as_they_are(op, types):
-        seen.get((op, args[0]._spec, types, args[1:]), lambda: hot)
-    else:
-        _run_general(op, args, kwargs, dtensor, hot)
+def _views(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+    """The views that a call gives."""
+    if is_normal_in_inference(base):
+        return MISS
+    out = _results(found, base, blocks, kwargs)
+    if out is MISS:
+        return MISS
+    views, memory = (out,) if isinstance(out, torch.Tensor) else out, memory_of(base)
+    for view in views:
+        view._memory = memory
+    if found.offsets or base._offset:
+        place_views(views, base, found.offsets)
+    return out
 
 
 # ---- lists ------------------------------------------------------------------------------------
@@ -294,20 +356,16 @@ def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtenso
     """An elementwise op on lists, as one local call if the i-th tensors of all lists have one layout; else MISS."""
     key: list[Any] = [op]
     local: list[Any] = []
-    with_views: list[Any] = []
     for a in args:
         if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
             specs = tuple([x._spec if type(x) is dtensor else _NUMBER if _is_number(x) else None for x in a])
             if None in specs:
                 return MISS
             key.append(specs)
-            with_views += [x for x in a if type(x) is dtensor and x._memory is not None]
             a = [x._local_tensor if type(x) is dtensor else x for x in a]
         elif isinstance(a, torch.Tensor):
             return MISS
         local.append(a)
-    if any([x._copy is not None for x in with_views]):
-        return MISS
     if kwargs and any([isinstance(x, torch.Tensor) for x in kwargs.values()]):
         return MISS
     key = tuple(key)
@@ -325,7 +383,11 @@ def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtenso
     firsts = key[1]
     if any([x.dtype != spec.dtype for x, spec in zip(out, firsts, strict=True)]):
         return MISS
-    return [wrap(dtensor, x, spec) for x, spec in zip(out, firsts, strict=True)]
+    wrappers = found.wrappers
+    if not wrappers:
+        wrappers = tuple([_wrapper(dtensor, x, spec) for x, spec in zip(out, firsts, strict=True)])
+        aligned.entries[key] = found._replace(wrappers=wrappers)
+    return list(map(wrap, wrappers, out, firsts))
 
 
 aligned = Cache(maxsize=4096, decided_by_rules=True)
@@ -338,13 +400,15 @@ class _ListCall(NamedTuple):
     """How an op on lists is run.
 
     aligned: the tensors of the lists have one layout, so that one local call does. local: the local function.
-    returns_list: it returns a list. writes: the positions of the lists that it writes.
+    returns_list: it returns a list. writes: the positions of the lists that it writes. wrappers: as in a `HotCall`,
+    once it was run.
     """
 
     aligned: bool
     local: Callable[..., Any]
     returns_list: bool
     writes: tuple[int, ...]
+    wrappers: tuple[tuple, ...] = ()
 
     @classmethod
     def of(cls, key: tuple) -> _ListCall:
@@ -405,8 +469,9 @@ def memory_of(x) -> Memory:
 
 def place_views(views: Any, base: Any, offsets: tuple[int, ...]) -> None:
     """Set where views begin in the global memory: as far behind their base as `offsets` say, in their own elements."""
+    offset = base._offset
     for i, view in enumerate(views):
-        begin = base._offset * base.dtype.itemsize // view.dtype.itemsize
+        begin = offset and offset * base.dtype.itemsize // view.dtype.itemsize
         view._offset = begin + (offsets[i] if offsets else 0)
 
 

@@ -207,11 +207,10 @@ class LoweredHandler:
             local = draw if self.draws else self.hot_local
             if size_at >= 0 and lowering.sized:
                 local, size_at = functools.partial(_call_with_size, local, size_at, outs[lowering.sized]), -1
-            simple = single and not in_place and size_at < 0 and not moves
-            simple = simple and (not self.is_view or len(call.operands) == 1)
-            hot = fast_path.HotCall(
-                simple, local, outs, single, self.is_view, in_place, size_at, moves, bool(moves), self.offsets
-            )
+            hot = fast_path.HotCall.of(
+                call.op, call.dtensor, local, outs, out, is_view=self.is_view, in_place=in_place,
+                size_at=size_at, moves=moves, may_send=bool(moves), offsets=self.offsets,
+            )  # fmt: skip
             fast_path.remember(call.op, call.args, call.kwargs, hot, call.dtensor)
 
     def _moved(self, operands: list) -> list[torch.Tensor]:

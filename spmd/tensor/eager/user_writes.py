@@ -56,6 +56,16 @@ def version_of(block: torch.Tensor | None) -> int:
     return 0 if block is None or block.is_inference() else block._version
 
 
+copies_alive: set[int] = set()
+"""The ids of all copies (`view_copies.ViewCopy`). While there are none, no tensor has to be asked for one."""
+
+
+def note_alive(copy: Any) -> None:
+    """Note a new copy."""
+    copies_alive.add(id(copy))
+    weakref.finalize(copy, copies_alive.discard, id(copy)).atexit = False
+
+
 copies_held: dict[int, Any] = {}
 """The copies (`view_copies.ViewCopy`) that the user may write, or has written, by id."""
 

@@ -25,7 +25,7 @@ import torch
 from spmd import _torch
 from spmd.sim import LocalTensor
 from spmd.tensor.eager.fast_path import Memory, memory_of
-from spmd.tensor.eager.user_writes import UserWrites, copies_held, version_of
+from spmd.tensor.eager.user_writes import UserWrites, copies_held, note_alive, version_of
 from spmd.tensor.modes import explicit
 from spmd.tensor.redistribute.plan import Plan, plan
 
@@ -64,6 +64,7 @@ class ViewCopy:
         return cls(memory, plan, bit, base._local_tensor, base._copy, shared, shared.writes, root)
 
     def __post_init__(self):
+        note_alive(self)
         self.user_writes_seen = self._user_writes()
 
     def _user_writes(self) -> tuple[int, int]:
@@ -113,6 +114,7 @@ class ViewCopy:
     def __setstate__(self, state: dict[str, Any]) -> None:
         bit = {str(op): op for op in BITS}.get(state["bit"])
         vars(self).update(state | {"plan": plan(*state["plan"]), "bit": bit, "root": _unknown, "user": UserWrites()})
+        note_alive(self)
         self.user_writes_seen = self._user_writes()
 
 
