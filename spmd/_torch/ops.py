@@ -51,7 +51,14 @@ def overload_name(op: OpOverload) -> str:
 
 def cpp_callable(op: OpOverload) -> Callable:
     """The op without the Python around it: the same call in less time."""
-    return op._op
+    return _QUICKER.get(op, op._op)
+
+
+_QUICKER = {
+    torch.ops.aten._softmax.default: torch._softmax,
+    torch.ops.aten._log_softmax.default: torch._log_softmax,
+    torch.ops.aten.split.Tensor: torch._VF.split,
+}
 
 
 PROFILER_OPS = (

@@ -37,6 +37,7 @@ from spmd.tensor.eager.handlers import (
     operands_returned,
 )
 from spmd.tensor.eager.in_place import RESIZES, STRIDED, OutHandler, ShapeChangeHandler, resized
+from spmd.tensor.eager.local_functions import local_function
 from spmd.tensor.eager.operands import (
     EagerCall,
     all_distributed,
@@ -153,7 +154,7 @@ def _decomposed(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
         if op in RANDOM_LIKES:
             local = functools.partial(random.draw_like, RANDOM_LIKES[op], specs[0])
         else:
-            local = fast_path.local_function(op)
+            local = local_function(op)
         blocks = out._local_tensor if single else [None if x is None else x._local_tensor for x in out]
         hot = fast_path.HotCall.of(op, dtensor, local, specs, blocks)
         fast_path.remember(op, args, kwargs, hot, dtensor)
@@ -172,7 +173,7 @@ def _remember_linear(args: tuple, kwargs: dict[str, Any], out: Any, dtensor: typ
     reduction, plan_of_bias = total.plans
 
     def run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return reduction.run(fast_path.local_function(aten.linear.default)(x, w)) + bias
+        return reduction.run(local_function(aten.linear.default)(x, w)) + bias
 
     moves = [(i, p) for i, p in enumerate((*product.plans, plan_of_bias)) if p.steps]
     hot = fast_path.HotCall.of(

@@ -21,21 +21,18 @@ import torch
 from spmd import _torch
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import is_pointwise
-from spmd.tensor.eager.composites import DISPATCH_KEYS
+from spmd.tensor.eager.list_calls import MISS, run_lists
 from spmd.tensor.eager.user_writes import UserWrites, any_copy_held, copies_alive, copies_held
+from spmd.tensor.eager.wrappers import DEVICE, elsewhere, wrap, wrapper
 from spmd.tensor.modes import explicit
 from spmd.tensor.redistribute.plan import Plan
 from spmd.tensor.rules.lists import ELEMENTWISE_LISTS
-from spmd.tensor.rules.products import KERNELS
-from spmd.tensor.spec import Spec, strides_like
+from spmd.tensor.spec import Spec
 
 seen = Cache(maxsize=16384, decided_by_rules=True)
 """Hot calls by op, specs and static arguments."""
 
 _look_up = seen.entries.get  # bound once, because every call uses it
-
-MISS = object()
-"""The result of `run` for a call that is not hot."""
 
 
 class HotCall(NamedTuple):
@@ -70,7 +67,7 @@ class HotCall(NamedTuple):
         """For a call that has been run. out: what the local function returned. rest: other fields."""
         single = isinstance(out, torch.Tensor)
         wrappers = tuple([
-            None if spec is None else _wrapper(dtensor, x, spec)
+            None if spec is None else wrapper(dtensor, x, spec)
             for x, spec in zip((out,) if single else out, outs, strict=True)
         ])
         if in_place:
@@ -95,48 +92,51 @@ _pointwise: dict[int, _torch.OpOverload] = {}
 def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtensor: type) -> Any:
     """The result of the call; MISS if it has to be dispatched.
 
-    The most common calls are looked up here, to save time; `_key` has the keys of all.
+    The keys of the most common calls are made here, to save time; `_key` makes those of all.
     """
     if copies_alive and _reads_copy(args, dtensor):
         return MISS
-    found, n = None, len(args)
-    if not kwargs and n and type(args[0]) is dtensor:
+    key, n = None, len(args)
+    if n and type(args[0]) is dtensor:
         a = args[0]
         if n == 1:
-            found = _look_up((id(op), a._spec))
-            blocks = (a._local_tensor,)
+            key, blocks = (id(op), a._spec), (a._local_tensor,)
         elif n == 2:
             b = args[1]
             kind = type(b)
             if kind is dtensor:
                 if a is not b:
-                    found = _look_up((id(op), a._spec, b._spec))
-                    blocks = (a._local_tensor, b._local_tensor)
-            elif kind in _STATIC or kind is float:
-                read = kind not in _NUMBERS or id(op) not in _pointwise or b - b != 0 or b == 0
-                found = _look_up((id(op), a._spec, kind, b) if read else (id(op), a._spec, kind))
+                    key, blocks = (id(op), a._spec, b._spec), (a._local_tensor, b._local_tensor)
+            elif kind is float or kind is int:
+                unread = id(op) in _pointwise and b - b == 0 != b
+                key = (id(op), a._spec, kind) if unread else (id(op), a._spec, kind, b)
                 blocks = (a._local_tensor, b)
-            elif kind is list and not (b and type(b[0]) not in _INTEGERS):
-                found = _look_up((id(op), a._spec, tuple(b)))
-                blocks = (a._local_tensor, b)
+            elif kind is list:
+                if not b or type(b[0]) in _INTEGERS:
+                    key, blocks = (id(op), a._spec, tuple(b)), (a._local_tensor, b)
+            elif kind in _STATIC:
+                key, blocks = (id(op), a._spec, kind, b), (a._local_tensor, b)
         elif n == 3 and type(args[1]) is dtensor is type(args[2]):
             _, b, c = args
             if a is not b is not c is not a:
-                found = _look_up((id(op), a._spec, b._spec, c._spec))
+                key = id(op), a._spec, b._spec, c._spec
                 blocks = (a._local_tensor, b._local_tensor, c._local_tensor)
         else:
             rest = args[1:]
             types = tuple(map(type, rest))
             if _STATIC.issuperset(types):
-                found = _look_up((id(op), a._spec, types, rest))
-                blocks = (a._local_tensor, *rest)
+                key, blocks = (id(op), a._spec, types, rest), (a._local_tensor, *rest)
+    if kwargs and key is not None:
+        key = _with_options(key, kwargs, id(op) in _pointwise)
+    found = None if key is None else _look_up(key)
     if found is None:
         return _run_any(op, args, kwargs or NO_KWARGS, dtensor)
-    if found[0] is not None:
-        return found[0](found, a, blocks, NO_KWARGS)
+    finish = found[0]
+    if finish is not None:
+        return finish(found, a, blocks, kwargs)
     seen.hits += 1
-    local, arguments = found[1](*blocks), found[2][0]
-    out = _torch.new_wrapper(*arguments) if local.device == arguments[_DEVICE] else _elsewhere(arguments, local)
+    local, arguments = found[1](*blocks, **kwargs) if kwargs else found[1](*blocks), found[2][0]
+    out = _torch.new_wrapper(*arguments) if local.device == arguments[DEVICE] else elsewhere(arguments, local)
     out._local_tensor, out._spec = local, found[3][0]
     return out
 
@@ -146,7 +146,7 @@ def _run_any(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor
     if args and type(args[0]) is list and id(op) in _ELEMENTWISE:
         return run_lists(op, args, kwargs, dtensor)
     key, blocks, tensors = _key(id(op), args, kwargs, dtensor, id(op) in _pointwise)
-    found = _look_up(key)
+    found = None if key is None else _look_up(key)
     if found is None:
         return MISS
     return (found[0] or _result)(found, tensors[0], blocks, kwargs)
@@ -161,20 +161,16 @@ def remember(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], hot: Ho
     pointwise = is_pointwise(op)
     if pointwise and not _NUMBERS.isdisjoint(map(type, (*args, *kwargs.values()))):
         _pointwise[id(op)] = op
-    if len(types) > 1 and not kwargs and type(args[0]) is dtensor and _are_key_as_they_are(types, pointwise):
-        key = id(op), args[0]._spec, types, args[1:]
+    if len(types) > 1 and type(args[0]) is dtensor and (_STATIC - _NUMBERS if pointwise else _STATIC).issuperset(types):
+        key = _with_options((id(op), args[0]._spec, types, args[1:]), kwargs, pointwise)
     else:
         key, _, _ = _key(id(op), args, kwargs, dtensor, pointwise)
     if key is not None:
         seen.get(key, lambda: hot)
 
 
-def _are_key_as_they_are(types: tuple[type, ...], pointwise: bool) -> bool:
-    """Whether arguments of these types are a key as they are: no floats, lists, tensors or unread numbers."""
-    return (_STATIC - _NUMBERS if pointwise else _STATIC).issuperset(types)
-
-
 _NO_KEY = None, None, None
+_spec_of, _block_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
 
 
 def _key(op: int, args: tuple, kwargs: dict[str, Any], dtensor: type, pointwise: bool) -> tuple:
@@ -215,15 +211,21 @@ def _key(op: int, args: tuple, kwargs: dict[str, Any], dtensor: type, pointwise:
         else:
             return _NO_KEY
         blocks.append(x)
+    return _with_options(tuple(key), kwargs, pointwise), blocks, tensors
+
+
+def _with_options(key: tuple, kwargs: dict[str, Any], pointwise: bool) -> tuple | None:
+    """The key of a call with these options; None if no key can tell it from other calls."""
+    options: list[Any] = []
     for name, x in kwargs.items():
         kind = type(x)
-        if kind in _NUMBERS and pointwise and x - x == 0 != x:
-            key += (name, kind)
+        if pointwise and kind in _NUMBERS and x - x == 0 != x:
+            options += (name, kind)
         elif kind in _STATIC:
-            key += (name, kind, x)
+            options += (name, kind, x)
         else:
-            return _NO_KEY
-    return tuple(key), blocks, tensors
+            return None
+    return (*key, *options)
 
 
 def _reads_copy(args: tuple, dtensor: type) -> bool:
@@ -234,50 +236,23 @@ def _reads_copy(args: tuple, dtensor: type) -> bool:
     return any([x._copy is not None for x in operands])
 
 
-# ---- wrappers -----------------------------------------------------------------------------------
-
-_spec_of, _block_of = operator.attrgetter("_spec"), operator.attrgetter("_local_tensor")
-_DEVICE = 7
-
-
-def _wrapper(dtensor: type, local: torch.Tensor, spec: Spec) -> tuple:
-    """The arguments that the DTensor of a block like this one is made with. By position: keywords take 15 % more.
-
-    The last ones are whether it is pinned, requires a gradient, and has sizes, a device and a layout of its own.
-    """
-    return (
-        dtensor, spec.shape, spec.stride, None, None, local.dtype, torch.strided, local.device,
-        False, False, None, False, False, DISPATCH_KEYS,
-    )  # fmt: skip
-
-
-def _elsewhere(arguments: tuple, local: torch.Tensor) -> Any:
-    """A wrapper for a block that is on another device than that of the call that was remembered."""
-    return _torch.new_wrapper(*arguments[:_DEVICE], local.device, *arguments[_DEVICE + 1 :])
-
-
-@_torch.not_compiled
-def wrap(arguments: tuple, local: torch.Tensor, spec: Spec) -> Any:
-    """The DTensor of a block: the same as a call of the class, in less time."""
-    out = _torch.new_wrapper(*arguments) if local.device == arguments[_DEVICE] else _elsewhere(arguments, local)
-    out._local_tensor, out._spec = local, spec
-    return out
-
-
 # ---- what else is to do -------------------------------------------------------------------------
+
+_in_inference_mode = torch.is_inference_mode_enabled
+_OFFSETS = HotCall._fields.index("offsets")
 
 
 def is_normal_in_inference(x: torch.Tensor) -> bool:
     """Whether x was made outside of the inference mode that is on now. Then torch treats its views so too."""
-    return torch.is_inference_mode_enabled() and not x.is_inference()
+    return _in_inference_mode() and not x.is_inference()
 
 
 def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
     """The view that a call gives."""
-    if torch.is_inference_mode_enabled() and is_normal_in_inference(base):  # asked twice: it saves most views a call
+    if _in_inference_mode() and is_normal_in_inference(base):  # asked twice: it saves most views a call
         return MISS
     try:
-        local = found[1](*blocks, **kwargs)
+        local = found[1](*blocks, **kwargs) if kwargs else found[1](*blocks)
     except RuntimeError:
         return MISS
     seen.hits += 1
@@ -286,15 +261,18 @@ def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -
     if memory is None:
         memory = base._memory = Memory(base._local_tensor)
     view._memory = memory
-    if found.offsets or base._offset:
-        place_views((view,), base, found.offsets)
+    if found[_OFFSETS] or base._offset:
+        place_views((view,), base, found[_OFFSETS])
     return view
 
 
 def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
     """The first tensor, after a write into it."""
     seen.hits += 1
-    found[1](*blocks, **kwargs)
+    if kwargs:
+        found[1](*blocks, **kwargs)
+    else:
+        found[1](*blocks)
     if target._memory is not None:
         target._memory.writes += 1
     return target
@@ -319,7 +297,7 @@ def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any
         for i, plan in moves:
             blocks[i] = plan.run(blocks[i])
     try:
-        out = function(*blocks, **kwargs)
+        out = function(*blocks, **kwargs) if kwargs else function(*blocks)
     except RuntimeError:
         if may_send:
             raise  # nothing is sent twice
@@ -344,98 +322,12 @@ def _views(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) 
     views, memory = (out,) if isinstance(out, torch.Tensor) else out, memory_of(base)
     for view in views:
         view._memory = memory
-    if found.offsets or base._offset:
-        place_views(views, base, found.offsets)
+    if found[_OFFSETS] or base._offset:
+        place_views(views, base, found[_OFFSETS])
     return out
 
 
-# ---- lists ------------------------------------------------------------------------------------
-
-
-def run_lists(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
-    """An elementwise op on lists, as one local call if the i-th tensors of all lists have one layout; else MISS."""
-    key: list[Any] = [op]
-    local: list[Any] = []
-    for a in args:
-        if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
-            specs = tuple([x._spec if type(x) is dtensor else _NUMBER if _is_number(x) else None for x in a])
-            if None in specs:
-                return MISS
-            key.append(specs)
-            a = [x._local_tensor if type(x) is dtensor else x for x in a]
-        elif isinstance(a, torch.Tensor):
-            return MISS
-        local.append(a)
-    if kwargs and any([isinstance(x, torch.Tensor) for x in kwargs.values()]):
-        return MISS
-    key = tuple(key)
-    found = aligned.entries.get(key) or aligned.get(key, lambda: _ListCall.of(key))
-    if not found.aligned:
-        return MISS
-    out = found.local(*local, **kwargs)
-    if not found.returns_list:
-        for i in found.writes:
-            torch.autograd.graph.increment_version(args[i])  # autograd does not do it for a list
-            for x in args[i]:
-                if type(x) is dtensor and x._memory is not None:
-                    x._memory.writes += 1
-        return None
-    firsts = key[1]
-    if any([x.dtype != spec.dtype for x, spec in zip(out, firsts, strict=True)]):
-        return MISS
-    wrappers = found.wrappers
-    if not wrappers:
-        wrappers = tuple([_wrapper(dtensor, x, spec) for x, spec in zip(out, firsts, strict=True)])
-        aligned.entries[key] = found._replace(wrappers=wrappers)
-    return list(map(wrap, wrappers, out, firsts))
-
-
-aligned = Cache(maxsize=4096, decided_by_rules=True)
-"""How ops on lists are run, by op and specs."""
-
-_NUMBER = "number"
-
-
-class _ListCall(NamedTuple):
-    """How an op on lists is run.
-
-    aligned: the tensors of the lists have one layout, so that one local call does. local: the local function.
-    returns_list: it returns a list. writes: the positions of the lists that it writes. wrappers: as in a `HotCall`,
-    once it was run.
-    """
-
-    aligned: bool
-    local: Callable[..., Any]
-    returns_list: bool
-    writes: tuple[int, ...]
-    wrappers: tuple[tuple, ...] = ()
-
-    @classmethod
-    def of(cls, key: tuple) -> _ListCall:
-        op, *lists = key
-        name, returns_list = op._schema.name.removeprefix("aten::"), bool(op._schema.returns)
-        aligned = _are_aligned(lists) and (not returns_list or all(map(_is_dense, lists[0])))
-        return cls(aligned, getattr(torch, name, op), returns_list, _torch.written_positions(op))
-
-
-def _is_number(x: Any) -> bool:
-    return type(x) is torch.Tensor and x.ndim == 0
-
-
-def _is_dense(spec: Spec) -> bool:
-    """Whether a new tensor like it has its strides. torch does not keep those of a tensor with holes, or expanded."""
-    return 0 not in spec.stride and strides_like(spec.shape, spec.stride) == spec.stride
-
-
-def _are_aligned(lists: list[tuple]) -> bool:
-    """Whether the first list has DTensors that are not Partial, and the other lists have the same layouts."""
-    if any(spec is _NUMBER or spec.partial for spec in lists[0]) or any(len(x) != len(lists[0]) for x in lists):
-        return False
-    return all(
-        spec is _NUMBER or (spec.same_layout(first) and spec.shape == first.shape and spec.mesh == first.mesh)
-        for others in lists[1:]
-        for first, spec in zip(lists[0], others, strict=True)
-    )
+# ---- memory -----------------------------------------------------------------------------------
 
 
 class Memory:
@@ -473,30 +365,3 @@ def place_views(views: Any, base: Any, offsets: tuple[int, ...]) -> None:
     for i, view in enumerate(views):
         begin = offset and offset * base.dtype.itemsize // view.dtype.itemsize
         view._offset = begin + (offsets[i] if offsets else 0)
-
-
-def local_function(op: _torch.OpOverload) -> Callable[..., Any]:
-    """The function that a rank runs on its blocks for the op."""
-    return KERNELS.get(op) or QUICK_FUNCTIONS.get(op) or _torch.cpp_callable(op)
-
-
-QUICK_FUNCTIONS = {
-    torch.ops.aten.linear.default: torch.nn.functional.linear, torch.ops.aten.matmul.default: torch.matmul,
-    torch.ops.aten.add.Tensor: torch.add, torch.ops.aten.sub.Tensor: torch.sub, torch.ops.aten.mul.Tensor: torch.mul,
-    torch.ops.aten.div.Tensor: torch.div, torch.ops.aten.mm.default: torch.mm, torch.ops.aten.bmm.default: torch.bmm,
-    torch.ops.aten.relu.default: torch.relu, torch.ops.aten.exp.default: torch.exp, torch.ops.aten.t.default: torch.t,
-    torch.ops.aten.where.self: torch.where, torch.ops.aten.clone.default: torch.clone,
-    torch.ops.aten.detach.default: torch.detach, torch.ops.aten.neg.default: torch.neg,
-    torch.ops.aten.transpose.int: torch.transpose, torch.ops.aten.unsqueeze.default: torch.unsqueeze,
-    torch.ops.aten.gt.Scalar: torch.gt, torch.ops.aten.tanh.default: torch.tanh,
-    torch.ops.aten.sqrt.default: torch.sqrt,
-    torch.ops.aten.sigmoid.default: torch.sigmoid, torch.ops.aten.embedding.default: torch.embedding,
-    torch.ops.aten.cat.default: torch.cat, torch.ops.aten.sum.dim_IntList: torch.sum,
-    torch.ops.aten.view.default: torch.Tensor.view,
-    torch.ops.aten.sum.default: torch.sum, torch.ops.aten.pow.Tensor_Scalar: torch.pow,
-    torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
-    torch.ops.aten.add_.Tensor: torch.Tensor.add_, torch.ops.aten.mul_.Tensor: torch.Tensor.mul_,
-    torch.ops.aten.addcmul_.default: torch.Tensor.addcmul_, torch.ops.aten.addcdiv_.default: torch.Tensor.addcdiv_,
-    torch.ops.aten.lerp_.Scalar: torch.Tensor.lerp_, torch.ops.aten.div_.Tensor: torch.Tensor.div_,
-}  # fmt: skip
-"""For an overload a function of torch that runs the same op, and that is called in less time."""

@@ -30,6 +30,7 @@ from spmd.tensor.call import Call
 from spmd.tensor.eager import fast_path
 from spmd.tensor.eager.fast_path import memory_of
 from spmd.tensor.eager.in_place import replicating_plans, strided
+from spmd.tensor.eager.local_functions import local_function
 from spmd.tensor.eager.operands import EagerCall, replicated_spec, tensors_of, with_tensors
 from spmd.tensor.eager.view_copies import BITS, ViewCopy, block, in_stride_order, note_write
 from spmd.tensor.lower import Lowering
@@ -153,7 +154,7 @@ class LoweredHandler:
 
     @classmethod
     def of(cls, call: Call, lowering: Lowering) -> LoweredHandler:
-        local, hot_local = KERNELS.get(call.op, call.op), fast_path.local_function(call.op)
+        local, hot_local = KERNELS.get(call.op, call.op), local_function(call.op)
         if any(x.dtype.is_complex for x in (*call.tensors, *filter(None, call.outs))):
             local, hot_local = (functools.partial(_torch.run_with_bits, f) for f in (local, hot_local))
         written = _torch.written(call.op)
