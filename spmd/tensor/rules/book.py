@@ -219,6 +219,8 @@ add_rule("min", lambda call: networks.extremum(call, "min", MIN_OVER))
 
 # ---- some dims whole --------------------------------------------------------------------------
 
+# The shards of a sort go to another dim. A sharded vector is gathered: a merge-exchange of values and places between n
+# ranks has log n (log n + 1) / 2 rounds of a block, which is less from 128 ranks on, for 28 times the latency.
 keep_whole("dim", "_softmax _log_softmax cumprod logcumsumexp cummax cummin sort topk argsort")
 keep_whole("dim", "_softmax_backward_data _log_softmax_backward_data", LINEAR_IN_FIRST)
 keep_whole("dim", "cumsum", LINEAR)

@@ -3,12 +3,14 @@
     argmax(f32[t, V@tp], 1)        a maximum over tp of t numbers, and a minimum of the indices where it is
     topk(f32[t, V@tp], k, 1)       the k largest of each block, and then the k largest of these
     cumsum(f32[t, V@tp], 1)        the running sums of each block, plus the sum of all blocks before it
+    cummax(f32[t, V@tp], 1)        the running maxima of each block, or that of all blocks before it
     var(f32[t, V@tp], 1)           a mean and a mean of squares over tp
 
 The op is kept if the dims are not sharded. Blocks of different lengths are filled up to one length
 (`spmd.tensor.rules.block_ops`).
 
-Left out: products. A block's product may overflow where the product on one device would not.
+Running products are computed in double precision, as torch does on CPU: so a block of single precision does not overflow
+by itself, unless its numbers are all extreme. In double precision it may, as in `prod`, where one device would not.
 """
 
 from __future__ import annotations
@@ -54,8 +56,11 @@ def positions(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
 def _extremum(x, dim: int, keepdim: bool, best: Callable):
     """The best value along a dim (`best` is amax or amin), and its first index. NaN is better than all numbers."""
     dim = dim % x.ndim if x.ndim else 0
-    if x.dtype == torch.bool or x.is_complex() or not block_lengths(x, dim):
+    if x.is_complex() or not block_lengths(x, dim):
         return NotImplemented
+    if x.dtype == torch.bool:
+        values, indices = _extremum(cast(x, torch.uint8), dim, keepdim, best)
+        return cast(values, torch.bool), indices
     n = x.shape[dim]
     # times 1: reduced here, and not once for each reader
     values = aten.mul.Scalar(_best_of_blocks(x, dim, best, _worst(x.dtype, best)), 1)
@@ -181,12 +186,64 @@ def cumsum(self, dim, *, dtype=None):
     return out if out is NotImplemented else cast(out, dtype)
 
 
+@register_decomposition(aten.cumprod.default)
+def cumprod(self, dim, *, dtype=None):
+    floats = self.is_floating_point() or self.is_complex()
+    dtype = dtype or (self.dtype if floats else torch.int64)
+    double = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+    out = _scan_by_blocks(self, dim, lambda x, d: aten.cumprod.default(x, d, dtype=double), aten.mul.Tensor, 1)
+    return out if out is NotImplemented else cast(out, dtype)
+
+
 @register_decomposition(aten.logcumsumexp.default)
 def logcumsumexp(self, dim):
     if not self.is_floating_point():
         return NotImplemented
     out = _scan_by_blocks(upcast(self), dim, aten.logcumsumexp.default, aten.logaddexp.default, -inf)
     return out if out is NotImplemented else cast(out, self.dtype)
+
+
+def _only_last_is_shorter(lengths: Sequence[int]) -> bool:
+    """Whether all blocks that are not empty, except the last of them, have one length."""
+    filled = [n for n in lengths if n]
+    return all(n == filled[0] for n in filled[:-1]) and filled[-1] <= filled[0]
+
+
+def _running_extremum(x: torch.Tensor, dim: int, scan: Callable, is_better: Callable, best: Callable):
+    """`cummax` or `cummin` and its indices. NaN is better than all numbers; of equal values the last one counts."""
+    dim = dim % x.ndim if x.ndim else 0
+    if x.dtype == torch.bool or not x.ndim:
+        return NotImplemented
+    lengths, parts = block_lengths(x, dim), split_into_blocks(x, dim, _worst(x.dtype, best))
+    if parts is None or not _only_last_is_shorter(lengths):
+        return NotImplemented  # what fills up a block before the last one would count
+    values, indices = scan(parts, dim + 1)
+    n, length = parts.shape[dim : dim + 2]
+    starts = aten.mul.Scalar(positions(x, n, dim, parts.ndim), max(lengths))
+    indices = aten.add.Tensor(indices, starts)
+    before = []
+    for every, first in ((values, _worst(x.dtype, best)), (indices, 0)):
+        last = aten.slice.Tensor(every, dim + 1, length - 1, length)
+        first = aten.full_like.default(aten.slice.Tensor(last, dim, 0, 1), first)
+        before.append(aten.cat.default([first, aten.slice.Tensor(last, dim, 0, n - 1)], dim))
+    best_before, places = scan(before[0], dim)
+    best_indices = aten.gather.default(before[1], dim, places)
+    own = is_better(values, best_before)
+    if x.is_floating_point():
+        own = aten.logical_and.default(own, aten.eq.Tensor(best_before, best_before))
+        own = aten.logical_or.default(own, aten.ne.Tensor(values, values))
+    pairs = ((values, best_before), (indices, best_indices))
+    return tuple(_merged(aten.where.self(own, now, then), dim, lengths) for now, then in pairs)
+
+
+@register_decomposition(aten.cummax.default)
+def cummax(self, dim):
+    return _running_extremum(self, dim, aten.cummax.default, aten.ge.Tensor, aten.amax.default)
+
+
+@register_decomposition(aten.cummin.default)
+def cummin(self, dim):
+    return _running_extremum(self, dim, aten.cummin.default, aten.le.Tensor, aten.amin.default)
 
 
 # ---- variances --------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ SCANS = {
     "argmax": lambda x: x.argmax(1),
     "argmin": lambda x: x.argmin(0, True),
     "cumsum": lambda x: x.cumsum(1) + x.cumsum(0),
+    "cummax, cummin": lambda x: (*x.cummax(1), *x.cummin(0)),
+    "cumprod": lambda x: x.cumprod(1) + x.cumprod(0),
     "logcumsumexp": lambda x: x.logcumsumexp(-1),
     "max": lambda x: x.max(1),
     "min": lambda x: x.min(-2, True),
@@ -53,6 +55,28 @@ def test_equals_and_what_is_no_number():
         best = lambda x: (*x.max(1), *x.min(1), x.argmax(1), x.argmin(1))  # noqa: E731
         agree_at_once(best, [x], [[R, S1]], [[S1, S1]], [[S0, S1]])
     agree_at_once(lambda x: (x.cumsum(1), x.logcumsumexp(1), x.std(1)), [odd], [[R, S1]], [[S1, S0]])
+
+
+def test_running_extremes():
+    """Of equal values the last one, and NaN from the first one on. Some blocks of 5 on 2 x 2 ranks are shorter."""
+    ties = torch.tensor([[3, 1, 3, 1, 3], [0, 0, 0, 0, 0], [1, 2, 2, 2, 1], [5, 5, 5, 1, 5]])
+    odd = torch.tensor([[1.0, -inf, 2.0, inf], [-inf] * 4, [1, nan, 3, nan], [nan] * 4, [inf, inf, 1, 2]])
+    for x in (ties, ties.to(torch.uint8), odd, odd.to(torch.bfloat16)):
+        agree_at_once(lambda x: (*x.cummax(1), *x.cummin(1)), [x], [[R, S1]], [[S1, S1]], [[S0, S1]])
+    agree_at_once(lambda x: (*(x > 1).max(1), *(x > 1).min(0)), [ties], [[R, S1]], [[S0, S1]])
+
+
+def test_running_products():
+    """Zeros, and their gradients; products of single precision, which a block alone would make infinite."""
+    def of(x):
+        return (x * (x.detach() > -0.2)).cumprod(1)
+
+    agree_at_once(of, [smooth(3, 8)], [[S0, S1]], [[S1, S1]])
+    large = torch.tensor([1e-30, 1e-15, 1e30, 1e20, 1e30, 1e-30, 2.0, 3.0])
+    agree_at_once(lambda x: x.cumprod(0), [large], [[S0]], mesh_shape=(4,))
+    debug.fallbacks.clear()
+    agree_at_once(lambda x: x.cumprod(0), [torch.arange(1, 10)], [[S0, S0]])
+    assert not debug.fallbacks()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.bfloat16, torch.complex128], ids=str)
