@@ -50,6 +50,11 @@ class Recipe:
         every = zip(specs, self.ins, halos, strict=True)
         return tuple(plan(spec, target) if halo is None else halo for spec, target, halo in every)
 
+    @property
+    def given(self) -> tuple[Spec, ...]:
+        """The specs of the blocks that the local function gets: the operands, with halos around some of them."""
+        return tuple(p.dst for p in self.plans_from(self.ins))
+
     def __call__(self, at: Coordinate, blocks: Sequence) -> tuple:
         """Run the local function for the rank at this coordinate: one block for each result."""
         return self.local(self, at, *blocks)

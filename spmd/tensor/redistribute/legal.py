@@ -17,6 +17,7 @@ import numpy as np
 
 from spmd.tensor.redistribute.all_ranks import overlaps, sides, volumes
 from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, Exchange, ReduceInOrder, ReduceScatter
+from spmd.tensor.redistribute.halo import Margin
 from spmd.tensor.redistribute.moves import Move, Scale, Slice, ToPartial, View
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -39,7 +40,7 @@ def fault(step: Step) -> str:
 def _fault(move: Move, before: Spec, after: Spec) -> str:
     if before.mesh != after.mesh or before.dtype != after.dtype:
         return "the mesh or the dtype changes"
-    if not isinstance(move, View) and before.shape != after.shape:
+    if not isinstance(move, (View, Margin)) and before.shape != after.shape:
         return "the shape changes"
     return _FAULTS[_family(move)](move, before, after)
 
@@ -149,8 +150,19 @@ def _reduce_scatter(move: Move, before: Spec, after: Spec) -> str:
     return _owed(move, before, after) or message or _inside(before, after)
 
 
+def _margin(move: Margin, before: Spec, after: Spec) -> str:
+    dim, (blocks, longest) = move.dim, (len(move.intervals), max(stop - start for start, stop in move.intervals))
+    if before.dims != after.dims or {*move.axes} != {*before.dims[dim]} or before.partial or after.partial:
+        return f"the shards are not those of dim {dim}, or something is owed"
+    if prod(before.mesh.shape[a] for a in move.axes) != blocks:
+        return f"it has {blocks} intervals, one for each block"
+    want = (*before.shape[:dim], blocks * longest, *before.shape[dim + 1 :])
+    units = (*before.units[:dim], 1, *before.units[dim + 1 :])
+    return "" if (after.shape, after.units) == (want, units) else f"it gives blocks of {longest} rows"
+
+
 _FAULTS = {
     Slice: _slice, View: _view, ToPartial: _to_partial, Scale: _scale, AllGather: _all_gather, Exchange: _exchange,
-    AllReduce: _all_reduce, ReduceScatter: _reduce_scatter, ReduceInOrder: _reduce_scatter,
+    Margin: _margin, AllReduce: _all_reduce, ReduceScatter: _reduce_scatter, ReduceInOrder: _reduce_scatter,
     Move: lambda move, before, after: "",
 }  # fmt: skip

@@ -9,8 +9,9 @@
 The op is kept if the dims are not sharded. Blocks of different lengths are filled up to one length
 (`spmd.tensor.rules.block_ops`).
 
-Running products are computed in double precision, as torch does on CPU: so a block of single precision does not overflow
-by itself, unless its numbers are all extreme. In double precision it may, as in `prod`, where one device would not.
+Running products are computed in double precision, as torch does on CPU: so a block of single precision does not
+overflow by itself, unless its numbers are all extreme. In double precision it may, as in `prod`, where one device would
+not.
 """
 
 from __future__ import annotations

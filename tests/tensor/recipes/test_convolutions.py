@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,9 @@ from spmd.expand import expand
 from spmd.tensor.cache import forget_decisions
 from spmd.tensor.eager import dispatch
 from spmd.tensor.placement import Shard
+from spmd.tensor.redistribute import legal
+from spmd.tensor.redistribute.halo import halo
+from spmd.tensor.spec import parse_spec
 from tests.expand.side_by_side import agree as in_programs
 from tests.tensor.single import S0, S1, S2, SUM, R, agree_at_once, mesh_of, placed
 from tests.ways import WAYS, run
@@ -167,6 +171,16 @@ def test_programs_show_halos():
     halos = [line.split("#")[0].strip() for line in str(program).splitlines() if "= halo(" in line]
     assert halos == ["halo = halo(arg0_1, tp, 2, 1+1)", "halo_1 = halo(arg0_1, tp, 2, 2+2)"]
     assert [c.kind for c in program.collectives] == ["halo", "halo"]
+
+
+def test_a_halo_of_other_blocks_is_a_fault():
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    before, elsewhere = parse_spec("f32[2, 8@tp]", mesh), parse_spec("f32[2@tp, 8]", mesh)
+    (step,) = halo(before, 1, [(0, 5), (3, 8)])
+    assert (str(step), str(step.after), legal.fault(step)) == ("halo(tp, 1, 1+1)", "f32[2, 10@tp]", "")
+    assert "blocks of 5 rows" in legal.fault(replace(step, after=parse_spec("f32[2, 8@tp]", mesh)))
+    assert "not those of dim 1" in legal.fault(replace(step, before=elsewhere, after=elsewhere))
+    assert "3 intervals" in legal.fault(replace(step, move=replace(step.move, intervals=((0, 5),) * 3)))
 
 
 def body(x, w, b):
