@@ -20,6 +20,7 @@ import hashlib
 from collections.abc import Callable
 from typing import NamedTuple
 
+from spmd.comm.stuck import Place
 from spmd.comm.transport import transport, uncompared
 from spmd.mesh import DeviceMesh, per_rank
 
@@ -41,13 +42,16 @@ class Statement(NamedTuple):
     ended: bool = False
 
 
-def differing(key: bytes, statement: Callable[[], Statement], mesh: DeviceMesh) -> list[Statement] | None:
+def differing(
+    key: bytes, statement: Callable[[], Statement], mesh: DeviceMesh, here: Place | None = None
+) -> list[Statement] | None:
     """None if all ranks have the same key, else the statements of all ranks, which are made only then.
 
-    The key is a digest of 32 bytes; zeros for a rank that failed.
+    The key is a digest of 32 bytes; zeros for a rank that failed. here: where the rank is, so that ranks that wait for
+    each other on different meshes are named.
     """
     by = uncompared()
-    if len(set(by.gather_bytes(key, mesh))) == 1 and key != FAILED:
+    if len(set(by.gather_bytes(key, mesh, here))) == 1 and key != FAILED:
         return None
     every = [Statement(*each) for each in by.gather_objects(tuple(statement()), mesh)]
     if any(each.ended for each in every):

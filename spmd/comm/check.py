@@ -27,7 +27,8 @@ import torch.distributed as dist
 from spmd import _torch
 from spmd.comm.agree import FAILED, Statement, differing, digest, raise_if_one_failed, raise_if_other_things
 from spmd.comm.group import Members
-from spmd.comm.transport import C10dTransport, Transport, uncompared, use_transport
+from spmd.comm.stuck import Place, Stuck, next_block, post
+from spmd.comm.transport import C10dTransport, Transport, transport, uncompared, use_transport
 from spmd.comm.user_line import call_site, caller
 from spmd.mesh import DeviceMesh, groups
 from spmd.mesh.rank import rank_simulator, world_size
@@ -50,10 +51,13 @@ class Exchange(NamedTuple):
 
 
 class Comparison:
-    """The exchanges of this rank since the ranks last compared, by mesh. every: after how many they compare."""
+    """The exchanges of this rank since the ranks last compared, by mesh. every: after how many they compare.
 
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
+    block: the number of the block of `checked()`, by which ranks that wait for each other are named; 0 outside of one.
+    """
+
+    def __init__(self, every: int = 1, block: int = 0) -> None:
+        self.every, self.block = every, block
         self._since: dict[Ranks, tuple[DeviceMesh, list[Exchange]]] = {}
         self._ended: set[Ranks] = set()
 
@@ -79,6 +83,8 @@ class Comparison:
             since.append(Exchange("the end of checked()", caller()))
             try:
                 self._compare(mesh, since, "" if found is None else f"{type(found).__name__}: {found}", ended=True)
+            except Stuck:
+                raise
             except RuntimeError as other:
                 found = found or other
         if found is not None and error is None:
@@ -97,7 +103,8 @@ class Comparison:
             doing = f"{made[-1]} at {made[-1].where}"
             return Statement(_KIND, doing, tuple((str(each), each.where, each.key) for each in made), failure, ended)
 
-        every = differing(key, mine, mesh)
+        here = Place(self.block, f"{made[-1]} at {made[-1].where}", mesh.ranks) if self.block else None
+        every = differing(key, mine, mesh, here)
         if every is not None and not failure:
             raise_if_one_failed(every, mesh)
             raise_if_other_things(every, mesh)
@@ -158,7 +165,7 @@ class CheckedTransport:
         self.comparison.add(Exchange("an exchange of metadata", *call_site(), compared=True), mesh)
         return self.inner.gather_objects(obj, mesh)
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: object = None) -> list[bytes]:
         """A few bytes of all ranks of the mesh."""
         self.comparison.add(Exchange("a comparison of tensors", *call_site(), compared=True), mesh)
         return self.inner.gather_bytes(data, mesh)
@@ -190,7 +197,8 @@ def checked(on: bool | None = True, *, every: int = 1) -> Iterator[None]:
     """Compare the exchanges of the ranks inside the block, in this thread only; all ranks must use it.
 
     every: how many exchanges of a mesh the ranks compare at once. 1 compares each one before it is sent, so that none
-    hangs. A larger number costs little: ranks that part are noticed at the next comparison, if not by a hang before.
+    hangs: also ranks that wait for each other on different meshes are named, after a second, and then the job has to
+    end. A larger number costs little: ranks that part are noticed at the next comparison, if not by a hang before.
     on: False compares nothing, None what torch's debug level says.
 
     Raises RuntimeError on all ranks of a mesh where they part. It names two ranks, their exchanges and their lines.
@@ -202,7 +210,8 @@ def checked(on: bool | None = True, *, every: int = 1) -> Iterator[None]:
         with use_transport(_Uncompared() if on is False and isinstance(inner, C10dTransport) else inner):
             yield
         return
-    comparison = Comparison(every)
+    around = getattr(getattr(transport(), "comparison", None), "block", 0)  # a block in a block counts as one with it
+    comparison = Comparison(every, around or next_block())
     try:
         with use_transport(CheckedTransport(inner, comparison)):
             yield
@@ -210,11 +219,20 @@ def checked(on: bool | None = True, *, every: int = 1) -> Iterator[None]:
         _end(comparison, inner, error)
         raise
     _end(comparison, inner)
+    if not around:
+        _leave(comparison, inner)
 
 
 def _end(comparison: Comparison, inner: Transport, error: Exception | None = None) -> None:
+    if isinstance(error, Stuck):
+        return  # the ranks cannot compare any more
     if dist.is_initialized() or not isinstance(inner, C10dTransport):  # the block may have destroyed all groups
         comparison.end(error)
+
+
+def _leave(comparison: Comparison, inner: Transport) -> None:
+    if isinstance(inner, C10dTransport) and dist.is_initialized():
+        post(Place(comparison.block, "", (), ended="left"))
 
 
 # ---- what is compared -------------------------------------------------------------------------

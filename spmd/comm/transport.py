@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import fx
 
 from spmd import _torch
+from spmd.comm.stuck import Place, wait_or_name
 from spmd.mesh import DeviceMesh, current_rank, groups
 
 
@@ -84,8 +85,8 @@ class Transport(Protocol):
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """The objects of all ranks of the mesh, in row-major order; every rank gets all of them."""
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
-        """A few bytes of all ranks, equally many on each: one small collective."""
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: Place | None = None) -> list[bytes]:
+        """A few bytes of all ranks, equally many on each: one small collective. here: as in `wait_or_name`."""
 
     def stop_comparing(self, mesh: DeviceMesh) -> None:
         """A rank of the mesh compares nothing more: no rank may wait for it."""
@@ -130,14 +131,18 @@ class C10dTransport:
             dist.all_gather_object(found, obj, group=groups.mesh_group(mesh))
         return found
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: Place | None = None) -> list[bytes]:
         """A few bytes of all ranks of the mesh. They go through the CPU if possible, to avoid waiting for a GPU."""
         if mesh.size() == 1:
             return [data]
         group = groups.mesh_group(mesh)
         device = "cpu" if "cpu:" in dist.get_backend_config(group) else mesh.device_type
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        every = self.wait_tensor(self.all_gather_into_tensor(mine, mesh.size(), group.group_name))
+        if here is not None and device == "cpu":
+            every = mine.new_empty(mesh.size() * len(mine))
+            wait_or_name(dist.all_gather_single(every, mine, group, async_op=True), here)
+        else:
+            every = self.wait_tensor(self.all_gather_into_tensor(mine, mesh.size(), group.group_name))
         return [bytes(row) for row in every.reshape(mesh.size(), -1).tolist()]
 
     def stop_comparing(self, mesh: DeviceMesh) -> None:

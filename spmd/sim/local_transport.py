@@ -193,7 +193,7 @@ class LocalTransport(_Collectives):
         """The object of each rank; the same one repeated if all ranks have one object."""
         return [_value_on_each(obj, rank) for rank in mesh.ranks]
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: object = None) -> list[bytes]:
         return self.gather_objects(data, mesh)
 
 

@@ -187,7 +187,7 @@ class ThreadTransport:
         """The name that lists the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh) -> list[bytes]:
+    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: object = None) -> list[bytes]:
         return self.gather_objects(data, mesh)
 
     def stop_comparing(self, mesh: DeviceMesh) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from workers import Pool
 
+import spmd
 from spmd.comm import (
     all_gather_into_tensor_coalesced,
     all_gather_tensor,
@@ -22,9 +24,10 @@ from spmd.comm import (
     reduce_scatter_tensor,
     reduce_scatter_tensor_coalesced,
     scatter,
+    stuck,
     wait,
 )
-from spmd.mesh import as_rank
+from spmd.mesh import DeviceMesh, as_rank
 from spmd.sim import run_ranks
 
 FOUR = [0, 1, 2, 3]
@@ -177,3 +180,41 @@ def test_simulated_ranks_compare_too() -> None:
         return str(error.value)
 
     assert all("rank 0 calls all_reduce('max')" in text for text in run_ranks(call, 4))
+
+
+def one_index_is_out_of_range(rank: int) -> str:
+    mesh = DeviceMesh("cpu", FOUR)
+    rows = spmd.distribute_tensor(torch.tensor([0, 1, 9, 1]), mesh, [spmd.Shard(0)])
+    with pytest.raises((IndexError, RuntimeError)) as error, checked():
+        spmd.distribute_tensor(X, mesh)[rows].sum().item()
+    return str(error.value)
+
+
+def test_a_rank_that_fails_alone_is_named_at_the_next_exchange(gloo4: Pool) -> None:
+    """Its rows are wrong, and those of the others are not."""
+    said = gloo4.run(one_index_is_out_of_range)
+    wrong = "index 9 is out of bounds for dimension 0 with size 4"
+    assert said[2] == wrong
+    assert all(f"rank 2 failed: IndexError: {wrong}" in said[rank] for rank in (0, 1, 3)), said
+
+
+def on_two_meshes(rank: int) -> str:
+    """Ranks 0 and 1 use a pair of ranks and all ranks in two orders."""
+    everyone, pair = DeviceMesh("cpu", FOUR), DeviceMesh("cpu", [0, 1])
+    meshes = {0: [pair, everyone], 1: [everyone, pair]}.get(rank, [everyone])
+    for mesh in (everyone, pair) if rank < 2 else meshes:
+        wait(all_reduce(X, "sum", mesh))  # makes the groups, where ranks that part are told anyway
+    with mock.patch.object(stuck, "LOOK_AFTER_S", 0.2), pytest.raises(RuntimeError) as error, checked():
+        for mesh in meshes:
+            wait(all_reduce(X, "sum", mesh))
+    return str(error.value)
+
+
+def test_ranks_that_wait_on_different_meshes_are_named(gloo4: Pool) -> None:
+    """All ranks learn of it, also those that wait for the two."""
+    said = gloo4.run(on_two_meshes)
+    gloo4.kill()  # after such an error a job ends
+    for text in said:
+        assert re.search(r"rank 0 waits at .* for ranks \[0, 1\]", text), said
+        assert re.search(r"rank 1 waits at .* for ranks \[0, 1, 2, 3\]", text), said
+        assert "they wait for each other" in text
