@@ -30,6 +30,7 @@ from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
+from spmd.expand.phases import Phases, fill_phases, mark_gradient
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
@@ -172,6 +173,7 @@ def _trace(
         with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts):
             table = decompositions | DENSE_VIEWS
             gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
+            flat.phases.mark(gm.graph)
             insert_calls(gm.graph)
     except AssertionError as error:
         if "token for effect" in str(error):
@@ -193,6 +195,7 @@ def _trace(
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
     _remove_noops(gm.graph)
+    fill_phases(gm.graph)
     inputs = (*inputs, *_number_draws(gm.graph))
     return Captured(gm.graph, constants, inputs, flat.outputs, flat.leaves, flat.tree, symbols, fixed, flat.changes)
 
@@ -220,6 +223,7 @@ class _FlatFunction:
     leaves: tuple = ()
     tree: Any = None
     changes: Contents = field(default_factory=list)
+    phases: Phases = field(default_factory=Phases)
 
     def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
@@ -232,7 +236,7 @@ class _FlatFunction:
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
                 try:
-                    with _Normalise(), KeepProducts(), _torch.assignable_data(), _torch.seen_as_compiling():
+                    with _Normalise(self.phases), KeepProducts(), _torch.assignable_data(), _torch.seen_as_compiling():
                         result = self.call(passed)
                     after = self.state.tensors()
                     self._note_changes(constants, python, numbers)
@@ -245,9 +249,11 @@ class _FlatFunction:
         return self._flat_outputs((opened(result), changed), after)
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
-        if slot.kind == "parameter":
-            return nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
-        return x
+        if slot.kind != "parameter":
+            return x
+        parameter = nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
+        mark_gradient(parameter, slot.path)
+        return parameter
 
     def _note_changes(self, constants: dict[str, Hashable], python: PythonState, numbers: dict[str, Any]) -> None:
         """Note what the step changes in modules. Raise for Python values that it changes elsewhere, or to tensors."""
@@ -334,8 +340,13 @@ class _Normalise(_torch.TorchDispatchMode):
 
     table = list_decompositions() | DENSE_VIEWS
 
+    def __init__(self, phases: Phases):
+        super().__init__()
+        self.phases = phases
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        self.phases.note()
         if Call(op, args, kwargs, ()).draws:
             _check_draw(op, kwargs)
         _check_written(op, args)

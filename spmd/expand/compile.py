@@ -28,12 +28,14 @@ from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, Draws, capture
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.expand import expand
-from spmd.expand.given_specs import block_of, input_spec, reduced_spec, state_specs
+from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, state_specs
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.unshare_outputs import unshare_outputs
+from spmd.expand.places.roles import Roles
+from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
@@ -45,7 +47,7 @@ from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
 from spmd.tensor.modes import deterministic, explicit
 from spmd.tensor.recipes import stream
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, reduced_spec
 
 
 def compile(
@@ -54,6 +56,8 @@ def compile(
     *,
     params: Patterns | None = None,
     inputs: Patterns | None = None,
+    stored: Patterns | None = None,
+    fully_shard: Sharding = None,
     bucket_mb: float | None = 25.0,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
@@ -61,7 +65,12 @@ def compile(
     fn: a function of modules, optimisers, tensors and plain values, such as a train step: forward, `loss.backward()`,
     `optimizer.step()`. It is traced on global shapes; its Python code runs at the first call only. Modules and
     optimisers that its code names as variables around it, globals or attributes of `self` count as arguments.
-    params: placements of parameters by name pattern; a parameter that no pattern matches is replicated.
+    params: where parameters are computed with: placements by name pattern, or None where every op may choose. A
+    parameter that no pattern matches is replicated.
+    stored: where parameters are kept between steps, with their gradients and optimiser state, by name pattern. They are
+    gathered for the ops that read them and freed again. By default they are kept as they are computed with.
+    fully_shard: the same in a word, for parameters that no pattern of `stored` matches: the axis, or axes, over which
+    they are kept in shards; a `FullyShard` with its level; or a dict of these by name pattern.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
     or DTensors; the sizes need not be divisible.
     bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
@@ -79,7 +88,8 @@ def compile(
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     if bucket_mb is not None and bucket_mb < 0:
         raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
-    return CompiledStep(fn, mesh, params or {}, inputs or {}, bucket_mb)
+    table = PlacesTable.of(mesh, params, stored, fully_shard)
+    return CompiledStep(fn, mesh, table, inputs or {}, bucket_mb)
 
 
 MOST_PROGRAMS = 64
@@ -89,13 +99,14 @@ MOST_PROGRAMS = 64
 class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
-    def __init__(self, fn: Callable, mesh: DeviceMesh, params: Patterns, inputs: Patterns, bucket_mb: float | None):
+    def __init__(self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, bucket_mb: float | None):
         self.fn, self.mesh, self.bucket_mb = fn, mesh, bucket_mb
-        self._params = check_patterns(mesh, params, "params")
+        self._table = table
         self._inputs = check_patterns(mesh, inputs, "inputs")
         self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
+        self._places: AllPlaces = {}
         self._site = caller()
         self._check_every = calls_between_checks()
 
@@ -114,6 +125,11 @@ class CompiledStep:
         """
         return [b.program for bounds in self._bound.values() for b in bounds]
 
+    @property
+    def places(self) -> AllPlaces:
+        """The places of the parameters of the last call, by name: where each is stored, computed with, and so on."""
+        return self._places
+
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments would run.
 
@@ -130,7 +146,7 @@ class CompiledStep:
         bound = bound or self._make_program(call)
         if call.key in self._bound:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
-        self._last = bound
+        self._last, self._places = bound, call.places
         _check_explicit(self._title, bound.program)
         tensors = call.placed_state(self.mesh)
         if self._check_every and calls % self._check_every == 0:
@@ -210,7 +226,7 @@ class CompiledStep:
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named, closed_over = self._by_name(args, kwargs), find_closed_over(self.fn)
-        return _Call.of(named, closed_over, self.mesh, self._params, self._inputs, first)
+        return _Call.of(named, closed_over, self._table, self._inputs, first)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -277,25 +293,26 @@ class _Call:
     state: State
     tensors: Tensors
     specs: dict[Slot, Spec]
+    places: AllPlaces
     leaves: dict[str, Any]
     leaf_specs: dict[str, Spec]
     numbers: dict[str, float]
     key: tuple
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], closed_over: Held, mesh: DeviceMesh, params, inputs, first: bool) -> _Call:
+    def of(cls, arguments: dict[str, Any], closed_over: Held, table: PlacesTable, inputs, first: bool) -> _Call:
         named = opened(arguments)
         state = State.of(named, closed_over)
         tensors = state.tensors()
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
         require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
-        specs = state_specs(state, tensors, mesh, params, first)
-        leaf_specs = {k: input_spec(k, v, mesh, placements_for(inputs, [k])) for k, v in given.items()}
+        specs, places = state_specs(state, tensors, table, first)
+        leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
         tree = str(pytree.tree_structure(named))
         key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
-        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
+        return cls(arguments, named, state, tensors, specs, places, leaves, leaf_specs, numbers, key)
 
     def placed_state(self, mesh: DeviceMesh) -> Tensors:
         """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first."""
@@ -341,17 +358,15 @@ def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> 
 
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
-        home = call.specs.get(slot) if isinstance(slot, Slot) else None
-        if home is None and isinstance(slot, Slot) and slot.kind in ("grad", "optimizer"):
-            parameter = call.specs[Slot("parameter", slot.path)]
-            home = parameter if parameter.shape == spec.shape else None
+        home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
+        if home is None and isinstance(slot, Slot):
+            home = own_place(slot, spec.shape, call.places)
         return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
-    gradients = [i for i, o in enumerate(captured.outputs) if isinstance(o, Slot) and o.kind == "grad"]
     return expand(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
-        gradients,
+        Roles.of(captured.graph, captured.inputs, captured.outputs), call.places,
     )  # fmt: skip
 
 

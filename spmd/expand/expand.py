@@ -10,15 +10,15 @@ those of eager calls. A value that was moved for one reader is not moved again f
 reduced, all later readers read the reduced value.
 
 A reduction is written right after the value that it reduces, so that it can run while the rest is computed. A gather
-is written right before its reader, so that a replicated tensor does not live long. A value whose final spec is given,
-such as a gradient, gets this spec as soon as it is made, and the optimiser reads it from there.
+is written right before its reader, so that a replicated tensor does not live long. A gradient goes to its place as
+soon as it is made, and the optimiser reads it from there. Where a parameter is read is said by `places/reads.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,9 @@ from spmd import _torch
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalShape, UnlessEmpty
+from spmd.expand.places.places import Places
+from spmd.expand.places.reads import Reads
+from spmd.expand.places.roles import MARK, Roles, gradient_places
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -58,28 +61,31 @@ def expand(
     inputs: Sequence[tuple[str, Spec | None]],
     output_names: Sequence[str],
     output_spec: OutputSpec,
-    moved_when_made: Sequence[int] = (),
+    roles: Roles,
+    places: Mapping[str, Places],
 ) -> Program:
     """The program of a global graph.
 
-    inputs: a name and a spec for each placeholder; the spec of a number is None. moved_when_made: the outputs that get
-    the spec of `output_spec` as soon as they are made, and not at the end of the program.
+    inputs: a name and a spec for each placeholder; the spec of a number is None. roles: what the nodes are for. places:
+    of the parameters, by path.
     """
-    returned = graph.output_node().args[0]
-    final_specs = {returned[i]: lambda spec, i=i: output_spec(i, spec) for i in moved_when_made}
-    expander = _Expander(mesh, constants, final_specs)
+    expander = _Expander(mesh, constants, gradient_places(roles, places))
+    reads = Reads(expander, roles, {n: places[path] for n, path in roles.parameters.items()})
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
         if node.op == "placeholder":
             expander.placeholder(node, next(specs)[1])
+            reads.begin(node)
         elif node.op == "get_attr":
             expander.constant(node)
         elif node.op == "output":
+            reads.end(node)
             outputs = expander.output(node, output_names, output_spec)
-        else:
+        elif not reads.write(node):
             expander.call(node)
         expander.move_to_final_spec(node)
+    _remove_unread(expander.graph)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
     return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), tuple(expander.gathered))
 
@@ -88,19 +94,20 @@ def expand(
 class _Expander:
     """The program's graph while it is written.
 
-    local: for each node of the global graph, the node of its value in `graph`. moved: for a node of `graph` and a spec,
-    the node of the same value with this spec; for a node and a halo, the node of what the halo gives. reduced: for a
-    node of `graph`, the node of its last reduction. gathered: ops that no rule knows, with the bytes gathered for them.
-    results: for a decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as
-    nodes of global tensors.
+    local: for each node of the global graph, the node of its value in `graph`. final_specs: where nodes of the global
+    graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
+    value with this spec; for a node and a halo, the node of what the halo gives. reduced: for a node of `graph`, the
+    node of its last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
+    decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as nodes of global
+    tensors.
     """
 
     mesh: DeviceMesh
     constants: dict[str, torch.Tensor]
-    final_specs: dict[fx.Node, Callable[[Spec], Spec]]
+    final_specs: Mapping[fx.Node, Spec]
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    moved: dict[tuple[fx.Node, Spec | Step], fx.Node] = field(default_factory=dict)
+    moved: dict[tuple[fx.Node, Spec | Step, int | None], fx.Node] = field(default_factory=dict)
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
@@ -121,6 +128,8 @@ class _Expander:
     def call(self, node: fx.Node) -> None:
         if isinstance(node.target, Draw):
             self._draw(node)
+        elif node.target is MARK:
+            self.local[node] = self._current(node.args[0])
         elif isinstance(node.target, LocalMapOp):
             self._block_function(node, node.target.call.ins, node.target.outs)
         elif isinstance(node.target, LocalMapGradientOp):
@@ -215,7 +224,7 @@ class _Expander:
 
     # ---- lowered --------------------------------------------------------------------------------
     def _op(self, node: fx.Node) -> None:
-        lowering = self._lowering(node)
+        lowering = self.lowering(node, {})
         plans, before = iter(lowering.plans), {n: self._current(n) for n in node.all_input_nodes}
 
         def operand(n: fx.Node) -> fx.Node:
@@ -237,9 +246,11 @@ class _Expander:
         many = isinstance(node.meta["val"], (tuple, list))
         self._record(node, new, lowering.outs if many else lowering.outs[0])
 
-    def _lowering(self, node: fx.Node) -> Lowering:
+    def lowering(self, node: fx.Node, specs: Mapping[fx.Node, Spec]) -> Lowering:
+        """How the node is lowered, if these operands have these specs."""
+
         def spec(n: fx.Node) -> Any:
-            found = self._spec(n)
+            found = specs[n] if n in specs else self._spec(n)
             return SCALAR if found is None else found
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
@@ -256,10 +267,13 @@ class _Expander:
         return found
 
     # ---- moves ----------------------------------------------------------------------------------
-    def move(self, value: fx.Node, moves: Plan) -> fx.Node:
-        """The value after the moves of a plan. Moves that were written before, for another reader, are used again."""
+    def move(self, value: fx.Node, moves: Plan, phase: int | None = None) -> fx.Node:
+        """The value after the moves of a plan. Moves that were written before, for another reader, are used again.
+
+        phase: only those that were written for a reader of this phase.
+        """
         for step in moves.effective.steps:
-            key = (value, step.after if step.move.keeps_tensor else step)
+            key = (value, step.after if step.move.keeps_tensor else step, phase)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
             if _reduces(step):
@@ -276,11 +290,9 @@ class _Expander:
 
     def move_to_final_spec(self, node: fx.Node) -> None:
         """Move a value whose final spec is given; all later readers read the moved value."""
-        if node in self.final_specs and node.op == "call_function":
-            value, spec = self._current(node), self._spec(node)
-            final = self.move(value, plan(spec, self.final_specs[node](spec)))
-            if final is not self._current(node):
-                self.reduced[self._current(node)] = final
+        if node in self.final_specs:
+            value, spec, final = self._current(node), self._spec(node), self.final_specs[node]
+            self.local[node] = self.move(value, plan(spec, spec.with_layout(final.dims, final.units)))
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
@@ -310,6 +322,13 @@ class _Expander:
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
         new.meta["spec"] = spec
         self.local[node] = new
+
+
+def _remove_unread(graph: fx.Graph) -> None:
+    """Remove what is not read: where a decomposition leaves out an operand, nothing reads what was moved for it."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def _lowered(call: Call) -> Lowering:

@@ -1,7 +1,7 @@
 """The specs of what a compiled step is given: its state and its arguments, placed by the patterns of the user.
 
     weight        {"*.up.weight": {"tp": Shard(0)}}        f32[64@tp, 16]
-    weight.grad, optimizer.exp_avg[weight]                 the same
+    weight.grad, optimizer.exp_avg[weight]                 their own places (`spmd.expand.places`), here the same
     tokens        DTensor i64[8@dp, 32], no pattern        as it is
 
 Nothing is moved here but by `block_of`, which gives a rank's block of an argument.
@@ -10,42 +10,57 @@ Nothing is moved here but by `block_of`, which gives a rank's block of an argume
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
+from spmd.expand.places.places import Places
+from spmd.expand.places.table import PlacesTable
 from spmd.expand.state import Slot, State, Tensors
 from spmd.mesh import DeviceMesh, per_rank
-from spmd.tensor.annotations.patterns import placed_spec, placements_for, require_matches
+from spmd.tensor.annotations.patterns import placed_spec
 from spmd.tensor.redistribute.cross_mesh import move_between_meshes
 from spmd.tensor.redistribute.plan import plan
-from spmd.tensor.spec import Spec, replicated, spec_of_value
+from spmd.tensor.spec import Spec, reduced_spec, replicated, spec_of_value
 
 
-def state_specs(state: State, tensors: Tensors, mesh: DeviceMesh, patterns, first: bool) -> dict[Slot, Spec]:
-    """The spec of each tensor of the state: its present spec if it was placed before, else that of the patterns."""
-    if not first and all(spec_of_value(t) is not None for t in tensors.values()) and not _share_a_memory(tensors):
-        return {slot: t._spec for slot, t in tensors.items()}
+def state_specs(state: State, tensors: Tensors, table: PlacesTable, first: bool) -> tuple[dict[Slot, Spec], AllPlaces]:
+    """The spec of each tensor of the state, its present one if it was placed before, and the places of parameters."""
     names = state.parameter_names()
-    require_matches(patterns, [n for several in names.values() for n in several], "params")
-    _check_memory(tensors)
-    specs: dict[Slot, Spec] = {}
-    for slot, t in tensors.items():
-        _check_mesh(str(slot), t, mesh)
-        specs[slot] = _state_spec(slot, t, mesh, patterns, names, specs)
-    return specs
+    if first or any(spec_of_value(t) is None for t in tensors.values()) or _share_a_memory(tensors):
+        table.require_matches([n for several in names.values() for n in several])
+        _check_memory(tensors)
+        for slot, t in tensors.items():
+            _check_mesh(str(slot), t, table.mesh)
+        places = _places(tensors, table, names)
+        return {slot: _state_spec(slot, t, table.mesh, places) for slot, t in tensors.items()}, places
+    return {slot: t._spec for slot, t in tensors.items()}, _places(tensors, table, names)
 
 
-def _state_spec(slot: Slot, t: torch.Tensor, mesh, patterns, names, specs: dict[Slot, Spec]) -> Spec:
-    """The spec of a tensor of the state. Gradients and optimiser state have the spec of their parameter."""
-    if slot.kind in ("grad", "optimizer"):
-        parameter = specs[Slot("parameter", slot.path)]
-        if parameter.shape == tuple(t.shape):
-            return parameter.with_tensor(t.shape, t.dtype)
-    placements = placements_for(patterns, names[slot.path]) if slot.kind == "parameter" else None
+AllPlaces = dict[str, Places]
+"""The places of each parameter, by the path of its slot."""
+
+
+def _places(tensors: Tensors, table: PlacesTable, names: dict[str, list[str]]) -> AllPlaces:
+    return {slot.path: table.places(names[slot.path], t) for slot, t in tensors.items() if slot.kind == "parameter"}
+
+
+def _state_spec(slot: Slot, t: torch.Tensor, mesh: DeviceMesh, places: AllPlaces) -> Spec:
+    """The spec of a tensor of the state. Gradients and optimiser state of a parameter's shape have their own places."""
+    if (own := own_place(slot, t.shape, places)) is not None:
+        return own.with_tensor(t.shape, t.dtype)
     present = spec_of_value(t)
-    if placements is None and present is not None:
-        return reduced_spec(present)
-    return placed_spec(mesh, placements, t, str(slot))
+    if slot.kind == "parameter":
+        return places[slot.path].stored
+    return placed_spec(mesh, None, t, str(slot)) if present is None else reduced_spec(present)
+
+
+def own_place(slot: Slot, shape: Sequence[int], places: AllPlaces) -> Spec | None:
+    """The place of a gradient, or of optimiser state that has the shape of its parameter; None for other tensors."""
+    if slot.kind not in ("grad", "optimizer"):
+        return None
+    of = places[slot.path]
+    return (of.gradient if slot.kind == "grad" else of.state) if of.stored.shape == tuple(shape) else None
 
 
 def input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec:
@@ -114,8 +129,3 @@ def block_of(x: torch.Tensor, spec: Spec) -> torch.Tensor:
     if present is not None:
         return plan(present, spec).run(x._local_tensor)
     return plan(replicated(spec), spec).run(x.contiguous())
-
-
-def reduced_spec(spec: Spec) -> Spec:
-    """The same layout with all reductions done."""
-    return spec.with_layout(spec.dims, spec.units)

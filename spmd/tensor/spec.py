@@ -426,7 +426,12 @@ def replicated(spec: Spec) -> Spec:
     return spec.with_layout()
 
 
+def reduced_spec(spec: Spec) -> Spec:
+    """The same layout with all reductions done."""
+    return spec.with_layout(spec.dims, spec.units)
+
+
 __all__ = [
-    "Replicate", "Spec", "check_placements", "contiguous", "dense_strides", "parse_spec", "replicated", "spec_of",
-    "strides_like",
+    "Replicate", "Spec", "check_placements", "contiguous", "dense_strides", "parse_spec", "reduced_spec", "replicated",
+    "spec_of", "strides_like",
 ]  # fmt: skip

@@ -449,10 +449,15 @@ def distribute_tensor(
     """
     device_mesh = or_current(device_mesh, "distribute_tensor")
     target = spec_of(device_mesh, or_replicated(placements, device_mesh), tensor.shape, tensor.dtype)
+    return distributed(tensor, target, src_data_rank)
+
+
+def distributed(tensor: torch.Tensor, target: Spec, src_data_rank: int | None = 0) -> DTensor:
+    """`distribute_tensor` to a spec, which may say what placements cannot: in which order axes shard one dim."""
     _check_distributable(tensor, target, src_data_rank)
-    source = _on_device(tensor.detach(), device_mesh).contiguous()
+    source = _on_device(tensor.detach(), target.mesh).contiguous()
     if src_data_rank is not None:
-        source = _broadcast(source, device_mesh, src_data_rank)
+        source = _broadcast(source, target.mesh, src_data_rank)
     local = plan(replicated(target), target).run(source)
     if local.data_ptr() == tensor.data_ptr():
         local = local.clone()

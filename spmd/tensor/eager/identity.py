@@ -15,7 +15,7 @@ import torch
 
 from spmd import _torch
 from spmd.tensor.eager.conversions import redistributed
-from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
+from spmd.tensor.eager.dtensor import DTensor, distributed
 from spmd.tensor.spec import Spec
 
 
@@ -35,12 +35,8 @@ def placed(t: torch.Tensor, spec: Spec) -> DTensor:
     """The tensor with this spec, as a leaf: itself if it has the spec, else a new one, from the first rank's values."""
     if getattr(t, "_spec", None) is spec:
         return t
-    moved = redistributed if isinstance(t, DTensor) else _distributed
+    moved = redistributed if isinstance(t, DTensor) else distributed
     return moved(t.detach(), spec).requires_grad_(t.requires_grad and t.is_leaf)
-
-
-def _distributed(t: torch.Tensor, spec: Spec) -> DTensor:
-    return distribute_tensor(t, spec.mesh, spec.placements)
 
 
 def become(x: torch.Tensor, new: DTensor) -> None:

@@ -1,0 +1,106 @@
+"""What the nodes of a captured step are for: which compute, which update, and which are gradients.
+
+    forward and backward    compute: they lead to a gradient, to what the step returns, or to a buffer
+    update                  the rest: it leads to the new values of parameters and of optimiser state alone
+
+Nothing here knows the names of ops. The capture says which nodes were made while autograd's engine ran (the odd
+phases), and where the engine handed over the gradient of a parameter (`MARK`). All else follows from who reads whom.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from spmd.expand.places.places import Places
+from spmd.expand.state import Slot
+from spmd.tensor.spec import Spec
+
+MARK = torch.ops.spmd.gradient.default
+"""The op that a capture puts where a backward pass has made the gradient of a parameter: (gradient, its path)."""
+
+
+def phase_of(node: fx.Node) -> int:
+    """Which pass made a node: 0 the first forward, 1 the first backward, 2 what comes then, and so on."""
+    return node.meta.get("phase", 0)
+
+
+def in_backward(node: fx.Node) -> bool:
+    """Whether a backward pass made the node."""
+    return phase_of(node) % 2 == 1
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The roles of a captured graph.
+
+    parameters: the path of each placeholder that is a parameter. gradients: by the path of a parameter, the values of
+    its gradient in order: one for each backward pass, and the sums of several.
+    """
+
+    compute: frozenset[fx.Node] = frozenset()
+    parameters: dict[fx.Node, str] = field(default_factory=dict)
+    gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph, inputs: Sequence[object], outputs: Sequence[object]) -> Roles:
+        """inputs, outputs: what each placeholder and each output is; a `Slot` for a tensor of the state."""
+        returned = list(zip(graph.output_node().args[0], outputs, strict=True))
+        new = {n for n, o in returned if _is(o, "parameter") and n.op == "call_function"}
+        seen = [n for n, o in returned if not _is(o, "parameter", "optimizer", "hyper") and n not in new]
+        compute = _ancestors([*seen, *filter(in_backward, graph.nodes)], new)
+        named = [(n, i) for n, i in zip(placeholders(graph), inputs, strict=True) if isinstance(i, Slot)]
+        parameters = {n: i.path for n, i in named if i.kind == "parameter"}
+        grads = {n: i.path for n, i in named if i.kind == "grad"}
+        return cls(frozenset(compute), parameters, _gradients(graph, grads))
+
+
+def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node, Spec]:
+    """Where gradients go as soon as they are made: the gradient of each pass, or of all passes together."""
+    return {
+        n: places[path].gradient
+        for path, values in roles.gradients.items()
+        for n in (values if places[path].reduces_each else values[-1:])
+    }
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a graph, in order."""
+    return [n for n in graph.nodes if n.op == "placeholder"]
+
+
+def _is(what: object, *kinds: str) -> bool:
+    return isinstance(what, Slot) and what.kind in kinds
+
+
+def _ancestors(roots: Iterable[object], stop: set[fx.Node]) -> set[fx.Node]:
+    """The roots and everything that they are computed from, but not what is behind the nodes of `stop`."""
+    found: set[fx.Node] = set()
+    open_ = [n for n in roots if isinstance(n, fx.Node)]
+    while open_:
+        node = open_.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            open_ += node.all_input_nodes
+    return found
+
+
+def _gradients(graph: fx.Graph, given: dict[fx.Node, str]) -> dict[str, list[fx.Node]]:
+    """Gradients by parameter: where they are marked, and what a backward pass computes of nothing else, such as sums.
+
+    given: the gradients that earlier steps left.
+    """
+    of, found = dict(given), {}
+    for node in graph.nodes:
+        paths = {of.get(n) for n in node.all_input_nodes}
+        if node.target is MARK:
+            of[node] = node.args[1]
+        elif in_backward(node) and len(paths) == 1 and None not in paths:
+            of[node] = paths.pop()
+        else:
+            continue
+        found.setdefault(of[node], []).append(node)
+    return found
