@@ -28,7 +28,7 @@ from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, Draws, capture
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.expand import expand
-from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, state_specs
+from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
@@ -106,7 +106,6 @@ class CompiledStep:
         self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
-        self._places: AllPlaces = {}
         self._site = caller()
         self._check_every = calls_between_checks()
 
@@ -125,11 +124,6 @@ class CompiledStep:
         """
         return [b.program for bounds in self._bound.values() for b in bounds]
 
-    @property
-    def places(self) -> AllPlaces:
-        """The places of the parameters of the last call, by name: where each is stored, computed with, and so on."""
-        return self._places
-
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments would run.
 
@@ -146,7 +140,7 @@ class CompiledStep:
         bound = bound or self._make_program(call)
         if call.key in self._bound:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
-        self._last, self._places = bound, call.places
+        self._last = bound
         _check_explicit(self._title, bound.program)
         tensors = call.placed_state(self.mesh)
         if self._check_every and calls % self._check_every == 0:
@@ -219,7 +213,8 @@ class CompiledStep:
                 captured = capture(self.fn, call.named, self._call_fn, call.state, self.mesh)
         except AttributeError as error:
             raise _explained(error) from error
-        program = _expand(self.fn, self.mesh, captured, call).verify()
+        places = places_of(call.state, call.tensors, self._table)
+        program = _expand(self.fn, self.mesh, captured, call, places).verify()
         if self.bucket_mb is not None:
             program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb).verify()
         return captured, program
@@ -293,7 +288,6 @@ class _Call:
     state: State
     tensors: Tensors
     specs: dict[Slot, Spec]
-    places: AllPlaces
     leaves: dict[str, Any]
     leaf_specs: dict[str, Spec]
     numbers: dict[str, float]
@@ -307,12 +301,12 @@ class _Call:
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
         require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
-        specs, places = state_specs(state, tensors, table, first)
+        specs = state_specs(state, tensors, table, first)
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
         tree = str(pytree.tree_structure(named))
         key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
-        return cls(arguments, named, state, tensors, specs, places, leaves, leaf_specs, numbers, key)
+        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
 
     def placed_state(self, mesh: DeviceMesh) -> Tensors:
         """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first."""
@@ -347,7 +341,7 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
 # ---- building ---------------------------------------------------------------------------------
 
 
-def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> Program:
+def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces) -> Program:
     def given(i: Slot | Argument | Draws) -> Spec | None:
         if isinstance(i, Draws):
             return None
@@ -360,13 +354,13 @@ def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call) -> 
         slot = captured.outputs[i]
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
         if home is None and isinstance(slot, Slot):
-            home = own_place(slot, spec.shape, call.places)
+            home = own_place(slot, spec.shape, places)
         return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
     return expand(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
-        Roles.of(captured.graph, captured.inputs, captured.outputs), call.places,
+        Roles.of(captured.graph, captured.inputs, captured.outputs), places,
     )  # fmt: skip
 
 

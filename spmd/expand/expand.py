@@ -87,7 +87,8 @@ def expand(
         expander.move_to_final_spec(node)
     _remove_unread(expander.graph)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
-    return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), tuple(expander.gathered))
+    gathered = tuple(expander.gathered)
+    return Program(name, mesh, expander.graph, used, tuple(inputs), tuple(outputs), gathered, dict(places))
 
 
 @dataclass

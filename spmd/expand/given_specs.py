@@ -24,24 +24,25 @@ from spmd.tensor.redistribute.plan import plan
 from spmd.tensor.spec import Spec, reduced_spec, replicated, spec_of_value
 
 
-def state_specs(state: State, tensors: Tensors, table: PlacesTable, first: bool) -> tuple[dict[Slot, Spec], AllPlaces]:
-    """The spec of each tensor of the state, its present one if it was placed before, and the places of parameters."""
-    names = state.parameter_names()
-    if first or any(spec_of_value(t) is None for t in tensors.values()) or _share_a_memory(tensors):
-        table.require_matches([n for several in names.values() for n in several])
-        _check_memory(tensors)
-        for slot, t in tensors.items():
-            _check_mesh(str(slot), t, table.mesh)
-        places = _places(tensors, table, names)
-        return {slot: _state_spec(slot, t, table.mesh, places) for slot, t in tensors.items()}, places
-    return {slot: t._spec for slot, t in tensors.items()}, _places(tensors, table, names)
+def state_specs(state: State, tensors: Tensors, table: PlacesTable, first: bool) -> dict[Slot, Spec]:
+    """The spec of each tensor of the state: its present one if it was placed before, else that of the user's table."""
+    if not first and all(spec_of_value(t) is not None for t in tensors.values()) and not _share_a_memory(tensors):
+        return {slot: t._spec for slot, t in tensors.items()}
+    table.require_matches([n for several in state.parameter_names().values() for n in several])
+    _check_memory(tensors)
+    for slot, t in tensors.items():
+        _check_mesh(str(slot), t, table.mesh)
+    places = places_of(state, tensors, table)
+    return {slot: _state_spec(slot, t, table.mesh, places) for slot, t in tensors.items()}
 
 
 AllPlaces = dict[str, Places]
 """The places of each parameter, by the path of its slot."""
 
 
-def _places(tensors: Tensors, table: PlacesTable, names: dict[str, list[str]]) -> AllPlaces:
+def places_of(state: State, tensors: Tensors, table: PlacesTable) -> AllPlaces:
+    """The places of the parameters of a step."""
+    names = state.parameter_names()
     return {slot.path: table.places(names[slot.path], t) for slot, t in tensors.items() if slot.kind == "parameter"}
 
 

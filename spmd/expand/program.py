@@ -14,8 +14,8 @@ program into plain torch code for one rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from spmd.expand.local_ops import op_text
+from spmd.expand.places.places import Places
 from spmd.expand.verify import verify_graph
 from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.tensor.redistribute.bucket import Bucket
@@ -60,7 +61,7 @@ class Program:
     inputs: a (name, spec) for each placeholder; the spec of a number is None. outputs: a (name, spec) for each result.
     gathered: the ops whose work the ranks of an axis do not share, though they shared an operand: no rule knows how, or
     a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
-    gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
+    gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`. places: of the parameters, by name.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Program:
     inputs: tuple[tuple[str, Spec | None], ...]
     outputs: tuple[tuple[str, Spec | None], ...]
     gathered: tuple[tuple[str, int], ...] = ()
+    places: Mapping[str, Places] = field(default_factory=dict)
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""
