@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.keep_gathered import keep_gathered
+from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.places.roles import Roles
 from spmd.expand.places.table import PlacesTable, Sharding
@@ -215,9 +217,15 @@ class CompiledStep:
             raise _explained(error) from error
         places = places_of(call.state, call.tensors, self._table)
         program = _expand(self.fn, self.mesh, captured, call, places).verify()
-        if self.bucket_mb is not None:
-            program = bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb).verify()
+        for rewrite in self._passes():
+            program = rewrite(program).verify()
         return captured, program
+
+    def _passes(self) -> Iterator[Callable[[Program], Program]]:
+        yield keep_gathered
+        if self.bucket_mb is not None:
+            yield compute_numbers_late
+            yield lambda program: bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named, closed_over = self._by_name(args, kwargs), find_closed_over(self.fn)

@@ -31,7 +31,7 @@ from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalShape, UnlessEmpty
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
-from spmd.expand.places.roles import MARK, Roles, gradient_places
+from spmd.expand.places.roles import MARK, Roles, gradient_places, scattered_first
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -292,8 +292,10 @@ class _Expander:
     def move_to_final_spec(self, node: fx.Node) -> None:
         """Move a value whose final spec is given; all later readers read the moved value."""
         if node in self.final_specs:
-            value, spec, final = self._current(node), self._spec(node), self.final_specs[node]
-            self.local[node] = self.move(value, plan(spec, spec.with_layout(final.dims, final.units)))
+            value, final = self._current(node), self.final_specs[node]
+            for spec in scattered_first(value.meta["spec"], final):
+                value = self.move(value, plan(value.meta["spec"], spec))
+            self.local[node] = value
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:

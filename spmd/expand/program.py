@@ -61,7 +61,8 @@ class Program:
     inputs: a (name, spec) for each placeholder; the spec of a number is None. outputs: a (name, spec) for each result.
     gathered: the ops whose work the ranks of an axis do not share, though they shared an operand: no rule knows how, or
     a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
-    gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`. places: of the parameters, by name.
+    gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
+    places: of the parameters, by name.
     """
 
     name: str

@@ -67,6 +67,19 @@ def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node,
     }
 
 
+def scattered_first(spec: Spec, final: Spec) -> tuple[Spec, ...]:
+    """The specs that a gradient passes through on its way to its place: sums are scattered before others are reduced.
+
+    f64[64, 16] +sum@rep +sum@dp -> f64[64@dp, 16] +sum@rep -> f64[64@dp, 16]. Where a tensor is small, one reduction of
+    all of it is faster than these two. But gradients travel together, and then only bytes count.
+    """
+    scattering = {a for axes in final.dims for a in axes}
+    left = [(a, kind) for a, kind in spec.partial if a not in scattering]
+    last = spec.with_layout(final.dims, final.units)
+    first = spec.with_layout(final.dims, final.units, left)
+    return (last,) if len(left) in (0, len(spec.partial)) else (first, last)
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     """The inputs of a graph, in order."""
     return [n for n in graph.nodes if n.op == "placeholder"]
