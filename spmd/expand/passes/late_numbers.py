@@ -17,22 +17,25 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.program import Program
+from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 
 def compute_numbers_late(program: Program) -> Program:
-    """The same program, with ops on single numbers just before their first readers."""
+    """The same program, with ops on single numbers that were reduced just before their first readers."""
     program = copied(program)
-    for node in reversed(list(program.graph.nodes)):
-        if node.users and _is_number_op(node):
-            min(node.users).prepend(node)  # nodes compare by their places
+    late: dict[fx.Node, None] = {}
+    for node in program.graph.nodes:
+        if _is_number_op(node) and any(n in late or isinstance(n.target, Step) for n in node.all_input_nodes):
+            late[node] = None
+    for node in reversed(late):
+        min(node.users).prepend(node)  # nodes compare by their places
     return program
 
 
 def _is_number_op(node: fx.Node) -> bool:
     """Whether an op has one number as its result and as each of its operands, all of them tensors."""
-    operands = node.all_input_nodes
-    return isinstance(node.target, _torch.OpOverload) and bool(operands) and all(map(_is_number, (node, *operands)))
+    return isinstance(node.target, _torch.OpOverload) and all(map(_is_number, (node, *node.all_input_nodes)))
 
 
 def _is_number(node: fx.Node) -> bool:
