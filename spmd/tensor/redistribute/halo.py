@@ -79,6 +79,8 @@ class Margin(Move):
         """The rows of the interval: those of the block x, those received, and the number that is filled in."""
         mine, need = ctx.before.box(ctx.coordinate), self.needed(ctx.before, ctx.coordinate)
         own, shape = overlap(mine, need), ctx.shape_after()
+        if not prod(shape):
+            return x.new_zeros(shape)
         parts = [*received, (own, narrowed(x, relative_to(own, mine), shape_of(mine)))] if volume(own) else received
         parts = [part for _, part in sorted(parts, key=lambda part: part[0])]
         (first, _), (start, stop) = self.intervals[place_of(ctx.before, self.dim, ctx.coordinate)], need[self.dim]

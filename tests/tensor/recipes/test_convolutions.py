@@ -81,6 +81,16 @@ def test_a_convolution_is_the_convolution(name):
     agree_at_once(fn, [x, w, b], [[last], [R], [R]], mesh_shape=(4,))
 
 
+def test_no_rank_needs_a_row():
+    """Where the windows of most results lie on the padding alone, the gradient of the image needs rows of no block."""
+    x, w = t(3, 2, 1, 3), t(1, 2, 1, 4)
+
+    def gradients(x, w):
+        return torch.autograd.grad(F.conv2d(x, w, None, 2, 3, (1, 2)).sum(), [x, w])
+
+    agree_at_once(gradients, [x, w], [[S2], [R]], mesh_shape=(4,))
+
+
 @pytest.mark.parametrize("name", ["1d, uneven and a rank with no rows", "2d, all", "transposed 2d", "3d"])
 @pytest.mark.usefixtures("halos_always")
 def test_over_two_axes(name):
