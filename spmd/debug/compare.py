@@ -20,6 +20,7 @@ from spmd import _torch
 from spmd.mesh.rank import simulated_by
 from spmd.sim import LocalTensor
 from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.redistribute.boxes import cut_one, narrowed, relative_to, simple
 from spmd.tensor.spec import Spec
 
 TOLERANCES = {
@@ -92,9 +93,8 @@ def overwrite(want: torch.Tensor, x: torch.Tensor) -> None:
         return
     with _torch.no_modes(), simulated_by(None), torch.no_grad():
         for rank, block in _blocks(x._local_tensor, x._spec.mesh.ranks).items():
-            at = x._spec.mesh.coordinate_of(rank)
-            start = (x._spec.block(dim, at)[0] for dim in range(x._spec.ndim))
-            block.copy_(want[_slices(start, block)])
+            box = x._spec.box(x._spec.mesh.coordinate_of(rank))
+            block.copy_(cut_one(want, want.shape, box))
     x._note_write()
 
 
@@ -136,9 +136,11 @@ def _boxes(x: torch.Tensor) -> Iterator[Box]:
         at = spec.mesh.coordinate_of(rank)
         groups[tuple(-1 if axis in axes else i for axis, i in enumerate(at))].append(rank)
     for ranks in groups.values():
-        at = spec.mesh.coordinate_of(ranks[0])
-        start = tuple(spec.block(dim, at)[0] for dim in range(spec.ndim))
-        yield Box(tuple(ranks), start, _reduced(spec, [blocks[rank] for rank in ranks]))
+        box = spec.box(spec.mesh.coordinate_of(ranks[0]))
+        value = _reduced(spec, [blocks[rank] for rank in ranks])
+        for part in simple(box):
+            start = tuple(side[0] for side in part)
+            yield Box(tuple(ranks), start, narrowed(value, relative_to(part, box), value.shape))
 
 
 def _reduced(spec: Spec, blocks: list[torch.Tensor]) -> torch.Tensor:

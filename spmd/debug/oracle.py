@@ -21,7 +21,7 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import blocks, lengths
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call, TensorMeta
 from spmd.tensor.placement import Partial, Placement, Shard
@@ -145,7 +145,7 @@ class Case:
     def _leaves_a_rank_empty(self, chosen: Sequence[Row], ns) -> bool:
         """Whether a factor that must not be empty would be empty on some rank that has a result."""
         return any(
-            not all(length for _, length in blocks(x.shape[d], f.unit, _axes(chosen, ns, f.name)))
+            not all(lengths(x.shape[d], f.units, _axes(chosen, ns, f.name)))
             for dims, x in zip(self.rule.ins, self.ins, strict=True)
             for d, f in enumerate(dims)
             if f is not None
@@ -239,19 +239,30 @@ def split(x: torch.Tensor, placements: Sequence[Placement], ns: tuple[int, ...])
         return {(): x}
     parts = [x.clone() for _ in range(ns[0])]
     if isinstance(placements[0], Shard):
-        d = placements[0].dim
-        parts = [x.narrow(d, *at).clone() for at in blocks(x.shape[d], placements[0].unit, ns[:1])]
+        parts = _shards(x, placements[0], ns[0])
     if isinstance(placements[0], Partial):
         parts = SPLIT[placements[0].reduce_op](x, ns[0])
     inner = [split(part, placements[1:], ns[1:]) for part in parts]
     return {(i, *at): t for i, found in enumerate(inner) for at, t in found.items()}
 
 
+def _shards(x: torch.Tensor, p: Shard, n: int) -> list[torch.Tensor]:
+    """The n shards of x; if it is packed, those of each of its blocks, one behind the other."""
+    d = p.dim % x.ndim
+    every = blocks(x.shape[d] // p.blocks, p.unit, (n,))
+    return [_apart(x, d, p.blocks).narrow(d + 1, *at).flatten(d, d + 1).clone() for at in every]
+
+
+def _apart(x: torch.Tensor, d: int, n: int) -> torch.Tensor:
+    """The tensor with dim d split into n blocks."""
+    return x.unflatten(d, (n, x.shape[d] // n))
+
+
 def local_shape(shape, placements, ns, at) -> list[int]:
     shape = list(shape)
     for p, n, i in zip(placements, ns, at, strict=True):
         if isinstance(p, Shard):
-            shape[p.dim] = blocks(shape[p.dim], p.unit, (n,))[i][1]
+            shape[p.dim] = lengths(shape[p.dim], p.units, (n,))[i]
     return shape
 
 
@@ -321,10 +332,11 @@ def join(parts: dict[tuple, torch.Tensor], placements, ns, same) -> torch.Tensor
     if isinstance(p, Partial):
         return REDUCE[p.reduce_op](torch.stack(found)) if len({t.shape for t in found}) == 1 else "shapes differ"
     if isinstance(p, Shard):
-        total = torch.cat(found, p.dim)
-        lengths = [length for _, length in blocks(total.shape[p.dim], p.unit, ns[:1])]
         here = [t.shape[p.dim] for t in found]
-        return total if here == lengths else f"blocks of {here}, not {lengths}"
+        want = lengths(sum(here), p.units, ns[:1])
+        if here != want:
+            return f"blocks of {here}, not {want}"
+        return torch.cat([_apart(t, p.dim, p.blocks) for t in found], p.dim + 1).flatten(p.dim, p.dim + 1)
     equal = all(t.shape == found[0].shape and same(t, found[0]) for t in found)
     return found[0] if equal else "replicated, but ranks differ"
 

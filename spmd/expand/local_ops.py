@@ -1,6 +1,7 @@
 """What stands in a program in the place of an op or of an argument whose local form differs between ranks.
 
     view(x, LocalShape(f32[8@dp, 4]))      each rank views its block with the shape of its block
+    slice(x, 0, LocalPlace(256), ...)      each rank slices its block where the place is in it
     UnlessEmpty(max_pool2d)                ranks whose results are empty do not call the op
 
 `spmd.expand.bind` replaces them by what a rank needs.
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from spmd import _torch
+from spmd.tensor.places import Places
 from spmd.tensor.spec import Spec
 
 SAFE_LOCALLY = {
@@ -31,6 +33,21 @@ class LocalShape:
 
     def __repr__(self):
         return f"local({list(self.spec.shape)})" if not any(self.spec.dims) else f"local({self.spec})"
+
+
+@dataclass(frozen=True)
+class LocalPlace:
+    """An argument that stands for a place along a dim, or a list of them, as a rank counts in its block."""
+
+    places: Places
+    value: Any
+
+    def at(self, coordinate: tuple[int, ...]) -> Any:
+        """The place on the rank at this coordinate."""
+        return self.places.localized(self.value, self.places.spec.length(self.places.dim, coordinate))
+
+    def __repr__(self):
+        return f"local({self.value})"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spmd.comm.chunk import Unit, joined_unit
+
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
@@ -35,21 +37,38 @@ class Shard(Placement):
     With 6 heads of 8 on four ranks, `Shard(0, unit=8)` gives 2, 2, 2 and 0 complete heads; `Shard(0)`
     would cut through heads.
 
-    >>> Shard(0), Shard(-1, unit=8)
-    (Shard(0), Shard(-1, unit=8))
+    `blocks` is for dims that are several equal tensors, one after the other, such as the weight of a fused q, k and v:
+    `Shard(0, blocks=3)` splits each of the three by itself. So every rank has its part of q, of k and of v, and to take
+    these apart sends nothing. The dim must divide by `blocks`; `unit` then counts inside a block.
+
+    >>> Shard(0), Shard(-1, unit=8), Shard(0, blocks=3)
+    (Shard(0), Shard(-1, unit=8), Shard(0, blocks=3))
     """
 
     dim: int
     unit: int = 1
+    blocks: int = 1
 
     def __post_init__(self):
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise TypeError(f"Shard: dim is {self.dim!r}; it must be an int, such as Shard(0)")
-        if not isinstance(self.unit, int) or self.unit < 1:
-            raise ValueError(f"Shard: unit is {self.unit!r}; it must be a positive int")
+        for name in ("unit", "blocks"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"Shard: {name} is {count!r}; it must be a positive int")
+
+    @property
+    def units(self) -> Unit:
+        """What stays together: the unit, and the blocks if there are several."""
+        return joined_unit(self.blocks, self.unit)
+
+    def at(self, dim: int) -> Shard:
+        """The same shard of another dim."""
+        return Shard(dim, self.unit, self.blocks)
 
     def __repr__(self):
-        return f"Shard({self.dim})" if self.unit == 1 else f"Shard({self.dim}, unit={self.unit})"
+        more = [f", {name}={n}" for name, n in (("unit", self.unit), ("blocks", self.blocks)) if n > 1]
+        return f"Shard({self.dim}{''.join(more)})"
 
 
 @dataclass(frozen=True)

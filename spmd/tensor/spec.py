@@ -8,6 +8,7 @@ identities.
     f32[8@dp, 16@tp] +sum@pp        dim 0 is sharded over dp, dim 1 over tp, and a sum over pp is still owed
     i64[30@dp/5]                    sharded over dp, in units of 5
     f32[8@dp,tp, 16]                dim 0 is sharded over dp, and each block of it over tp
+    f32[3x256@tp, 64]               dim 0, of 768, is three blocks of 256; each of the three is sharded over tp
 
 Users give one placement for each axis; the property `placements` has this form. It can only express the mesh's order
 of axes; `Spec.of(..., dims=...)` can express any order.
@@ -24,7 +25,8 @@ from math import prod
 
 import torch
 
-from spmd.comm.chunk import aligned, block, smallest_unit
+from spmd.comm import chunk
+from spmd.comm.chunk import Packed, Side, Unit, joined_unit, smallest_unit, split_unit
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.tensor.placement import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 
@@ -43,7 +45,7 @@ class Spec:
 
     mesh: DeviceMesh
     dims: tuple[tuple[int, ...], ...]
-    units: tuple[int, ...]
+    units: tuple[Unit, ...]
     partial: tuple[tuple[int, str], ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -100,7 +102,8 @@ class Spec:
 
     @cached_property
     def _placement_by_axis(self) -> dict[int, Placement]:
-        shards = {a: Shard(d, self.units[d]) for d, axes in enumerate(self.dims) for a in axes}
+        units = [split_unit(unit) for unit in self.units]
+        shards = {a: Shard(d, *reversed(units[d])) for d, axes in enumerate(self.dims) for a in axes}
         return shards | {a: Partial(kind) for a, kind in self.partial}
 
     @cached_property
@@ -122,30 +125,45 @@ class Spec:
         """Bytes of the largest block, the one at coordinate 0."""
         return prod(self.local_shape((0,) * self.mesh.ndim)) * self.dtype.itemsize
 
-    def block(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
-        """Start and length along `dim` of the block of the rank at `coordinate`."""
-        axes = self.dims[dim]
-        if not axes:
-            return 0, self.shape[dim]
-        ns = tuple(self.mesh.shape[a] for a in axes)
-        return block(self.shape[dim], self.units[dim], ns, tuple(coordinate[a] for a in axes))
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the block of some rank has several intervals of a dim."""
+        return any([isinstance(unit, Packed) for unit in self.units])
 
-    def box(self, coordinate: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """For each dim, where the block of the rank at `coordinate` starts and stops in the global tensor."""
+    def side(self, dim: int, coordinate: Sequence[int]) -> Side:
+        """Which indices of `dim` the rank at `coordinate` has."""
+        return chunk.side(*self._cut_of(dim, coordinate)) if self.dims[dim] else (0, self.shape[dim])
+
+    def length(self, dim: int, coordinate: Sequence[int]) -> int:
+        """How many indices of `dim` the rank at `coordinate` has."""
+        return chunk.length_of(*self._cut_of(dim, coordinate)) if self.dims[dim] else self.shape[dim]
+
+    def block(self, dim: int, coordinate: Sequence[int]) -> tuple[int, int]:
+        """Start and length along `dim`, which is not packed, of the block of the rank at `coordinate`."""
+        start, stop = self.side(dim, coordinate)
+        return start, stop - start
+
+    def _cut_of(self, dim: int, coordinate: Sequence[int]) -> tuple:
+        axes = self.dims[dim]
+        ns = tuple(self.mesh.shape[a] for a in axes)
+        return self.shape[dim], self.units[dim], ns, tuple(coordinate[a] for a in axes)
+
+    def box(self, coordinate: Sequence[int]) -> tuple[Side, ...]:
+        """For each dim, which indices of the global tensor the rank at `coordinate` has: where they start and stop."""
         found = self._boxes.get(coordinate)
         if found is None:
-            blocks = [self.block(d, coordinate) for d in range(len(self.shape))]
-            found = self._boxes[tuple(coordinate)] = tuple((start, start + length) for start, length in blocks)
+            found = tuple(self.side(d, coordinate) for d in range(len(self.shape)))
+            self._boxes[tuple(coordinate)] = found
         return found
 
     @cached_property
-    def _boxes(self) -> dict[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    def _boxes(self) -> dict[tuple[int, ...], tuple[Side, ...]]:
         return {}
 
-    def aligned(self, dim: int, unit: int) -> bool:
-        """Whether every rank's block of `dim` begins at a multiple of `unit`."""
+    def aligned(self, dim: int, unit: Unit) -> bool:
+        """Whether every rank's block of `dim` begins at a multiple of `unit` (`spmd.comm.chunk.aligned`)."""
         ns = tuple(self.mesh.shape[a] for a in self.dims[dim])
-        return aligned(self.shape[dim], self.units[dim], ns, unit)
+        return chunk.aligned(self.shape[dim], self.units[dim], ns, unit)
 
     @cached_property
     def _local_shapes(self) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -159,7 +177,7 @@ class Spec:
         """The shape of the block of the rank at `coordinate`."""
         found = self._local_shapes.get(coordinate)
         if found is None:
-            found = tuple(self.block(d, coordinate)[1] if axes else self.shape[d] for d, axes in enumerate(self.dims))
+            found = tuple(self.length(d, coordinate) if axes else self.shape[d] for d, axes in enumerate(self.dims))
             self._local_shapes[tuple(coordinate)] = found
         return found
 
@@ -208,8 +226,12 @@ def _check_layout(mesh, dims, units, partial, shape) -> None:
     if twice:
         raise ValueError(f"axis {twice[0]} is used twice in one spec; it shards one dim, or is partial, or neither")
     for size, unit, axes in zip(shape, units, dims, strict=True):
-        if axes and size % unit:
-            raise ValueError(f"a dim of {size} does not divide into units of {unit}; the unit must divide the dim")
+        blocks, inner = split_unit(unit)
+        if axes and size % blocks:
+            raise ValueError(f"a dim of {size} does not divide into {blocks} blocks; the number must divide the dim")
+        if axes and not chunk.is_unit_of(size, unit):
+            of = f"a dim of {size}" if blocks == 1 else f"a block of {size // blocks}"
+            raise ValueError(f"{of} does not divide into units of {inner}; the unit must divide it")
 
 
 def commute(kinds: Iterable[str]) -> bool:
@@ -279,17 +301,25 @@ def spec_of(
     shape = tuple(shape)
     placements = check_placements(mesh, placements, len(shape))
     dims: list[tuple[int, ...]] = [()] * len(shape)
-    units = [1] * len(shape)
+    units: list[Unit] = [1] * len(shape)
     for axis, p in enumerate(placements):
         if isinstance(p, Shard):
-            if dims[p.dim] and units[p.dim] != p.unit:
-                raise ValueError(f"two axes shard dim {p.dim} in units of {units[p.dim]} and {p.unit}; give one unit")
+            if dims[p.dim]:
+                _check_cut_alike(p.dim, units[p.dim], p.units)
             dims[p.dim] += (axis,)
-            units[p.dim] = p.unit
+            units[p.dim] = p.units
     partial = [(a, p.reduce_op) for a, p in enumerate(placements) if isinstance(p, Partial)]
     for dim, axes in (order or {}).items():
         dims[dim] = _checked_order(mesh, dims, dim, axes)
     return Spec.of(mesh, shape, dtype, stride=stride, dims=dims, units=tuple(units), partial=partial)
+
+
+def _check_cut_alike(dim: int, one: Unit, other: Unit) -> None:
+    (blocks, unit), (more_blocks, more_units) = split_unit(one), split_unit(other)
+    if blocks != more_blocks:
+        raise ValueError(f"two axes shard dim {dim} in {blocks} and in {more_blocks} blocks; give one number of blocks")
+    if unit != more_units:
+        raise ValueError(f"two axes shard dim {dim} in units of {unit} and {more_units}; give one unit")
 
 
 def _checked_order(
@@ -325,7 +355,7 @@ def _check_placement(mesh, axis, p, ndim) -> Placement:
     if not -ndim <= p.dim < ndim:
         allowed = f"-{ndim} to {ndim - 1}" if ndim else "none: it has no dims"
         raise ValueError(f"{p} on {mesh.axis_name(axis)}: the tensor has {ndim} dims; allowed dims are {allowed}")
-    return Shard(p.dim % ndim, p.unit)
+    return p.at(p.dim % ndim)
 
 
 # ---- notation ---------------------------------------------------------------------------------
@@ -336,14 +366,16 @@ def _parts(spec: Spec) -> Iterator[str]:
     dims = []
     for size, axes, unit in zip(spec.shape, spec.dims, spec.units, strict=True):
         at = f"@{','.join(map(name, axes))}" if axes else ""
-        dims.append(f"{size}{at}{f'/{unit}' if unit > 1 else ''}")
+        blocks, inner = split_unit(unit)
+        blocks_of = f"{blocks}x{size // blocks}" if blocks > 1 else str(size)
+        dims.append(f"{blocks_of}{at}{f'/{inner}' if inner > 1 else ''}")
     yield f"{DTYPES.get(spec.dtype, str(spec.dtype).removeprefix('torch.'))}[{', '.join(dims)}]"
     for axis, kind in spec.partial:
         yield f" +{kind}@{name(axis)}"
 
 
 _SPEC = re.compile(r"(\w+)\[(.*)\]((?: \+\w+@\w+)*)")
-_DIM = re.compile(r"(\d+)(?:@([\w,]+))?(?:/(\d+))?(?:, |$)")
+_DIM = re.compile(r"(?:(\d+)x)?(\d+)(?:@([\w,]+))?(?:/(\d+))?(?:, |$)")
 
 
 def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
@@ -352,21 +384,24 @@ def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
     >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
     >>> parse_spec("f32[8@tp,dp, 16]", mesh).dims
     ((1, 0), ())
+    >>> parse_spec("f32[3x256@tp, 64]", mesh).placements
+    (Replicate(), Shard(0, blocks=3))
     """
     found = _SPEC.fullmatch(text.strip())
     kinds = {name: dtype for dtype, name in DTYPES.items()}
     if not found or found[1] not in kinds:
         raise ValueError(f"{text!r} is no spec; one reads like f32[8@dp, 16@tp] +sum@pp")
     entries = _DIM.findall(found[2])
-    dims = [tuple(mesh.axis(a) for a in axes.split(",") if a) for _, axes, _ in entries]
+    dims = [tuple(mesh.axis(a) for a in axes.split(",") if a) for _, _, axes, _ in entries]
     partial = [part.split("@") for part in found[3].replace("+", "").split()]
     bad = [kind for kind, _ in partial if kind not in REDUCE_OPS]
     if bad:
         raise ValueError(f"{text!r}: {bad[0]} is no reduce kind; use one of {', '.join(REDUCE_OPS)}")
     return Spec.of(
-        mesh, [int(size) for size, _, _ in entries], kinds[found[1]], dims=dims,
-        units=tuple(int(unit or 1) for _, _, unit in entries), partial=[(mesh.axis(a), kind) for kind, a in partial],
-    )  # fmt: skip
+        mesh, [int(blocks or 1) * int(size) for blocks, size, _, _ in entries], kinds[found[1]], dims=dims,
+        units=tuple(joined_unit(int(blocks or 1), int(unit or 1)) for blocks, _, _, unit in entries),
+        partial=[(mesh.axis(a), kind) for kind, a in partial],
+    )
 
 
 # ---- strides ----------------------------------------------------------------------------------

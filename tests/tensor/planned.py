@@ -15,6 +15,7 @@ import torch
 from spmd.comm import C10dTransport
 from spmd.mesh import DeviceMesh, as_rank
 from spmd.sim.collectives import Collective, call_error, mismatch, run_collective
+from spmd.tensor.redistribute.boxes import intervals
 from spmd.tensor.redistribute.plan import Plan, Step
 from spmd.tensor.spec import Spec
 
@@ -38,8 +39,8 @@ def specs(mesh: DeviceMesh, shape, partial: bool, dtype=torch.float64, ordered: 
 
 def block_of(x: torch.Tensor, spec: Spec, coordinate) -> torch.Tensor:
     """A rank's block of the global x. Of a sum, the rank with coordinate 0 has x minus the terms of the others."""
-    for dim in range(x.ndim):
-        x = x.narrow(dim, *spec.block(dim, coordinate))
+    for dim, side in enumerate(spec.box(coordinate)):
+        x = torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals(side)], dim)
     for axis, _ in spec.partial:
         n, i = spec.mesh.shape[axis], coordinate[axis]
         x = x * (2 - n) if i == 0 else x.clone()

@@ -356,7 +356,7 @@ LEAVE_PLAIN = {
     *(getattr(aten, f"{name}_").default for name in IN_PLACE),
     aten.multi_margin_loss.default, aten.multi_margin_loss_backward.default, aten.batch_norm_backward.default,
     aten.multilabel_margin_loss_forward.default, aten.multilabel_margin_loss_backward.default,
-    aten._embedding_bag_backward.default,
+    aten._embedding_bag_backward.default, aten.split.Tensor, aten.unsafe_split.Tensor,
 }  # fmt: skip
 """Ops whose decompositions are for tensors that are distributed, and that stay as they are for others."""
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from spmd.comm import transport
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.mesh.rank import rank_simulator
 from spmd.sim.local_int import values_of
@@ -71,7 +71,7 @@ def _thin_dims(spec: Spec) -> frozenset[int]:
     """The dims of which some rank has at most one index. There the strides of its block say nothing."""
     ranks = [tuple(spec.mesh.shape[a] for a in axes) for axes in spec.dims]
     dims = enumerate(zip(spec.shape, spec.units, ranks, strict=True))
-    return frozenset(d for d, (n, unit, ns) in dims if any(length < 2 for _, length in blocks(n, unit, ns)))
+    return frozenset(d for d, (n, unit, ns) in dims if min(lengths(n, unit, ns)) < 2)
 
 
 def agreed_spec(run_check: bool, mesh: DeviceMesh, make: Callable[[], Spec], local: torch.Tensor) -> Spec:

@@ -5,7 +5,8 @@
 
 torch takes any tensor for a shard that has the methods `__create_write_items__`, `__create_chunk_list__` and
 `__get_tensor_shard__`. The chunk of a rank is its box (`Spec.box`), whatever axes shard the tensor, in any order and
-any units. The files are those that torch's own DTensor writes and reads.
+any units; of packed dims a rank has a chunk for each interval. The files are those that torch's own DTensor writes and
+reads.
 
 An empty block is no chunk: torch names chunks by where they start, and an empty one may start where another does.
 """
@@ -22,11 +23,12 @@ from spmd import _torch
 from spmd.comm import wait
 from spmd.mesh.rank import rank_simulator
 from spmd.tensor.eager.view_copies import block, note_write
+from spmd.tensor.redistribute.boxes import narrowed, relative_to, shape_of, simple, volume
 from spmd.tensor.spec import Spec
 
 
 def write_items(name: str, x) -> list[Any]:
-    """What this rank has of x to be written: one item, or none. All ranks of the mesh must ask."""
+    """What this rank has of x to be written: an item for each chunk. All ranks of the mesh must ask."""
     from torch.distributed.checkpoint import planner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
@@ -45,7 +47,7 @@ def write_items(name: str, x) -> list[Any]:
 
 
 def chunk_list(x) -> list[Any]:
-    """The chunks of x that this rank reads from a checkpoint into its block: one, or none."""
+    """The chunks of x that this rank reads from a checkpoint into its block."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     spec = x._spec
@@ -61,15 +63,22 @@ def chunk_list(x) -> list[Any]:
 
 def memory_of_chunk(x, index) -> torch.Tensor:
     """This rank's block, to be written or to be read into. index: torch's name of the chunk."""
-    local, chunks = wait(x._local_tensor), _chunks(x._spec)
-    if not chunks or index.offset not in (None, chunks[0][0]):
-        raise ValueError(f"checkpoint: this rank has no chunk of {x._spec} at {index.offset}")
-    return local.detach() if local.numel() else local.new_empty(chunks[0][1])
+    local, spec = wait(x._local_tensor).detach(), x._spec
+    chunks = _chunks(spec)
+    found = [i for i, (start, _) in enumerate(chunks) if index.offset in (None, start)]
+    if not found or (index.offset is None and len(chunks) > 1):
+        raise ValueError(f"checkpoint: this rank has no chunk of {spec} at {index.offset}")
+    if len(chunks) == 1:
+        return local if local.numel() else local.new_empty(chunks[0][1])
+    box = spec.box(spec.mesh.get_coordinate())
+    part = list(simple(box))[found[0]]
+    return narrowed(local, relative_to(part, box), local.shape)
 
 
 def _chunks(spec: Spec) -> list[tuple[torch.Size, torch.Size]]:
-    """Where this rank's block starts, and its sizes; nothing where the block is empty or the rank is not in the mesh.
+    """Where each chunk of this rank's block starts, and its sizes.
 
+    There is none where the block is empty, or the rank is not in the mesh.
     A tensor without elements is one empty chunk on every rank, for a checkpoint has to know its shape.
     """
     if spec.partial:
@@ -87,9 +96,8 @@ def _chunks(spec: Spec) -> list[tuple[torch.Size, torch.Size]]:
         return []
     if not prod(spec.shape):
         return [(torch.Size([0] * spec.ndim), torch.Size(spec.shape))]
-    box = spec.box(coordinate)
-    sizes = torch.Size([stop - start for start, stop in box])
-    return [(torch.Size([start for start, _ in box]), sizes)] if prod(sizes) else []
+    every = [part for part in simple(spec.box(coordinate)) if volume(part)]
+    return [(torch.Size([start for start, _ in part]), torch.Size(shape_of(part))) for part in every]
 
 
 def _check_all_blocks_are_saved(name: str, spec: Spec) -> None:

@@ -86,7 +86,7 @@ def _reduced_over_terms(local: torch.Tensor, spec: Spec, dtensor: type):
     kind = spec.partial[0][1]  # one for all axes, because different kinds do not commute
     n = math.prod(spec.mesh.shape[axis] for axis, _ in spec.partial)
     placements = [
-        Shard(0) if p.is_partial() else Shard(p.dim + 1, p.unit) if p.is_shard() else p for p in spec.placements
+        Shard(0) if p.is_partial() else p.at(p.dim + 1) if p.is_shard() else p for p in spec.placements
     ]
     stacked = spec_of(spec.mesh, placements, (n, *spec.shape), spec.dtype)
     terms = FromLocal.apply(local.unsqueeze(0), stacked, dtensor)

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import Unit, lengths, unit_over, unit_times
 from spmd.tensor.call import Call
 from spmd.tensor.lower.price import FORBIDDEN, FREE, Price, leaves_all_to_one, matches, price
 from spmd.tensor.placement import Partial, Placement
+from spmd.tensor.places import Places
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows
@@ -35,6 +35,7 @@ class Lowering:
     plans: how each operand gets to its target, in the order of `Call.tensors`.
     outs: the specs of the results, None where the op returns no tensor.
     sizes: the name of the argument to replace by the local size of a result. sized: the position of that result.
+    places: the arguments to replace by what they are in a rank's block.
     gathered: the op runs on replicated tensors on every rank, because its rule has no other row, or because no other
         is cheaper; or one rank has all of a tensor that was shared by the ranks of an axis. So the ranks do the work of
         one; an operand that is gathered where they share the work, as a weight of data parallelism, does not count.
@@ -50,6 +51,7 @@ class Lowering:
     skips_empty: bool = False
     local: Callable | None = None
     sized: int = 0
+    places: Places | None = None
 
     @property
     def modelled_us(self) -> float:
@@ -91,7 +93,10 @@ def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowe
     gathered = len(rows(rule)) == 1 and any(not s.is_replicated and s.ndim for s in call.tensors)
     gathered |= not in_place and any(leaves_all_to_one(call, axis, row) for axis, row in enumerate(choice))
     skips_empty = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
-    return Lowering(plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized)
+    places = rule.places and Places(
+        rule.places.names, outs[0] if rule.places.of_result else ins[0], rule.places.dim
+    )
+    return Lowering(plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, places=places)
 
 
 def is_cheaper_by_rule(call: Call, plans: Sequence[Plan], outs: Sequence[Spec]) -> bool:
@@ -187,7 +192,7 @@ def _all_filled(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> boo
     axes, base = _sharding(call, rule, choice, factor)
     ns = tuple(call.mesh.shape[a] for a in axes)
     i, d, f = next((i, d, f) for i, dims in enumerate(rule.ins) for d, f in enumerate(dims) if f and f.name == factor)
-    return all(length for _, length in blocks(call.tensors[i].shape[d], f.unit * base, ns))
+    return all(lengths(call.tensors[i].shape[d], unit_times(base, f.units), ns))
 
 
 # ---- specs from the chosen rows ---------------------------------------------------------------
@@ -220,21 +225,22 @@ def _partial(placements: Sequence[Placement]) -> list[tuple[int, str]]:
     return [(a, p.reduce_op) for a, p in enumerate(placements) if isinstance(p, Partial)]
 
 
-def _layout(call: Call, rule: Rule, choice: Choice, dims) -> tuple[list[tuple[int, ...]], list[int]]:
+def _layout(call: Call, rule: Rule, choice: Choice, dims) -> tuple[list[tuple[int, ...]], list[Unit]]:
     """The axes and the unit of each dim: those of its factor."""
     shards = [_sharding(call, rule, choice, f.name) if f else ((), 1) for f in dims]
-    return [axes for axes, _ in shards], [f.unit * base if f else 1 for f, (_, base) in zip(dims, shards, strict=True)]
+    units = [unit_times(base, f.units) if f else 1 for f, (_, base) in zip(dims, shards, strict=True)]
+    return [axes for axes, _ in shards], units
 
 
-def _sharding(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> tuple[tuple[int, ...], int]:
-    """The ordered axes that shard a factor, and how many of its indices stay together.
+def _sharding(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> tuple[tuple[int, ...], Unit]:
+    """The ordered axes that shard a factor, and which of its indices stay together.
 
     The operand that is already sharded by most of these axes leads, of several the largest: its order and its unit are
     kept.
     """
     axes = {a for a, row in enumerate(choice) if row.factor == factor}
     leaders = [
-        (len(axes & set(spec.dims[d])), spec.nbytes, -i, spec, d, f.unit)
+        (len(axes & set(spec.dims[d])), spec.nbytes, -i, spec, d, f.units)
         for i, (spec, dims) in enumerate(zip(call.tensors, rule.ins, strict=True))
         for d, f in enumerate(dims)
         if f and f.name == factor and axes & set(spec.dims[d])
@@ -243,6 +249,5 @@ def _sharding(call: Call, rule: Rule, choice: Choice, factor: Hashable) -> tuple
         return tuple(sorted(axes)), 1
     *_, spec, d, tied = max(leaders, key=lambda leader: leader[:3])
     kept = tuple(a for a in spec.dims[d] if a in axes)
-    # Both units divide the blocks, so with their common multiple as unit the blocks stay as they are.
-    base = lcm(spec.units[d], tied) // tied if spec.aligned(d, tied) else 1
+    base = unit_over(spec.units[d], tied) if spec.aligned(d, tied) else 1
     return kept + tuple(sorted(axes - set(kept))), base

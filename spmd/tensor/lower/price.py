@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import Unit, split_unit
 from spmd.mesh import MeshTopoInfo, cost
 from spmd.tensor.call import Call, TensorMeta
 from spmd.tensor.placement import Placement, Shard
+from spmd.tensor.redistribute.all_ranks import common, interval_arrays
 from spmd.tensor.rules.rule import Row
 from spmd.tensor.spec import Spec
 
@@ -77,7 +78,7 @@ def matches(spec: Spec, axis: int, want: Placement) -> bool:
     have = spec.on(axis)
     if not (isinstance(have, Shard) and isinstance(want, Shard)):
         return have == want
-    return have.dim == want.dim and spec.aligned(have.dim, want.unit)
+    return have.dim == want.dim and spec.aligned(have.dim, want.units)
 
 
 # ---- made -------------------------------------------------------------------------------------
@@ -117,43 +118,45 @@ def _is_long(call: Call, spec: Spec) -> bool:
 def _is_alone(spec: Spec, axis: int) -> bool:
     """Whether the axis shards a dim of which the first rank has all, such as a dim of size 1."""
     have = spec.on(axis)
-    return isinstance(have, Shard) and fullest(spec.shape[have.dim], have.unit, spec.mesh.shape[axis]) == 1
+    return isinstance(have, Shard) and fullest(spec.shape[have.dim], have.units, spec.mesh.shape[axis]) == 1
 
 
 def _sent_us(spec: Spec, axis: int, want: Placement, nbytes: float, n: int) -> float:
     """Microseconds of the bytes that the fullest rank sends or receives, when an operand of `nbytes` is moved."""
     have, topology = spec.on(axis), spec.mesh.topology
-    after = fullest(spec.shape[want.dim], want.unit, n) if isinstance(want, Shard) else 1.0
+    after = fullest(spec.shape[want.dim], want.units, n) if isinstance(want, Shard) else 1.0
     if not isinstance(have, Shard):
         if want.is_shard():
             return _bytes_us(cost.reduce_scatter_cost, n * after * nbytes, axis, topology)
         return _bytes_us(cost.all_reduce_cost, nbytes, axis, topology)
-    before = fullest(spec.shape[have.dim], have.unit, n)
+    before = fullest(spec.shape[have.dim], have.units, n)
     if not isinstance(want, Shard):
         return _bytes_us(cost.all_gather_cost, n * before * nbytes, axis, topology)
     if want.dim == have.dim:
-        sent = _lacking(spec, axis, want.unit) * nbytes
+        sent = _lacking(spec, axis, want.units) * nbytes
     else:
         sent = max(after * (1 - before), before * (1 - after)) * nbytes
     return _bytes_us(cost.all_to_all_cost, sent * n / (n - 1), axis, topology)
 
 
-def fullest(size: int, unit: int, n: int) -> float:
+def fullest(size: int, unit: Unit, n: int) -> float:
     """The share of a dim that the fullest of n ranks has.
 
     >>> fullest(8, 1, 4), fullest(5, 1, 4), fullest(1, 1, 4), fullest(30, 5, 4)
     (0.25, 0.4, 1.0, 0.3333333333333333)
     """
-    units = size // unit if unit and size % unit == 0 else size
+    blocks, inner = split_unit(unit)
+    length = size // blocks
+    units = length // inner if inner and length % inner == 0 else length
     return -(-units // n) / units if units else 1.0
 
 
-def _lacking(spec: Spec, axis: int, unit: int) -> float:
+def _lacking(spec: Spec, axis: int, unit: Unit) -> float:
     """The share of a dim that the busiest rank lacks, when its blocks must begin at multiples of another unit."""
     have = spec.on(axis)
     size, n = spec.shape[have.dim], (spec.mesh.shape[axis],)
-    pairs = zip(blocks(size, have.unit, n), blocks(size, unit, n), strict=True)
-    return max([b - max(0, min(p + a, q + b) - max(p, q)) for (p, a), (q, b) in pairs]) / size
+    held, wanted = [interval_arrays(size, each, (0,), n) for each in (have.units, unit)]
+    return float((wanted.lengths() - common(held, wanted)).max()) / size
 
 
 # ---- owed -------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ def _owed_us(call: Call, choice: Sequence[Row], axis: int, j: int, placement: Pl
 def _work_us(call: Call, choice: Sequence[Row], axis: int, row: Row) -> float:
     """Microseconds that the busiest rank of the axis reads and writes, beyond its share of the operands as they are."""
     n = call.mesh.shape[axis]
-    before = min([fullest(x.shape[p.dim], p.unit, n) for x in call.tensors if isinstance(p := x.on(axis), Shard)])
+    before = min([fullest(x.shape[p.dim], p.units, n) for x in call.tensors if isinstance(p := x.on(axis), Shard)])
     if (excess := share(call, axis, row) - before) <= 0:
         return 0.0
     nbytes = sum([x.nbytes for x in call.tensors]) + sum([_nbytes(out) for out in call.outs if out is not None])
@@ -191,7 +194,7 @@ def share(call: Call, axis: int, row: Row) -> float:
     """
     n = call.mesh.shape[axis]
     tensors = [*zip(call.tensors, row.ins, strict=True), *zip(call.outs, row.outs, strict=True)]
-    return min([fullest(x.shape[p.dim], p.unit, n) for x, p in tensors if isinstance(p, Shard) and x], default=1.0)
+    return min([fullest(x.shape[p.dim], p.units, n) for x, p in tensors if isinstance(p, Shard) and x], default=1.0)
 
 
 def leaves_all_to_one(call: Call, axis: int, row: Row) -> bool:
@@ -201,7 +204,7 @@ def leaves_all_to_one(call: Call, axis: int, row: Row) -> bool:
     """
     largest, topology = max(call.tensors, key=lambda x: x.nbytes), call.mesh.topology
     have = largest.on(axis)
-    if not isinstance(have, Shard) or fullest(largest.shape[have.dim], have.unit, call.mesh.shape[axis]) == 1:
+    if not isinstance(have, Shard) or fullest(largest.shape[have.dim], have.units, call.mesh.shape[axis]) == 1:
         return False
     counts = _bytes_us(cost.all_gather_cost, largest.nbytes, axis, topology) > latency_us(axis, topology)
     return counts and share(call, axis, row) == 1

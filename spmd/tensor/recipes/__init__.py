@@ -8,9 +8,15 @@ A recipe replaces the lowering by a rule where the specs of the operands call fo
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from spmd._torch import pytree
+from spmd.comm.chunk import Packed
 from spmd.tensor.call import Call
 from spmd.tensor.recipes import blocks, convolutions, ctc, distances, matrices, pooling, scatters, vocabulary
 from spmd.tensor.recipes.recipe import Recipe
+from spmd.tensor.spec import Spec
 
 RECIPES = {}
 for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling):
@@ -18,6 +24,28 @@ for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolu
 
 
 def recipe_for(call: Call) -> Recipe | None:
-    """The recipe for a call, if its op has one that fits the specs of the operands; else None."""
+    """The recipe for a call, if its op has one that fits the specs of the operands; else None.
+
+    A rank looks for one place where its block begins, so packed dims become shards of one interval first.
+    """
     make_recipe = RECIPES.get(call.op)
-    return None if make_recipe is None else make_recipe(call)
+    if make_recipe is None or not any(x.is_packed for x in call.tensors):
+        return make_recipe and make_recipe(call)
+    unpacked = _with_specs(call, _in_one_block)
+    recipe = make_recipe(unpacked)
+    if recipe is None or recipe.indexed is None:
+        return recipe
+    tables = {x for x, other in zip(call.tensors, unpacked.tensors, strict=True) if other is recipe.table}
+    return make_recipe(_with_specs(call, lambda x: _in_one_block(x, recipe.indexed) if x in tables else x))
+
+
+def _with_specs(call: Call, spec_of: Callable[[Spec], Spec]) -> Call:
+    """The call with operands of other layouts."""
+    args, kwargs = pytree.tree_map_only(Spec, spec_of, (call.args, call.kwargs))
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def _in_one_block(spec: Spec, dims: Sequence[int] | None = None) -> Spec:
+    """The spec with some dims, or all, sharded by the same axes and not packed."""
+    units = [1 if isinstance(u, Packed) and (dims is None or d in dims) else u for d, u in enumerate(spec.units)]
+    return spec.moved_to(spec.dims, units, spec.partial)

@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import Packed, Unit
+from spmd.comm.chunk import lengths as lengths_of
 from spmd.tensor.call import Call
 from spmd.tensor.recipes.recipe import Coordinate, Recipe
 from spmd.tensor.rules.block_ops import aten, filled_up, from_blocks, to_blocks
 from spmd.tensor.spec import Spec
 
 
-def _lengths(size: int, unit: int, axes: tuple[int, ...], mesh: Any) -> list[int]:
-    return [length for _, length in blocks(size, unit, tuple(mesh.shape[a] for a in axes))]
+def _lengths(size: int, unit: Unit, axes: tuple[int, ...], mesh: Any) -> list[int]:
+    return lengths_of(size, unit, tuple(mesh.shape[a] for a in axes))
 
 
 def blocks_made(call: Call) -> Recipe | None:
     x, dim, lengths, (out,) = call["x"], call["dim"], call["lengths"], call.outs
-    if x.partial or _lengths(x.shape[dim], x.units[dim], x.dims[dim], x.mesh) != list(lengths):
+    one_block = not isinstance(x.units[dim], Packed)
+    if x.partial or not one_block or _lengths(x.shape[dim], x.units[dim], x.dims[dim], x.mesh) != list(lengths):
         return None
     dims, units = (*x.dims[: dim + 1], (), *x.dims[dim + 1 :]), (*x.units[:dim], 1, 1, *x.units[dim + 1 :])
     out_spec = Spec.of(x.mesh, out.shape, out.dtype, stride=out.stride, dims=dims, units=units)
@@ -31,7 +33,7 @@ def blocks_made(call: Call) -> Recipe | None:
 
 def local_blocks_made(recipe: Recipe, at: Coordinate, x) -> tuple:
     dim, longest, fill = recipe.statics
-    _, length = recipe.table.block(dim, at)
+    length = recipe.table.length(dim, at)
     return (aten.unsqueeze.default(filled_up(x, recipe.table.ndim, dim, longest - length, fill), dim),)
 
 
@@ -41,7 +43,8 @@ def blocks_joined(call: Call) -> Recipe | None:
     size, axes = out.shape[dim], x.dims[dim]
     ranks = [x.mesh.shape[a] for a in axes]
     unit = next((u for u in (1, *divisors(size)) if _lengths(size, u, axes, x.mesh) == list(lengths)), None)
-    if x.partial or not ranks or len(lengths) != x.shape[dim] or x.dims[dim + 1] or unit is None:
+    apart = x.units[dim] == 1 and len(lengths) == x.shape[dim]  # each rank has one of the blocks
+    if x.partial or not ranks or not apart or x.dims[dim + 1] or unit is None:
         return None
     dims, units = (*x.dims[: dim + 1], *x.dims[dim + 2 :]), (*x.units[:dim], unit, *x.units[dim + 2 :])
     out_spec = Spec.of(x.mesh, out.shape, out.dtype, stride=out.stride, dims=dims, units=units)
@@ -59,7 +62,7 @@ def divisors(n: int) -> list[int]:
 
 def local_blocks_joined(recipe: Recipe, at: Coordinate, x) -> tuple:
     (dim,) = recipe.statics
-    _, length = recipe.outs[0].block(dim, at)
+    length = recipe.outs[0].length(dim, at)
     return (aten.slice_copy.Tensor(aten.select.int(x, dim, 0), dim, 0, length),)
 
 

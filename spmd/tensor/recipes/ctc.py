@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from spmd.comm.chunk import Unit
 from spmd.tensor.call import Call
 from spmd.tensor.recipes.recipe import Coordinate, Recipe
 from spmd.tensor.spec import Spec
@@ -21,20 +22,20 @@ from spmd.tensor.spec import Spec
 aten = torch.ops.aten
 
 
-def _over_batch(x: Spec) -> tuple[tuple[int, ...], int]:
+def _over_batch(x: Spec) -> tuple[tuple[int, ...], Unit]:
     """The axes that shard the batch of the scores, and its unit. The axes that shard another dim are added."""
     more = x.dims[0] + x.dims[2]
     return x.dims[1] + more, 1 if more else x.units[1]
 
 
-def _batched(x: Spec, axes: tuple[int, ...], unit: int, dim: int = 0) -> Spec:
+def _batched(x: Spec, axes: tuple[int, ...], unit: Unit, dim: int = 0) -> Spec:
     """The spec with the batch, at this dim, sharded by these axes."""
     return x.moved_to(
         tuple(axes if d == dim else () for d in range(x.ndim)), tuple(unit if d == dim else 1 for d in range(x.ndim))
     )
 
 
-def _operands(call: Call, axes: tuple[int, ...], unit: int) -> tuple[Spec, Spec]:
+def _operands(call: Call, axes: tuple[int, ...], unit: Unit) -> tuple[Spec, Spec]:
     """The scores and the targets."""
     targets = call["targets"]
     of_targets = _batched(targets, axes, unit) if targets.ndim > 1 else targets.moved_to(((),))

@@ -44,6 +44,7 @@ from spmd.mesh.rank import per_rank, rank_simulator
 from spmd.tensor.call import base_name
 from spmd.tensor.recipes import stream
 from spmd.tensor.recipes.random_words import WordFormula, word_formula
+from spmd.tensor.redistribute.boxes import Box, relative_to, simple
 from spmd.tensor.rules.random_ops import RANDOM_FILLS
 from spmd.tensor.spec import Spec
 
@@ -230,8 +231,18 @@ def _few_bands(spec: Spec, at: tuple[int, ...], least: int, most: int) -> tuple[
 
 
 def _bands_of_block(spec: Spec, at: tuple[int, ...], least: int, most: int) -> Iterator[Band]:
-    blocks = [spec.block(d, at) for d in range(spec.ndim)]
-    return bands(spec.shape, tile_of(spec.shape, least, most), blocks, 2 * most)
+    """The bands of a block; of one of packed dims those of each of its parts, one after the other."""
+    box, tile = spec.box(at), tile_of(spec.shape, least, most)
+    for part in simple(box):
+        found = bands(spec.shape, tile, [(start, stop - start) for start, stop in part], 2 * most)
+        yield from found if not spec.is_packed else (_moved(band, relative_to(part, box)) for band in found)
+
+
+def _moved(band: Band, part: Box) -> Band:
+    """A band of a part of a block, as a band of the block."""
+    inside = band.inside or tuple(slice(0, stop - start) for start, stop in part)
+    moved = zip(inside, part, strict=True)
+    return band._replace(inside=tuple(slice(start + each.start, start + each.stop) for each, (start, _) in moved))
 
 
 def bands(

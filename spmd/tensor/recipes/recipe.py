@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from spmd.mesh import per_rank
+from spmd.tensor.redistribute.halo import HaloPlan
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.spec import Spec
 
@@ -30,7 +31,8 @@ class Recipe:
     local: a function of the recipe, the coordinate of the rank and the blocks, in the order of the operands. table:
     the spec of the operand that is indexed, or of the only operand. statics: the arguments that are not tensors and
     that the local function needs. halos: the plans of the operands that get rows around their blocks as well
-    (`redistribute.halo`), None for the others; empty if there are none.
+    (`redistribute.halo`), None for the others; empty if there are none. indexed: the dims of the table along which a
+    rank has to know where its block is; None if that is so of all dims of all operands.
     """
 
     ins: tuple[Spec, ...]
@@ -38,7 +40,8 @@ class Recipe:
     local: Callable
     table: Spec
     statics: tuple
-    halos: tuple[Plan | None, ...] = ()
+    halos: tuple[HaloPlan | None, ...] = ()
+    indexed: tuple[int, ...] | None = None
 
     @property
     def __name__(self) -> str:
@@ -48,7 +51,7 @@ class Recipe:
         """The plans that take operands from these specs to the specs that the recipe needs."""
         halos = self.halos or (None,) * len(self.ins)
         every = zip(specs, self.ins, halos, strict=True)
-        return tuple(plan(spec, target) if halo is None else halo for spec, target, halo in every)
+        return tuple(plan(spec, target) if halo is None else halo.starting_at(spec) for spec, target, halo in every)
 
     @property
     def given(self) -> tuple[Spec, ...]:

@@ -42,7 +42,8 @@ def scatter(call: Call) -> Recipe | None:
     units = tuple(1 if d == along else unit for d, unit in enumerate(x.units))
     ins = (x, *(t.moved_to(dims, units) for t in given))
     out_spec = x.with_tensor(x.shape, stride=contiguous(x.shape))
-    return Recipe(ins, (out_spec,), local_scatter, x, (call.op, along, call["value"], tuple(options.items())))
+    statics = call.op, along, call["value"], tuple(options.items())
+    return Recipe(ins, (out_spec,), local_scatter, x, statics, indexed=(along,))
 
 
 def local_scatter(recipe: Recipe, at: Coordinate, x, index, *src) -> tuple:

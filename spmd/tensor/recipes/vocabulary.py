@@ -50,7 +50,7 @@ def local_indices(indices, spec: Spec, dim: int, at: Coordinate) -> tuple:
 
 
 def _block_length(spec: Spec, dim: int, at: Coordinate) -> int:
-    return spec.block(dim, at)[1]
+    return spec.length(dim, at)
 
 
 # ---- embedding --------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def embedding(call: Call) -> Recipe | None:
         table.mesh, (*tokens.shape, table.shape[1]), table.dtype, dims=(*tokens.dims, table.dims[1]),
         units=(*tokens.units, table.units[1]), partial=owed_sums(table.dims[0]),
     )  # fmt: skip
-    return Recipe((table, tokens), (out,), local_embedding, table, ())
+    return Recipe((table, tokens), (out,), local_embedding, table, (), indexed=(0,))
 
 
 def local_embedding(recipe: Recipe, at: Coordinate, table, tokens) -> tuple:
@@ -93,7 +93,7 @@ def gather(call: Call) -> Recipe | None:
     dims = tuple(free_axes if d == along else x.dims[d] for d in range(x.ndim))
     units = tuple((index if d == along else x).units[d] for d in range(x.ndim))
     out = Spec.of(x.mesh, index.shape, x.dtype, dims=dims, units=units, partial=owed_sums(x.dims[along]))
-    return Recipe((x, index.moved_to(dims, units)), (out,), local_gather, x, (along,))
+    return Recipe((x, index.moved_to(dims, units)), (out,), local_gather, x, (along,), indexed=(along,))
 
 
 def local_gather(recipe: Recipe, at: Coordinate, x, index) -> tuple:
@@ -121,7 +121,8 @@ def nll_loss(call: Call) -> Recipe | None:
     else:
         each = Spec.of(x.mesh, target.shape, x.dtype, dims=(rows,), units=x.units[:1], partial=owed_sums(classes))
         outs = (each, one)
-    return Recipe((x, target, *weights), outs, local_nll_loss, x, (call["reduction"], call["ignore_index"]))
+    statics = call["reduction"], call["ignore_index"]
+    return Recipe((x, target, *weights), outs, local_nll_loss, x, statics, indexed=(1,))
 
 
 def nll_loss_backward(call: Call) -> Recipe | None:
@@ -133,7 +134,8 @@ def nll_loss_backward(call: Call) -> Recipe | None:
     weights = () if weight is None else (weight.moved_to((x.dims[1],), x.units[1:]),)
     ins = (grad, x, target.moved_to((rows,), x.units[:1]), *weights, _replicated(call["total_weight"]))
     out = x.with_tensor(x.shape)
-    return Recipe(ins, (out,), local_nll_loss_backward, x, (call["reduction"], call["ignore_index"]))
+    statics = call["reduction"], call["ignore_index"]
+    return Recipe(ins, (out,), local_nll_loss_backward, x, statics, indexed=(1,))
 
 
 def _has_sharded_classes(x: Spec) -> bool:

@@ -18,8 +18,8 @@ from math import prod
 
 import numpy as np
 
-from spmd.tensor.redistribute.all_ranks import Sides, overlaps, sides, volumes
-from spmd.tensor.redistribute.boxes import Box, overlap, volume
+from spmd.tensor.redistribute.all_ranks import RankSides, Sides, overlaps, sides, volumes
+from spmd.tensor.redistribute.boxes import Box, overlap, simple, volume
 from spmd.tensor.spec import Spec
 
 
@@ -56,18 +56,27 @@ def _bound_to_partial(src: Spec, dst: Spec, made: set[int]) -> int:
     for c in src.mesh.coordinates():
         others = itertools.product(*(range(n) if a in made else (c[a],) for a, n in enumerate(src.mesh.shape)))
         want = dst.box(c)
-        held: set[Box] = {overlap(want, src.box(o)) for o in others}
+        held: set[Box] = {part for o in others for part in simple(overlap(want, src.box(o)))}
         lacks = max(lacks, (volume(want) - _union_volume(held)) // prod(src.mesh.shape[a] for a in made))
     return lacks * src.dtype.itemsize
 
 
 def _held_by_one(have: Sides, want: Sides, first: tuple[slice, ...]) -> int:
     """How many elements are wanted by a rank that holds a term of them already, of the ranks that `first` chooses."""
-    edges = [(np.maximum(p, r), np.minimum(q, s)) for (p, q), (r, s) in zip(have, want, strict=True)]
-    flat = [np.ravel(x) for x in np.broadcast_arrays(*[x[first] for side in edges for x in side])]
-    every = np.unique(np.stack(flat, 1), axis=0).tolist() if flat else [[]]
-    pairs = [tuple((lo, max(lo, hi)) for lo, hi in zip(row[::2], row[1::2], strict=True)) for row in every]
-    return _union_volume(set(pairs))
+    found: set[Box] = set()
+    for edges in itertools.product(*[_shared_intervals(*each) for each in zip(have, want, strict=True)]):
+        flat = [np.ravel(x) for x in np.broadcast_arrays(*[x[first] for interval in edges for x in interval])]
+        every = np.unique(np.stack(flat, 1), axis=0).tolist() if flat else [[]]
+        pairs = [zip(row[::2], row[1::2], strict=True) for row in every]
+        found |= {tuple((lo, max(lo, hi)) for lo, hi in row) for row in pairs}
+    return _union_volume(found)
+
+
+def _shared_intervals(a: RankSides, b: RankSides) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What each interval of a side shares with each of another; of sides of one period those that can meet."""
+    each = itertools.product(range(a.count), range(b.count))
+    meet = [(i * a.period, j * b.period) for i, j in each if a.count != b.count or i == j]
+    return [(np.maximum(a.start + p, b.start + q), np.minimum(a.stop + p, b.stop + q)) for p, q in meet]
 
 
 def _union_volume(boxes: set[Box]) -> int:

@@ -61,7 +61,7 @@ class AllGather(Move):
         return Copied(0, volume(whole), times)
 
     def peak(self, before, after):
-        return before.local_nbytes + after.local_nbytes * (1 if in_rows(self.axes, before.dims) else 2)
+        return before.local_nbytes + after.local_nbytes * (1 if in_rows(self.axes, before.dims, before.units) else 2)
 
     def received(self, before, after):
         biggest = most_in_group(volumes(sides(before)), self.axes)
@@ -232,7 +232,7 @@ class ReduceScatter(_Reduction):
         return Copied(row * len(pieces) * (1 if padded else copies_to_cut(pieces, shape_of(have[0]))))
 
     def peak(self, before, after):
-        packed = 0 if in_rows(self.axes, after.dims) else self.nbytes(before, after)
+        packed = 0 if in_rows(self.axes, after.dims, after.units) else self.nbytes(before, after)
         return before.local_nbytes + packed + after.local_nbytes
 
     def nbytes(self, before, after):

@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmd.tensor.redistribute.all_ranks import RankSides, common
 from spmd.tensor.redistribute.graph import SLICE, Graph, Scatters, divides, sides_of
 from spmd.tensor.redistribute.states import Space
 
-Sides = Sequence[tuple[np.ndarray, np.ndarray]]  # for each dim, where blocks start and stop, by state and rank
+Sides = Sequence[RankSides]  # for each dim, where blocks start and stop, by state and rank
 
 
 def copies_of(graph: Graph, space: Space) -> Copies:
@@ -53,10 +54,10 @@ def _blocks(graph: Graph, space: Space) -> Blocks:
     # A rank that is not the first along an axis that stays is in no group of the first rank.
     groups = [*cutting.movable, *[(a,) for a in ranks if a not in moving]]
     where = np.array([sum([places[a] for a in axes]) for axes in groups])
-    boxes = [(starts[i], stops[i]) for (starts, stops), i in zip(sides, at)]
+    boxes = [side.rows(i) for side, i in zip(sides, at)]
     if not boxes:  # a tensor without dims has one element, on every rank
         shape = len(graph.chosen), where.shape[1]
-        boxes = [(np.zeros(shape, int), np.ones(shape, int))]
+        boxes = [RankSides(np.zeros(shape, int), np.ones(shape, int), 1, 1)]
     return Blocks(boxes, where, space.starts_with_dim_0)
 
 
@@ -97,20 +98,20 @@ class Blocks:
         self.sides, self.starts_with_dim_0 = sides, starts_with_dim_0
         # As bits, the axes along which a rank is not the first.
         self.away = sum([(place > 0).astype(int) << i for i, place in enumerate(where)])
-        self.first = np.prod([stops[:, 0] - starts[:, 0] for starts, stops in sides], axis=0)
+        self.first = np.prod([side.lengths()[:, 0] for side in sides], axis=0)
 
     def pieces(self, box: np.ndarray, group: np.ndarray, axes: np.ndarray) -> Pieces:
         """The pieces of the first rank's box, in one state, and the boxes of its group along these axes, in another."""
         inside = (self.away & ~axes[:, None]) == 0
         sizes = overlaps = np.ones(1, int)
         whole, offsets = [], []
-        for starts, stops in self.sides:
-            (a, b), (c, d) = (starts[box, :1], stops[box, :1]), (starts[group], stops[group])
-            start = np.maximum(a, c)
-            length = np.maximum(np.minimum(b, d) - start, 0)
-            sizes, overlaps = sizes * (d - c), overlaps * length
-            whole.append(length == b - a)
-            offsets.append((start - a, length, b - a))
+        for side in self.sides:
+            mine, theirs = side.rows(box), side.rows(group)
+            mine = mine._replace(start=mine.start[:, :1], stop=mine.stop[:, :1])
+            length = common(mine, theirs)
+            sizes, overlaps = sizes * theirs.lengths(), overlaps * length
+            whole.append(length == mine.lengths())
+            offsets.append((_place(mine, theirs, length), length, mine.lengths()))
         filled = inside & (overlaps > 0)
         apart = np.array([(filled & ~each).any(1) for each in whole])
         alike = ((sizes == sizes[:, :1]) | ~inside).all(1)
@@ -123,6 +124,29 @@ class Blocks:
         lengths = np.where(filled, length, 0)
         before = lengths.cumsum(1) - lengths
         return ((before == start) | ~filled).all(1) & (lengths.sum(1) == whole[:, 0]) & ~apart[1:].any(0)
+
+
+def _place(mine: RankSides, theirs: RankSides, length: np.ndarray) -> np.ndarray:
+    """Where in the box of the first rank its pieces start; -1 where a piece is not in one place."""
+    if isinstance(mine.count, int) and isinstance(theirs.count, int) and mine.count == theirs.count == 1:
+        return np.maximum(mine.start, theirs.start) - mine.start
+    end = mine.stop + (mine.count - 1) * mine.period
+    start = mine.below(np.maximum(mine.start, theirs.at_or_after(mine.start)))
+    stop = mine.below(np.minimum(end, theirs.at_or_before(end)))
+    several = (np.minimum(mine.count, theirs.count) > 1) & (mine.count != theirs.count)
+    if several.any():
+        start, stop = [np.where(several, *each) for each in zip(_ends(mine, theirs), (start, stop))]
+    return np.where(stop - start == length, start, -1)
+
+
+def _ends(mine: RankSides, theirs: RankSides) -> tuple[np.ndarray, np.ndarray]:
+    """Where in the box of the first rank the first interval of each piece starts, and where the last one stops."""
+    start = stop = np.zeros(1, int)
+    for k in reversed(range(int(np.max(theirs.count)))):
+        a, b = [mine.below(edge + k * theirs.period) for edge in (theirs.start, theirs.stop)]
+        filled = (a < b) & (k < theirs.count)
+        start, stop = np.where(filled, a, start), np.where(filled, np.maximum(b, stop), stop)
+    return start, stop
 
 
 class Copies:

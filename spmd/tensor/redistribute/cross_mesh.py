@@ -18,7 +18,7 @@ from math import inf, prod
 
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh, current_rank
-from spmd.tensor.redistribute.boxes import Box, cut, joined, overlap, relative_to, volume
+from spmd.tensor.redistribute.boxes import Box, cut, joined, overlap, relative_to, shape_of, volume
 from spmd.tensor.redistribute.collective_moves import from_wire, to_wire, wire_items
 from spmd.tensor.redistribute.plan import Step, after_reduction, plan
 from spmd.tensor.spec import Spec
@@ -68,7 +68,7 @@ class CrossMeshExchange:
         items = wire_items(self.src.dtype)
         sizes = [[items * volume(box) if box is not None else 0 for box in boxes] for boxes in (received, sent)]
         boxes = [relative_to(box, mine) for box in sent if box is not None]
-        shape = () if mine is None else [stop - start for start, stop in mine]
+        shape = () if mine is None else shape_of(mine)
         flat = x.new_empty(0) if mine is None else cut(x, shape, boxes)
         return by.all_to_all_single(to_wire(flat, self.src.dtype), *sizes, by.group(self._all, 0))
 
@@ -82,7 +82,7 @@ class CrossMeshExchange:
         if want is None:
             return y
         received = [self._box_sent(rank, me) for rank in self._ranks]
-        shape = [stop - start for start, stop in want]
+        shape = shape_of(want)
         return joined(y, [relative_to(box, want) for box in received if box is not None], shape)
 
     @property

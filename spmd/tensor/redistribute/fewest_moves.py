@@ -76,7 +76,7 @@ class _FewestMoves(Search):
         edges = []
         for now, then in pairwise(remaining):
             every = [
-                ((edge.sent, edge.peak, edge.to.dims[::-1], edge.to.units, edge.move.kind), edge, to, rest)
+                ((edge.sent, edge.peak, *edge.to.written(), edge.move.kind), edge, to, rest)
                 for rest in (pending ^ axes for axes in subsets(pending))
                 for to in np.nonzero(then[rest] <= now[pending, at])[0].tolist()
                 for edge in self._between(at, pending, to, rest)

@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from spmd.comm.chunk import split_unit
+from spmd.tensor.redistribute.all_ranks import RankSides, common
 from spmd.tensor.redistribute.states import Cut, Cutting, Space, State, nonempty_blocks
 
 Orders = tuple[tuple[int, ...], ...]
@@ -150,23 +152,21 @@ class UnevenSizes:
         sides = [sides_of(size, each, ns, where) for size, each in zip(cutting.sizes, cuts)]
         kinds = _kinds_of_ranks(sides, places.shape[1])
         self.layouts, self.work = layouts, len(kinds)
-        self.sides = [(starts[:, kinds], stops[:, kinds]) for starts, stops in sides]
+        self.sides = [side._replace(start=side.start[:, kinds], stop=side.stop[:, kinds]) for side in sides]
         self.blocks = [_numbered(size, each, ns) for size, each in zip(cutting.sizes, cuts)]
 
     def largest(self, s: np.ndarray) -> np.ndarray:
         """The size of the largest block, which is that of the first rank, in these states."""
-        dims = zip(self.sides, self.layouts.at.T)
-        return _product([(stops[:, 0] - starts[:, 0])[at[s]] for (starts, stops), at in dims])
+        return _product([side.lengths()[:, 0][at[s]] for side, at in zip(self.sides, self.layouts.at.T)])
 
     def lacks(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """What the busiest rank has to receive to come from its block in s to its block in t."""
-        want = common = np.ones(1, int)
-        for sides, at in zip(self.sides, self.layouts.at.T):
+        want = held = np.ones(1, int)
+        for side, at in zip(self.sides, self.layouts.at.T):
             (v, each_s), (w, each_t) = _unique(at[s]), _unique(at[t])
-            (a, b), (c, d) = [side[v, None] for side in sides], [side[w] for side in sides]
-            both = np.maximum(np.minimum(b, d) - np.maximum(a, c), 0)
-            common, want = common * both[each_s, each_t], want * (d - c)[each_t]
-        return (want - common).max(-1)
+            wanted = side.rows(w)
+            held, want = held * common(side.rows((v, None)), wanted)[each_s, each_t], want * wanted.lengths()[each_t]
+        return (want - held).max(-1)
 
     def same(self, s: np.ndarray, t: np.ndarray) -> np.ndarray:
         """Whether the blocks are the same, perhaps on other ranks."""
@@ -179,29 +179,34 @@ def _unique(layouts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found, which.reshape(layouts.shape)
 
 
-def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> tuple:
-    """Where the block of every rank starts and where it stops: two arrays with a row for each cut."""
+def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[int, np.ndarray]) -> RankSides:
+    """Where the block of every rank starts and where it stops: arrays with a row for each cut."""
     starts, stops = [], []
     whole = np.zeros_like(next(iter(places.values())))
     for axes, unit in cuts:
-        start, length = whole, whole + size // unit
+        packed, inner = split_unit(unit)
+        start, length = whole, whole + size // packed // inner
         for a in axes:
             step = -(-length // ns[a])
             offset = np.minimum(step * places[a], length)
             start, length = start + offset, np.minimum(step, length - offset)
-        starts.append(start * unit)
-        stops.append((start + length) * unit)
-    return np.array(starts), np.array(stops)
+        starts.append(start * inner)
+        stops.append((start + length) * inner)
+    counts = np.array([split_unit(unit)[0] for _, unit in cuts])
+    if (counts == 1).all():
+        return RankSides(np.array(starts), np.array(stops), 1, max(size, 1))
+    shape = (-1,) + (1,) * whole.ndim
+    periods = np.maximum(size // counts, 1)
+    return RankSides(np.array(starts), np.array(stops), counts.reshape(shape), periods.reshape(shape))
 
 
-def _kinds_of_ranks(sides: Sequence[tuple[np.ndarray, np.ndarray]], n: int) -> np.ndarray:
+def _kinds_of_ranks(sides: Sequence[RankSides], n: int) -> np.ndarray:
     """The first rank of each kind, rank 0 first. Ranks are of one kind if their blocks have the same lengths, and the
     same parts in common, in all cuts of a dim: then they lack the same."""
     kind = np.zeros(n, int)
-    for starts, stops in sides:
-        for i in range(len(starts)):
-            common = np.maximum(np.minimum(stops[i], stops[i:]) - np.maximum(starts[i], starts[i:]), 0)
-            for lengths in common:
+    for side in sides:
+        for i in range(len(side.start)):
+            for lengths in common(side.rows(i), side.rows(slice(i, None))):
                 _, lengths = np.unique(lengths, return_inverse=True)
                 _, kind = np.unique(kind * n + lengths, return_inverse=True)
     return np.sort(np.unique(kind, return_index=True)[1])

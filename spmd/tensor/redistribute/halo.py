@@ -207,6 +207,13 @@ class HaloPlan(Plan):
         """The last steps: halos and margins."""
         return self.steps[len(self.moved.steps) :]
 
+    def starting_at(self, src: Spec) -> HaloPlan:
+        """The same for a tensor that has another layout at first."""
+        if src is self.src:
+            return self
+        moved = plan(src, self.moved.dst)
+        return HaloPlan(src, self.dst, (*moved.steps, *self.halos), moved)
+
     @cached_property
     def lower_bound_bytes(self) -> int:
         return self.moved.lower_bound_bytes

@@ -42,8 +42,9 @@ import numpy as np
 import torch
 
 from spmd.comm import Transport
+from spmd.comm.chunk import Packed, Side, Unit
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
-from spmd.tensor.redistribute.boxes import Box, narrowed, overlap, relative_to, volume
+from spmd.tensor.redistribute.boxes import Box, cut_one, intervals, overlap, relative_to, volume
 from spmd.tensor.spec import Spec
 
 Coordinate = tuple[int, ...]
@@ -165,9 +166,9 @@ def coordinates(mesh: DeviceMesh, axes: tuple[int, ...], coordinate: Coordinate)
     return tuple(itertools.product(*(range(n) if a in axes else (coordinate[a],) for a, n in enumerate(mesh.shape))))
 
 
-def in_rows(axes: tuple[int, ...], dims: Sequence[tuple[int, ...]]) -> bool:
+def in_rows(axes: tuple[int, ...], dims: Sequence[tuple[int, ...]], units: Sequence[Unit]) -> bool:
     """Whether the blocks of a group along the axes are consecutive rows, in the order in which they arrive."""
-    return tuple(a for a in dims[0] if a in axes) == axes
+    return not isinstance(units[0], Packed) and tuple(a for a in dims[0] if a in axes) == axes
 
 
 def group_size(axes: Sequence[int], spec: Spec) -> int:
@@ -202,7 +203,7 @@ class Slice(Move):
             return x.new_zeros(ctx.shape_after())
         have = ctx.before.box(ctx.coordinate)
         want = relative_to(overlap(have, ctx.after.box(ctx.coordinate)), have)
-        return narrowed(x, want, ctx.shape_before()).clone(memory_format=torch.contiguous_format)
+        return cut_one(x, ctx.shape_before(), want)
 
     def _details(self, before, after):
         return [dims_text(self.axes, after)]
@@ -245,9 +246,8 @@ class ToPartial(Move):
             return x.clone(memory_format=torch.contiguous_format)
         mine = relative_to(ctx.before.box(ctx.coordinate), ctx.after.box(ctx.coordinate))
         shape = list(ctx.shape_before())
-        for dim, ((start, stop), size) in enumerate(zip(mine, ctx.shape_after(), strict=True)):
-            sides = [(*shape[:dim], n, *shape[dim + 1 :]) for n in (start, size - stop)]
-            x = torch.cat([x.new_full(sides[0], identity), x, x.new_full(sides[1], identity)], dim)
+        for dim, (side, size) in enumerate(zip(mine, ctx.shape_after(), strict=True)):
+            x = _spread(x, shape, dim, side, size, identity)
             shape[dim] = size
         return x
 
@@ -259,6 +259,15 @@ class ToPartial(Move):
 
     def _details(self, before, after):
         return [repr(self.reduce_op)]
+
+
+def _spread(x, shape: list[int], dim: int, side: Side, size: int, fill: float | int | bool):
+    """The tensor x, of this shape, at these indices of a dim of `size`, and `fill` in all other places."""
+    pieces, at, edge = [], 0, 0
+    for start, stop in intervals(side):
+        pieces += [x.new_full((*shape[:dim], start - edge, *shape[dim + 1 :]), fill), x.narrow(dim, at, stop - start)]
+        at, edge = at + stop - start, stop
+    return torch.cat([*pieces, x.new_full((*shape[:dim], size - edge, *shape[dim + 1 :]), fill)], dim)
 
 
 @dataclass(frozen=True)

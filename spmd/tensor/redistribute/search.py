@@ -174,7 +174,7 @@ class Search:
                 continue
             done.add((at, pending))
             for edge, to, then in self._best(at, pending):
-                written = edge.to.dims[::-1], edge.to.units, edge.move.kind  # rather the first dims than the last
+                written = *edge.to.written(), edge.move.kind  # rather the first dims than the last
                 cost = sent + edge.sent, moves + 1, max(peak, edge.peak)
                 if not then and self.goals[to]:
                     first = min(first, cost)

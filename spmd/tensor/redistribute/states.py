@@ -32,10 +32,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.comm.chunk import block
+from spmd.comm.chunk import Side, Unit, side, split_unit
 from spmd.mesh import MeshTopoInfo
 from spmd.mesh.cost import copies_are_priced
-from spmd.tensor.redistribute.all_ranks import interval_arrays, of_rank
+from spmd.tensor.redistribute.all_ranks import RankSides, common, interval_arrays
 from spmd.tensor.redistribute.boxes import Box
 from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, AllToAll, Exchange, Permute, ReduceScatter
 from spmd.tensor.redistribute.moves import Copied, Move, Slice, in_rows
@@ -50,8 +50,12 @@ class State(NamedTuple):
     """One layout of the tensor, with the axes whose reduction is owed."""
 
     dims: Dims
-    units: tuple[int, ...]
+    units: tuple[Unit, ...]
     pending: tuple[int, ...]
+
+    def written(self) -> tuple[Dims, tuple[tuple[int, int], ...]]:
+        """What orders states of one price: shards of the first dims come first."""
+        return self.dims[::-1], tuple(map(split_unit, self.units))
 
 
 class Edge(NamedTuple):
@@ -68,7 +72,7 @@ class Edge(NamedTuple):
     peak: int
 
 
-Cut = tuple[tuple[int, ...], int]  # the axes that shard a dim, and the unit
+Cut = tuple[tuple[int, ...], Unit]  # the axes that shard a dim, and the unit
 
 
 class Cutting(NamedTuple):
@@ -81,7 +85,7 @@ class Cutting(NamedTuple):
 
     sizes: tuple[int, ...]
     prefixes: tuple[tuple[int, ...], ...]
-    units: tuple[tuple[int, ...], ...]
+    units: tuple[tuple[Unit, ...], ...]
     movable: tuple[tuple[int, ...], ...]
     rank_axes: tuple[int, ...]
     mesh_shape: tuple[int, ...]
@@ -133,7 +137,8 @@ class Space:
     def _cutting(self, partial: set[int]) -> Cutting:
         start, goal = self.start, self.goal
         prefixes = tuple(map(_common_prefix, start.dims, goal.dims, start.units, goal.units))
-        units = [(v,) if p else tuple(sorted({u, v})) for u, v, p in zip(start.units, goal.units, prefixes)]
+        every = zip(start.units, goal.units, prefixes)
+        units = [(v,) if p else tuple(sorted({u, v}, key=split_unit)) for u, v, p in every]
         shards = {a for axes in (*start.dims, *goal.dims) for a in axes}
         live = {*shards, *start.pending, *self.becomes_partial}
         fixed = {a for axes in prefixes for a in axes}
@@ -175,7 +180,7 @@ class Space:
     def _reduce_scatter(self, s: State, t: State, axes: tuple[int, ...]) -> Edge:
         before, after, n = self.largest(s), self.largest(t), self.size(axes)
         sent = (n - 1) * self.wire_bytes(after)
-        packed = 0 if self.in_rows(axes, t.dims) else min(before, n * after)
+        packed = 0 if self.in_rows(axes, t) else min(before, n * after)
         return Edge(t, ReduceScatter, axes, self.ps(ReduceScatter, axes, sent, s, t), sent, before + packed + after)
 
     def _all_reduce(self, s: State, t: State, axes: tuple[int, ...]) -> Edge:
@@ -186,7 +191,7 @@ class Space:
     def _all_gather(self, s: State, t: State) -> Edge:
         axes, mine = _added(t, s), self.largest(s)
         sent = (self.size(axes) - 1) * mine
-        whole = self.largest(t) * (1 if self.in_rows(axes, s.dims) else 2)
+        whole = self.largest(t) * (1 if self.in_rows(axes, s) else 2)
         return Edge(t, AllGather, axes, self.ps(AllGather, axes, sent, s, t), sent, mine + whole)
 
     def _exchange(self, s: State, t: State) -> Edge:
@@ -240,11 +245,11 @@ class Space:
         """How many ranks a group along the axes has."""
         return prod([self.mesh_shape[a] for a in axes])
 
-    def in_rows(self, axes: tuple[int, ...], dims: Dims) -> bool:
+    def in_rows(self, axes: tuple[int, ...], state: State) -> bool:
         """Whether the blocks of a group along the axes are consecutive rows of the tensor."""
-        return self.live_dims[0] == 0 and in_rows(axes, dims)
+        return self.live_dims[0] == 0 and in_rows(axes, state.dims, state.units)
 
-    def _same_blocks(self, size: int, u: int, x: tuple[int, ...], v: int, y: tuple[int, ...]) -> bool:
+    def _same_blocks(self, size: int, u: Unit, x: tuple[int, ...], v: Unit, y: tuple[int, ...]) -> bool:
         if x == y and u == v:
             return True
         ns = [tuple([self.mesh_shape[a] for a in axes]) for axes in (x, y)]
@@ -273,7 +278,7 @@ class Space:
         every = zip(self.sizes, s.units, s.dims)
         sides = [_intervals(size, unit, sharding, self.cutting.rank_axes, self._ns) for size, unit, sharding in every]
         first = () if self.starts_with_dim_0 else ((0, 1),)
-        return [(*first, *[(of_rank(start, c), of_rank(stop, c)) for start, stop in sides]) for c in at]
+        return [(*first, *[side.of_rank(c) for side in sides]) for c in at]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -291,7 +296,7 @@ def _dims_that_matter(src: Spec, dst: Spec, spare: bool, rows: bool) -> list[int
     return sorted(found)
 
 
-def _common_prefix(x: tuple[int, ...], y: tuple[int, ...], u: int, v: int) -> tuple[int, ...]:
+def _common_prefix(x: tuple[int, ...], y: tuple[int, ...], u: Unit, v: Unit) -> tuple[int, ...]:
     """The outer axes that shard a dim in both layouts, (x, u) and (y, v)."""
     if u != v:
         return ()
@@ -314,24 +319,25 @@ def _added(s: State, t: State) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=65536)
-def _first_length(size: int, unit: int, ns: tuple[int, ...]) -> int:
-    length = size // unit
+def _first_length(size: int, unit: Unit, ns: tuple[int, ...]) -> int:
+    packed, inner = split_unit(unit)
+    length = size // packed // inner
     for n in ns:
         length = -(-length // n)
-    return length * unit
+    return packed * length * inner
 
 
 @functools.lru_cache(maxsize=4096)
-def nonempty_blocks(size: int, unit: int, ns: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Start and length of each block that is not empty."""
-    every = [block(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
-    return tuple([(start, length) for start, length in every if length])
+def nonempty_blocks(size: int, unit: Unit, ns: tuple[int, ...]) -> tuple[Side, ...]:
+    """Where each block that is not empty starts and stops."""
+    every = [side(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
+    return tuple([each for each in every if each[0] < each[1]])
 
 
 @functools.lru_cache(maxsize=4096)
 def _intervals(
-    size: int, unit: int, axes: tuple[int, ...], rank_axes: tuple[int, ...], ns: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+    size: int, unit: Unit, axes: tuple[int, ...], rank_axes: tuple[int, ...], ns: tuple[int, ...]
+) -> RankSides:
     """Start and stop of every rank's block along one dim: arrays over `rank_axes`, which have sizes `ns`.
 
     Along axes that do not shard the dim the arrays have one entry.
@@ -341,19 +347,19 @@ def _intervals(
 
 @functools.lru_cache(maxsize=4096)
 def _overlaps(
-    size: int, ua: int, x: tuple[int, ...], ub: int, y: tuple[int, ...], rank_axes: tuple[int, ...], ns: tuple[int, ...]
-) -> tuple[np.ndarray, np.ndarray]:
+    size: int, ua: Unit, x: tuple[int, ...], ub: Unit, y: tuple[int, ...], rank_axes: tuple[int, ...],
+    ns: tuple[int, ...],
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     """For every rank: the length of its block if y shards the dim, and how much of that it has if x shards the dim."""
-    start, stop = _intervals(size, ub, y, rank_axes, ns)
-    if x == y and ua == ub:
-        return stop - start, stop - start
-    from_, to = _intervals(size, ua, x, rank_axes, ns)
-    return stop - start, np.maximum(np.minimum(to, stop) - np.maximum(from_, start), 0)
+    want = _intervals(size, ub, y, rank_axes, ns)
+    lengths = want.lengths()
+    return lengths, lengths if x == y and ua == ub else common(_intervals(size, ua, x, rank_axes, ns), want)
 
 
 def spec_of_state(space: Space, state: State, src: Spec, dst: Spec) -> Spec:
     """The spec of a state between src and dst."""
-    dims, units = [()] * src.ndim, [1] * src.ndim
+    dims: list[tuple[int, ...]] = [()] * src.ndim
+    units: list[Unit] = [1] * src.ndim
     for d, axes, unit in zip(space.live_dims, state.dims, state.units):
         dims[d], units[d] = axes, unit
     kinds = dict(src.partial)

@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 
+from spmd.comm.chunk import split_unit
 from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.families import all_whole, broadcast, dims_whole, factors, rule_by_name, whole_dims
 from spmd.tensor.rules.laws import BILINEAR, COPIES, COPIES_FIRST, LINEAR, LINEAR_IN_FIRST, inexact
-from spmd.tensor.rules.rule import Dims, Factor, Law, Rule
+from spmd.tensor.rules.movement import blocks_between, of_blocks
+from spmd.tensor.rules.rule import Dims, Factor, Law, PlaceArguments, Rule
 from spmd.tensor.rules.tiles import tiles
 from spmd.tensor.spec import Spec
 
@@ -170,8 +172,15 @@ def _units(dims: Dims) -> frozenset:
 
 
 def scattered_into(call: Call) -> Rule:
-    """`slice_scatter`, `select_scatter`: a part along one dim is replaced. That dim is whole."""
+    """`slice_scatter`, `select_scatter`: a part along one dim is replaced. That dim is whole, except where the part is
+    some blocks of a packed dim."""
     x, src = call["self"], call["src"]
+    d = call["dim"] % max(x.ndim, 1)
+    blocks = split_unit(x.units[d])[0] if x.ndim == src.ndim else 1
+    if blocks > 1 and (part := blocks_between(x.shape[d], blocks, call["start"], call["end"], call["step"])):
+        every = factors(*range(x.ndim))
+        all_of, some = of_blocks(every, d, blocks), of_blocks(every, d, part)
+        return Rule((all_of, some), (all_of,), places=PlaceArguments(("start", "end"), d))
     whole = dims_of(call["dim"], x.ndim)
     dims = tuple(None if d in whole else Factor(d) for d in range(x.ndim))
     part = dims if src.ndim == x.ndim else tuple(f for d, f in enumerate(dims) if d not in whole)

@@ -96,7 +96,7 @@ def _check_ties(call: Call, rule: Rule) -> None:
     for dims, x in zip((*rule.ins, *rule.outs), (*call.tensors, *call.outs), strict=True):
         for factor, size in zip(dims or (), x.shape if dims is not None else (), strict=True):
             if factor is not None:
-                count, rest = divmod(size, factor.unit)
+                count, rest = divmod(size, factor.unit * factor.blocks)
                 assert not rest and units.setdefault(factor.name, count) == count, (call.op, str(rule), x.shape)
 
 
@@ -233,8 +233,9 @@ rearrange("transpose", movement.transposed)
 rearrange("t",         movement.reversed_dims)
 rearrange("unsqueeze", movement.unsqueezed)
 rearrange("unbind select", movement.without_dim)
-rearrange("""split split_with_sizes chunk narrow tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk""",
-          movement.with_dim_whole)
+rearrange("split",     movement.with_dim_whole)
+add_rule("split_with_sizes unsafe_split_with_sizes", movement.divided)
+rearrange("chunk narrow tensor_split unsafe_split unsafe_chunk", movement.with_dim_whole)
 rearrange("diagonal",  movement.diagonal)
 add_rule("diag_embed", movement.diagonal_of)
 add_rule("diagonal_backward", movement.diagonal_gradient)

@@ -18,6 +18,7 @@ from math import prod
 import torch
 
 from spmd import _torch
+from spmd.comm.chunk import Packed
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.counts import count_decompositions
 from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
@@ -306,6 +307,22 @@ def has_same_storage_numel(self, other):
     """torch asks this of a tensor and its tangent. For distributed ones, the memory of the blocks does not matter."""
     sizes = [torch.Tensor.untyped_storage(t).nbytes() // t.itemsize for t in (self, other)]
     return sizes[0] == sizes[1]
+
+
+# ---- split ----
+
+
+@register_decomposition(aten.split.Tensor, aten.unsafe_split.Tensor)
+def split(self, split_size, dim=0):
+    """With the sizes of all parts: on a rank without elements the one size would be 0, and there would be one part."""
+    spec = getattr(self, "_spec", None)
+    if spec is None or not spec.is_packed or not isinstance(spec.units[dim], Packed):
+        return NotImplemented
+    if type(split_size) is not int or split_size < 1:
+        return NotImplemented
+    size = self.shape[dim]
+    sizes = [min(split_size, size - start) for start in range(0, size, split_size)]
+    return list(aten.split_with_sizes.default(self, sizes, dim))
 
 
 # ---- squeeze ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.laws import COPIES, IGNORES_VALUES
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule
+from spmd.tensor.spec import Spec
 
 
 def factors(*names) -> Dims:
@@ -160,32 +161,54 @@ def rearranged(call: Call, source: Callable[[int], Sequence[int | None]]) -> Rul
 
 
 def reshaped(call: Call, sizes: str = "size") -> Rule:
-    """A view: runs of dims with equal products form a group. The leading dims of a group's two sides are tied.
+    """A view: runs of dims with equal products form a group. One dim of each side of a group is tied to one of the
+    other.
 
-    The leading dims of a group, of sizes n and m, have gcd(n, m) blocks of rows in common. A shard may begin only where
-    such a block begins. The units of the factor say so.
+    These are the leading dims; or another pair, if that keeps the shards of an inner or packed dim where they are.
     """
-    src, dst = call.tensors[0].shape, call.outs[0].shape
-    ins, outs = list(whole_dims(len(src))), list(whole_dims(len(dst)))
-    for left, right in groups(src, dst):
-        p = next((d for d in left if src[d] != 1), None)
+    x, dst = call.tensors[0], call.outs[0].shape
+    ins, outs = list(whole_dims(x.ndim)), list(whole_dims(len(dst)))
+    for left, right in groups(x.shape, dst):
+        p = next((d for d in left if x.shape[d] != 1), None)
         q = next((d for d in right if dst[d] != 1), None)
         if p is None or q is None:
             continue
-        unit_in, unit_out = _units(src, left, p, dst, right, q)
-        ins[p], outs[q] = Factor(p, unit_in), Factor(p, unit_out)
+        p, q = _kept_shards(x, left, dst, right) or (p, q)
+        ins[p], outs[q] = _tie(p, _around(x.shape, left, p), _around(dst, right, q))
     return Rule((tuple(ins),), (tuple(outs),), None, COPIES, sizes=sizes)
 
 
-def _units(src, left, p, dst, right, q) -> tuple[int, int]:
-    """How many rows of the leading dim of each side make one common block.
+def _kept_shards(x: Spec, left: range, dst: Sequence[int], right: range) -> tuple[int, int] | None:
+    """The first pair of dims that can be tied so that the shards of x stay where they are; None if there is none."""
+    for p in left:
+        if x.dims[p] and x.shape[p] != 1:
+            for q in right:
+                pair = _around(x.shape, left, p), _around(dst, right, q)
+                if dst[q] != 1 and _can_tie(x.shape[p], *pair) and x.aligned(p, _tie(p, *pair)[0].units):
+                    return p, q
+    return None
 
-    A block has as many elements as the least common multiple of the elements of a row on either side.
+
+def _around(shape: Sequence[int], run: range, d: int) -> tuple[int, int]:
+    """How many elements of a run of dims one index of dim d has outside, and how many inside of it."""
+    return prod(shape[i] for i in run if i < d), prod(shape[i] for i in run if i > d)
+
+
+def _tie(name: int, left: tuple[int, int], right: tuple[int, int]) -> tuple[Factor, Factor]:
+    """The factors of two dims of one group, given what is around each.
+
+    The group is so many blocks as both dims have outside of them, and a shard may begin only at a common multiple of
+    what they have inside.
     """
-    a = prod(src[d] for d in left if d > p)
-    b = prod(dst[d] for d in right if d > q)
-    block = _lcm(a, b)
-    return block // a, block // b
+    (outer_p, inner_p), (outer_q, inner_q) = left, right
+    blocks, unit = _lcm(outer_p, outer_q), _lcm(inner_p, inner_q)
+    return Factor(name, unit // inner_p, blocks // outer_p), Factor(name, unit // inner_q, blocks // outer_q)
+
+
+def _can_tie(size: int, left: tuple[int, int], right: tuple[int, int]) -> bool:
+    """Whether a dim of this size consists of whole blocks and units, if it is tied so."""
+    factor, _ = _tie(0, left, right)
+    return size % (factor.blocks * factor.unit) == 0
 
 
 def _lcm(a: int, b: int) -> int:

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 from spmd import _torch
+from spmd.comm.chunk import split_unit
 from spmd.tensor.call import Call, dims_of
+from spmd.tensor.places import place_within
 from spmd.tensor.rules.families import broadcast, dims_whole, pointwise, rearranged, reshaped
 from spmd.tensor.rules.laws import COPIES, COPIES_FROM_ALL, FILLS_CONSTANT, FILLS_ZERO, REPLACES
 from spmd.tensor.rules.networks import is_zero
-from spmd.tensor.rules.rule import Factor, Rule, laws
+from spmd.tensor.rules.rule import Dims, Factor, PlaceArguments, Rule, laws
 
 # ---- sources: which dim of the operand each dim of the result is ------------------------------
 
@@ -73,8 +75,18 @@ def squeezed(call: Call) -> Rule | None:
 
 
 def sliced(call: Call) -> Rule:
-    """The dim is whole. If the slice takes all of the dim, the dim is free: each rank takes all of its shard."""
-    return pointwise(call, COPIES) if _takes_all(call) else rearranged(call, lambda n: with_dim_whole(call, n))
+    """The dim is whole. If the slice takes all of the dim, or blocks of a packed dim, each rank takes of its shard."""
+    if _takes_all(call):
+        return pointwise(call, COPIES)
+    x = call.tensors[0]
+    d = call["dim"] % x.ndim
+    blocks = split_unit(x.units[d])[0]
+    taken = blocks_between(x.shape[d], blocks, call["start"], call["end"], call["step"])
+    if not taken:
+        return rearranged(call, lambda n: with_dim_whole(call, n))
+    dims = tuple(map(Factor, range(x.ndim)))
+    ends = PlaceArguments(("start", "end"), d)
+    return Rule((of_blocks(dims, d, blocks),), (of_blocks(dims, d, taken),), laws=COPIES, places=ends)
 
 
 def _takes_all(call: Call) -> bool:
@@ -83,13 +95,64 @@ def _takes_all(call: Call) -> bool:
     return start in (None, 0) and (end is None or (isinstance(end, int) and end >= size)) and step == 1
 
 
+def blocks_between(size: int, blocks: int, start: int | None, end: int | None, step: int) -> int:
+    """How many of the blocks of a dim a slice takes; 0 where it cuts through one, or the dim is one block.
+
+    >>> blocks_between(12, 3, 4, None, 1), blocks_between(12, 3, 4, 10, 1)
+    (2, 0)
+    """
+    given = [x for x in (start, end) if x is not None]
+    if blocks == 1 or step != 1 or not all(type(x) is int for x in given):
+        return 0
+    first, last = place_within(start or 0, size), size if end is None else place_within(end, size)
+    period = size // blocks
+    return max(0, last - first) // period if first % period == last % period == 0 else 0
+
+
+def of_blocks(dims: Dims, d: int, blocks: int) -> Dims:
+    """The dims, with the factor of dim d so many times in it."""
+    return (*dims[:d], Factor(dims[d].name, 1, blocks), *dims[d + 1 :])
+
+
+def divided(call: Call) -> Rule:
+    """`split_with_sizes`: the dim is whole, except where every part is some blocks of a packed dim."""
+    x, sizes = call.tensors[0], call["split_sizes"]
+    d = call["dim"] % x.ndim
+    blocks = split_unit(x.units[d])[0]
+    if blocks == 1 or any(type(n) is not int or n % (x.shape[d] // blocks) or not n for n in sizes):
+        return rearranged(call, lambda n: with_dim_whole(call, n))
+    dims = tuple(map(Factor, range(x.ndim)))
+    outs = tuple(of_blocks(dims, d, n * blocks // x.shape[d]) for n in sizes)
+    return Rule((of_blocks(dims, d, blocks),), outs, laws=COPIES, places=PlaceArguments(("split_sizes",), d))
+
+
 def slice_gradient(call: Call) -> Rule:
-    """The gradient of slice and select: zeros of the input's shape, with the gradient in the selected place."""
-    n = len(call.outs[0].shape)
-    (whole,) = dims_of(call["dim"], n)
-    out = tuple(None if d == whole else Factor(d) for d in range(n))
-    grad = out if call.tensors[0].ndim == n else out[:whole] + out[whole + 1 :]
-    return Rule((grad,), (out,), laws=COPIES, sizes="input_sizes")  # zero is its own sum, max and product
+    """The gradient of slice and select: zeros of the input's shape, with the gradient in the selected place.
+
+    The dim is whole, except where the gradient of a slice is sharded, and is as long as one or more blocks of the
+    result of which each is sharded so. Then the result is packed.
+    """
+    grad, n = call.tensors[0], len(call.outs[0].shape)
+    (d,) = dims_of(call["dim"], n)
+    out, places = tuple(map(Factor, range(n))), None
+    if grad.ndim == n and (blocks := _blocks_of_gradient(call, d)):
+        places = PlaceArguments(("start", "end"), d, of_result=True)
+        given, out = of_blocks(out, d, split_unit(grad.units[d])[0]), of_blocks(out, d, blocks)
+    else:
+        out = (*out[:d], None, *out[d + 1 :])
+        given = out if grad.ndim == n else out[:d] + out[d + 1 :]
+    return Rule((given,), (out,), laws=COPIES, sizes="input_sizes", places=places)  # zero is its own sum, max, product
+
+
+def _blocks_of_gradient(call: Call, d: int) -> int:
+    """Of how many blocks the result is, each as long as one block of the sharded gradient of a slice; 0 if of none."""
+    grad, size = call.tensors[0], call.outs[0].shape[d]
+    if not grad.dims[d] or not grad.shape[d]:
+        return 0
+    period = grad.shape[d] // split_unit(grad.units[d])[0]
+    if size % period or not blocks_between(size, size // period, call["start"], call["end"], call["step"]):
+        return 0
+    return size // period
 
 
 def diagonal_of(call: Call) -> Rule:
@@ -165,7 +228,26 @@ def concatenated(call: Call) -> Rule:
     law = COPIES_FROM_ALL
     if any(skipped):
         law = laws(f"sum avg max min product: {' '.join('r' if skip else 'p' for skip in skipped)} -> p")
+    elif whole and n and (blocks := _blocks_joined(call, *whole)):
+        out = tuple(map(Factor, range(n)))
+        ins = tuple(of_blocks(out, *whole, k) for k in blocks)
+        return Rule(ins, (of_blocks(out, *whole, sum(blocks)),), laws=law)
     return Rule(tuple((None,) if skip else out for skip in skipped), (out,), laws=law)
+
+
+def _blocks_joined(call: Call, d: int) -> list[int]:
+    """Of how many blocks each of the tensors is that are concatenated along a dim; empty if of none.
+
+    A block is what the tensors that are sharded along the dim consist of. They must all be sharded alike, and all
+    tensors must have whole blocks.
+    """
+    units = [split_unit(x.units[d]) for x in call.tensors]
+    cuts = {(x.dims[d], unit, x.shape[d] // n) for x, (n, unit) in zip(call.tensors, units, strict=True) if x.dims[d]}
+    if len(cuts) != 1:
+        return []
+    ((_, _, period),) = cuts
+    blocks = [x.shape[d] // period if period else 0 for x in call.tensors]
+    return blocks if all(n and n * period == x.shape[d] for n, x in zip(blocks, call.tensors, strict=True)) else []
 
 
 def stacked(call: Call) -> Rule:

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from spmd.comm.chunk import Unit, joined_unit
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 
 
@@ -33,14 +35,22 @@ from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 class Factor:
     """Ties a dim to the other dims with the same factor name. `unit` indices of the dim make one index of the factor.
 
-    Flattening [6, 5] to [30] ties dim 0 of the input (unit 1) to dim 0 of the result (unit 5).
+    Flattening [6, 5] to [30] ties dim 0 of the input (unit 1) to dim 0 of the result (unit 5). It may also tie dim 1 of
+    the input to the result: that has all indices of the factor six times, in six `blocks`, one after the other.
     """
 
     name: Hashable
     unit: int = 1
+    blocks: int = 1
+
+    @property
+    def units(self) -> Unit:
+        """How the dim is made of the factor."""
+        return joined_unit(self.blocks, self.unit)
 
     def __repr__(self):
-        return str(self.name) if self.unit == 1 else f"{self.unit}*{self.name}"
+        text = str(self.name) if self.unit == 1 else f"{self.unit}*{self.name}"
+        return text if self.blocks == 1 else f"{self.blocks}x{text}"
 
 
 Dims = tuple[Factor | None, ...]
@@ -77,6 +87,14 @@ def _law(text: str) -> Law:
     return Law(tuple(kinds.split()), tuple(ins.split()), tuple(outs.split()))
 
 
+class PlaceArguments(NamedTuple):
+    """The names of arguments that are places along a dim, and whether it is of the first result, not operand."""
+
+    names: tuple[str, ...]
+    dim: int
+    of_result: bool = False
+
+
 @dataclass(frozen=True)
 class Rule:
     """Says which placements are right for one op on one axis.
@@ -86,6 +104,8 @@ class Rule:
     nonempty: factors of which no rank may have an empty shard (a maximum of nothing is an error).
     sizes: the name of the argument that is the size of a result. It is replaced by the local size. sized: the position
     of that result.
+    places: the names of arguments that are places along a dim of the first operand, or of the first result, and that
+    dim. Each is where a block of the dim ends; on the ranks it is replaced by the place in the local dim.
     added: the positions of the operands that the op adds to its sums. Where a factor is summed they must be a Partial
     of the kind, because otherwise they would be counted once for each rank. `x.index_add(0, i, y)` has one, x, where
     the rows of y are sharded.
@@ -99,6 +119,7 @@ class Rule:
     sizes: str | None = None
     added: frozenset = field(default_factory=frozenset)
     sized: int = 0
+    places: PlaceArguments | None = None
 
     @property
     def factors(self) -> tuple[Hashable, ...]:
@@ -148,7 +169,7 @@ def _factor_row(rule: Rule, name: Hashable) -> Row:
 
 
 def _placement(dims: Dims, name: Hashable, absent: Placement) -> Placement:
-    return next((Shard(d, f.unit) for d, f in enumerate(dims) if f and f.name == name), absent)
+    return next((Shard(d, f.unit, f.blocks) for d, f in enumerate(dims) if f and f.name == name), absent)
 
 
 def _law_rows(law: Law, rule: Rule) -> Iterable[Row]:

@@ -21,7 +21,8 @@ from math import inf, prod
 
 import torch
 
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import Packed
+from spmd.comm.chunk import lengths as lengths_of
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.block_ops import from_blocks, to_blocks
 from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
@@ -41,7 +42,7 @@ def block_lengths(x: torch.Tensor, dim: int) -> list[int]:
     if spec is None or spec.partial or not spec.ndim or not spec.dims[dim]:
         return []
     ranks = tuple(spec.mesh.shape[a] for a in spec.dims[dim])
-    return [length for _, length in blocks(spec.shape[dim], spec.units[dim], ranks)]
+    return lengths_of(spec.shape[dim], spec.units[dim], ranks)
 
 
 def positions(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
@@ -126,10 +127,11 @@ def aminmax(self, *, dim=None, keepdim=False):
 def split_into_blocks(x: torch.Tensor, dim: int, fill: float = 0) -> torch.Tensor | None:
     """x with a dim split into two: the blocks, each on its rank, and the elements of a block.
 
-    Shorter blocks are filled up. None if no block has more than one element.
+    Shorter blocks are filled up. None if no block has more than one element, or the dim is packed: then a rank's
+    elements are not in one place.
     """
     lengths = block_lengths(x, dim)
-    if max(lengths, default=0) < 2:
+    if max(lengths, default=0) < 2 or isinstance(x._spec.units[dim], Packed):
         return None
     if len(set(lengths)) > 1:
         return to_blocks(x, dim, lengths, fill)
@@ -155,6 +157,8 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
     if not 0 < k * len(lengths) * MIN_REDUCTION <= prod(self.shape[dim : dim + 1]) or len(set(lengths)) > 1:
         return NotImplemented
     parts = split_into_blocks(self, dim)
+    if parts is None:
+        return NotImplemented
     values, indices = aten.topk.default(parts, k, dim + 1, largest, sorted)
     starts = aten.mul.Scalar(positions(self, len(lengths), dim, parts.ndim), lengths[0])
     values, indices = _merged(values, dim), _merged(aten.add.Tensor(indices, starts), dim)
