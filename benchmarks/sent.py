@@ -80,6 +80,25 @@ def _gradients(x: Tensor, w: Tensor) -> Tensor:
     return of_weight.redistribute(w.device_mesh, [R]) if isinstance(w, spmd.DTensor) else of_weight
 
 
+def _attended(x: Tensor, w: Tensor) -> Tensor:
+    """Stands for attention: a function of the q, k and v that one weight gives."""
+    q, k, v = F.linear(x, w).chunk(3, -1)
+    return q * k + v
+
+
+def _trained(x: Tensor, w: Tensor) -> Tensor:
+    """The gradient of that weight."""
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad(_attended(x, w), w, torch.zeros_like(x).cos())[0]
+
+
+def _gated(x: Tensor, w: Tensor) -> Tensor:
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+QKV = ((16, 32, 64), R), ((192, 64), Shard(0, blocks=3))
+
 CASES = [
     Case("conv2d, 3x3", lambda x, w: F.conv2d(x, w, padding=1), (IMAGE, KERNEL), 1024, "a column each way"),
     Case("conv2d, 4x4, stride 4", lambda x, w: F.conv2d(x, w, stride=4), (IMAGE, ((8, 8, 4, 4), R)), 0, "nothing"),
@@ -105,6 +124,13 @@ CASES = [
     Case("column-parallel linear", lambda x, w: F.linear(x, w).abs(),
          (((16, 128, 256), Shard(2)), ((1024, 256), Shard(0))), 1048576, "a gather of x", 2),
     Case("embedding", _embedding, (((1024, 64), Shard(0)), ((64, 512), Shard(0))), 65536 * 3, "a gather of the table"),
+    Case("fused q, k, v, packed", _attended, QKV, 0, "nothing"),
+    Case("fused q, k, v, packed, backward", _trained, QKV, 0, "nothing"),
+    Case("fused q, k, v, in one block", _attended, (QKV[0], ((192, 64), Shard(0))), 98304 * 3 // 4, "an all-to-all"),
+    Case("gate and up, packed", _gated, (QKV[0], ((128, 64), Shard(0, blocks=2))), 0, "nothing"),
+    Case("packed to rows", _to_rows, (QKV[1],), 8192, "what the ranks lack", alone=True),
+    Case("view of rows that are shared out", lambda x: x.view(1024, 32).abs(), (((16, 64, 32), Shard(1)),), 0,
+         "nothing"),
     Case("cat with nothing", lambda k: torch.cat([torch.tensor([]), k], -2), (HEADS,), 0, "nothing", alone=True),
     Case("select of 1 row", lambda x: x[0], (((1, 64, 32), Shard(0)),), 0, "nothing", alone=True),
     Case("view of 1 row", lambda x: x.view(64, 32), (((1, 64, 32), Shard(0)),), 0, "nothing", alone=True),

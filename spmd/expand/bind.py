@@ -25,7 +25,7 @@ from torch import fx, nn
 from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
-from spmd.expand.local_ops import SAFE_LOCALLY, LocalPlace, LocalShape, UnlessEmpty
+from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.program import Program
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
@@ -241,7 +241,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _localized(args, coordinate: tuple[int, ...]):
     if isinstance(args, LocalShape):
         return list(args.spec.local_shape(coordinate))
-    if isinstance(args, LocalPlace):
+    if isinstance(args, LocalCount):
         return args.at(coordinate)
     if isinstance(args, (list, tuple)):
         return type(args)(_localized(a, coordinate) for a in args)

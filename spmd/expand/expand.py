@@ -29,7 +29,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.local_ops import SAFE_LOCALLY, LocalPlace, LocalShape, UnlessEmpty
+from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, scattered_first
@@ -241,8 +241,8 @@ class _Expander:
         if lowering.sizes:
             shape = LocalShape(lowering.outs[lowering.sized])
             args, kwargs = _torch.with_argument(node.target, args, kwargs, lowering.sizes, shape)
-        if (places := lowering.places) is not None:
-            args, kwargs = places.in_arguments(node.target, args, kwargs, functools.partial(LocalPlace, places))
+        if (counts := lowering.counts) is not None:
+            args, kwargs = counts.in_arguments(node.target, args, kwargs, functools.partial(LocalCount, counts))
         local = lowering.local or SAFE_LOCALLY.get(node.target, node.target)
         if lowering.skips_empty:
             local = UnlessEmpty(local, lowering.outs)

@@ -1,7 +1,7 @@
 """What stands in a program in the place of an op or of an argument whose local form differs between ranks.
 
     view(x, LocalShape(f32[8@dp, 4]))      each rank views its block with the shape of its block
-    slice(x, 0, LocalPlace(256), ...)      each rank slices its block where the place is in it
+    slice(x, 0, LocalCount(256), ...)      each rank counts those of the indices that it has
     UnlessEmpty(max_pool2d)                ranks whose results are empty do not call the op
 
 `spmd.expand.bind` replaces them by what a rank needs.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from spmd import _torch
-from spmd.tensor.places import Places
+from spmd.tensor.index_counts import Counts
 from spmd.tensor.spec import Spec
 
 SAFE_LOCALLY = {
@@ -36,15 +36,15 @@ class LocalShape:
 
 
 @dataclass(frozen=True)
-class LocalPlace:
-    """An argument that stands for a place along a dim, or a list of them, as a rank counts in its block."""
+class LocalCount:
+    """An argument that stands for how many of the first indices of a dim a rank has, or for a list of such numbers."""
 
-    places: Places
+    counts: Counts
     value: Any
 
     def at(self, coordinate: tuple[int, ...]) -> Any:
-        """The place on the rank at this coordinate."""
-        return self.places.localized(self.value, self.places.spec.length(self.places.dim, coordinate))
+        """The number on the rank at this coordinate."""
+        return self.counts.localized(self.value, self.counts.spec.length(self.counts.dim, coordinate))
 
     def __repr__(self):
         return f"local({self.value})"

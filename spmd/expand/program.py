@@ -7,8 +7,8 @@
 
 A program is an fx graph of local ops and moves. Each node has its spec in `node.meta["spec"]`: a `Spec`, a tuple of
 specs for an op with several results, None for a number. A move is one node with a `Step` of a plan as its target. It is
-not yet written as chunks and waits. A size that differs between ranks is a `LocalShape`, a place along a dim a
-`LocalPlace`. `spmd.expand.bind` turns a program into plain torch code for one rank.
+not yet written as chunks and waits. A size that differs between ranks is a `LocalShape`, a number of indices a
+`LocalCount`. `spmd.expand.bind` turns a program into plain torch code for one rank.
 """
 
 from __future__ import annotations

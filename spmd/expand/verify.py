@@ -23,7 +23,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.local_ops import SAFE_LOCALLY, LocalPlace, LocalShape, UnlessEmpty
+from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower.follows import why_not
@@ -60,7 +60,7 @@ def verify_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor], inputs:
 
     constants, inputs, outputs: as in `Program`.
 
-    The names of faults: order, input, constant, move, unread, op, size, place, metadata, factory, value, item, recipe,
+    The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
     draw, blocks, output, partial output, home.
     """
     given, known = iter(inputs), set()
@@ -257,7 +257,7 @@ def _op_fault(node: fx.Node) -> tuple[str, str]:
 
 def _lowered_fault(node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_empty: bool) -> tuple[str, str]:
     shapes: list[LocalShape] = []
-    places: list[LocalPlace] = []
+    counts: list[LocalCount] = []
 
     def globally(x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -265,8 +265,8 @@ def _lowered_fault(node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_
         if isinstance(x, LocalShape):
             shapes.append(x)
             return list(x.spec.shape)
-        if isinstance(x, LocalPlace):
-            places.append(x)
+        if isinstance(x, LocalCount):
+            counts.append(x)
             return list(x.value) if isinstance(x.value, (tuple, list)) else x.value
         return x
 
@@ -275,8 +275,8 @@ def _lowered_fault(node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_
     call = Call(op, args, dict(kwargs), metadata)
     if why := _size_fault(call, shapes, outs):
         return "size", why
-    if why := _place_fault(call, places, outs):
-        return "place", why
+    if why := _count_fault(call, counts, outs):
+        return "count", why
     if why := _metadata_fault(call, outs):
         return "metadata", why
     why = why_not(call, outs, skips_empty)
@@ -294,17 +294,17 @@ def _size_fault(call: Call, shapes: Sequence[LocalShape], outs: Sequence[Spec | 
     return f"it is given the size of {_text(have) or 'no result'}, and its result is {_text(outs)}"
 
 
-def _place_fault(call: Call, places: Sequence[LocalPlace], outs: Sequence[Spec | None]) -> str:
-    """Whether the arguments that are places along a dim stand for places along that dim of the right tensor."""
+def _count_fault(call: Call, counts: Sequence[LocalCount], outs: Sequence[Spec | None]) -> str:
+    """Whether the arguments that count indices of a dim stand for those of the right tensor."""
     rule = rule_of(call)
-    want = rule.places if rule is not None else None
+    want = rule.counts if rule is not None else None
     if want is None:
-        return "it is given places in a block, and its rule reads none" if places else ""
+        return "it is given numbers of indices that a rank has, and its rule reads none" if counts else ""
     spec = outs[0] if want.of_result else call.tensors[0]
     given = [name for name in want.names if call[name] is not None]
-    if len(places) == len(given) and all(p.places.dim == want.dim and _same(p.places.spec, spec) for p in places):
+    if len(counts) == len(given) and all(x.counts.dim == want.dim and _same(x.counts.spec, spec) for x in counts):
         return ""
-    return f"{' and '.join(given)} must be places along dim {want.dim} of {spec}"
+    return f"{' and '.join(given)} must count indices of dim {want.dim} of {spec}"
 
 
 def _metadata_fault(call: Call, outs: Sequence[Spec | None]) -> str:

@@ -28,6 +28,9 @@ LAYOUTS = {
     "other order of axes": ((7, 2), SQUARE, [S0, S0], {0: (1, 0)}),
     "units": ((18,), LINE, [Shard(0, unit=3)], {}),
     "partly replicated": ((6, 5), SQUARE, [R, S1], {}),
+    "packed": ((12, 4), LINE, [Shard(0, blocks=3)], {}),
+    "packed, uneven": ((10, 4), SQUARE, [Shard(0, blocks=2)] * 2, {}),
+    "packed columns": ((4, 8), SQUARE, [S0, Shard(1, blocks=2)], {}),
     "replicated": ((4, 3), LINE, [R], {}),
     "some of the ranks": ((5, 4), PAIR, [S0], {}),
 }  # fmt: skip

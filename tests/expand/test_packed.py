@@ -58,8 +58,10 @@ def test_a_compiled_step_trains_as_on_one_device(heads, shape):
 
 
 def test_eager_and_compiled_send_the_all_reduces_of_megatron():
-    """One for each row-parallel layer forward, and one for each column-parallel layer backward. Eagerly the gradients of
-    the norms are summed by themselves."""
+    """One for each row-parallel layer forward, and one for each column-parallel layer backward.
+
+    Eagerly the gradients of the norms are summed by themselves.
+    """
     want = ["all_reduce"] * 4
     with LocalTensorMode(4):
         mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))

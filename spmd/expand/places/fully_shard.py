@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from spmd.comm.chunk import blocks
+from spmd.comm.chunk import lengths
 from spmd.expand.places.places import Places, Reshard
 from spmd.mesh import DeviceMesh
 from spmd.tensor.spec import Spec
@@ -104,7 +104,7 @@ def best_dim(spec: Spec, axes: Sequence[int]) -> int | None:
 def padding(spec: Spec, dim: int, axes: Sequence[int]) -> float:
     """How much more than an even share the fullest rank would have, if the axes sharded this dim too."""
     ns = tuple(spec.mesh.shape[a] for a in (*spec.dims[dim], *axes))
-    most = max(length for _, length in blocks(spec.shape[dim], spec.units[dim], ns))
+    most = max(lengths(spec.shape[dim], spec.units[dim], ns))
     return most * prod(ns) / spec.shape[dim] - 1
 
 

@@ -33,8 +33,8 @@ from spmd.tensor.eager.in_place import replicating_plans, strided
 from spmd.tensor.eager.local_functions import local_function
 from spmd.tensor.eager.operands import EagerCall, replicated_spec, tensors_of, with_tensors
 from spmd.tensor.eager.view_copies import BITS, ViewCopy, block, in_stride_order, note_write
+from spmd.tensor.index_counts import Counts
 from spmd.tensor.lower import Lowering
-from spmd.tensor.places import Places
 from spmd.tensor.recipes import random
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.products import KERNELS
@@ -207,8 +207,8 @@ class LoweredHandler:
             outs = lowering.outs
             draw = functools.partial(random.draw, call.op, outs[0])
             local = draw if self.draws else self.hot_local
-            if lowering.places:
-                local = functools.partial(_call_with_places, local, call.op, lowering.places)
+            if lowering.counts:
+                local = functools.partial(_call_with_counts, local, call.op, lowering.counts)
             if size_at >= 0 and lowering.sized:
                 local, size_at = functools.partial(_call_with_size, local, size_at, outs[lowering.sized]), -1
             hot = fast_path.HotCall.of(
@@ -237,8 +237,8 @@ class LoweredHandler:
         if self.lowering.sizes:
             local = self.lowering.outs[self.lowering.sized].local_shape_here()
             args, kwargs = _torch.with_argument(call.op, args, kwargs, self.lowering.sizes, list(local))
-        if self.lowering.places:
-            args, kwargs = self.lowering.places.here(call.op, args, kwargs)
+        if self.lowering.counts:
+            args, kwargs = self.lowering.counts.here(call.op, args, kwargs)
         if self.draws:
             return random.draw(call.op, self.lowering.outs[0], *args, **kwargs), None
         if self.lowering.skips_empty:
@@ -299,9 +299,9 @@ def _call_with_size(local: Callable, at: int, spec: Spec, *args: Any, **kwargs: 
     return local(*args[:at], list(spec.local_shape_here()), *args[at + 1 :], **kwargs)
 
 
-def _call_with_places(local: Callable, op: _torch.OpOverload, places: Places, *args: Any, **kwargs: Any) -> Any:
-    """Call the function with the arguments that are places as this rank counts them."""
-    args, kwargs = places.here(op, args, kwargs)
+def _call_with_counts(local: Callable, op: _torch.OpOverload, counts: Counts, *args: Any, **kwargs: Any) -> Any:
+    """Call the function with the arguments that count indices as this rank counts."""
+    args, kwargs = counts.here(op, args, kwargs)
     return local(*args, **kwargs)
 
 

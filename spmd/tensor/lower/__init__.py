@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from spmd.comm.chunk import Unit, lengths, unit_over, unit_times
 from spmd.tensor.call import Call
+from spmd.tensor.index_counts import Counts
 from spmd.tensor.lower.price import FORBIDDEN, FREE, Price, leaves_all_to_one, matches, price
 from spmd.tensor.placement import Partial, Placement
-from spmd.tensor.places import Places
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, Rule, rows
@@ -35,7 +35,7 @@ class Lowering:
     plans: how each operand gets to its target, in the order of `Call.tensors`.
     outs: the specs of the results, None where the op returns no tensor.
     sizes: the name of the argument to replace by the local size of a result. sized: the position of that result.
-    places: the arguments to replace by what they are in a rank's block.
+    counts: the arguments to replace by what they are in a rank's block.
     gathered: the op runs on replicated tensors on every rank, because its rule has no other row, or because no other
         is cheaper; or one rank has all of a tensor that was shared by the ranks of an axis. So the ranks do the work of
         one; an operand that is gathered where they share the work, as a weight of data parallelism, does not count.
@@ -51,7 +51,7 @@ class Lowering:
     skips_empty: bool = False
     local: Callable | None = None
     sized: int = 0
-    places: Places | None = None
+    counts: Counts | None = None
 
     @property
     def modelled_us(self) -> float:
@@ -93,10 +93,10 @@ def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowe
     gathered = len(rows(rule)) == 1 and any(not s.is_replicated and s.ndim for s in call.tensors)
     gathered |= not in_place and any(leaves_all_to_one(call, axis, row) for axis, row in enumerate(choice))
     skips_empty = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
-    places = rule.places and Places(
-        rule.places.names, outs[0] if rule.places.of_result else ins[0], rule.places.dim
+    counts = rule.counts and Counts(
+        rule.counts.names, outs[0] if rule.counts.of_result else ins[0], rule.counts.dim
     )
-    return Lowering(plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, places=places)
+    return Lowering(plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, counts=counts)
 
 
 def is_cheaper_by_rule(call: Call, plans: Sequence[Plan], outs: Sequence[Spec]) -> bool:

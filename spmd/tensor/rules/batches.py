@@ -17,7 +17,7 @@ from spmd.tensor.call import Call, dims_of
 from spmd.tensor.rules.families import all_whole, broadcast, dims_whole, factors, rule_by_name, whole_dims
 from spmd.tensor.rules.laws import BILINEAR, COPIES, COPIES_FIRST, LINEAR, LINEAR_IN_FIRST, inexact
 from spmd.tensor.rules.movement import blocks_between, of_blocks
-from spmd.tensor.rules.rule import Dims, Factor, Law, PlaceArguments, Rule
+from spmd.tensor.rules.rule import CountArguments, Dims, Factor, Law, Rule
 from spmd.tensor.rules.tiles import tiles
 from spmd.tensor.spec import Spec
 
@@ -180,7 +180,7 @@ def scattered_into(call: Call) -> Rule:
     if blocks > 1 and (part := blocks_between(x.shape[d], blocks, call["start"], call["end"], call["step"])):
         every = factors(*range(x.ndim))
         all_of, some = of_blocks(every, d, blocks), of_blocks(every, d, part)
-        return Rule((all_of, some), (all_of,), places=PlaceArguments(("start", "end"), d))
+        return Rule((all_of, some), (all_of,), counts=CountArguments(("start", "end"), d))
     whole = dims_of(call["dim"], x.ndim)
     dims = tuple(None if d in whole else Factor(d) for d in range(x.ndim))
     part = dims if src.ndim == x.ndim else tuple(f for d, f in enumerate(dims) if d not in whole)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from spmd import _torch
 from spmd.comm.chunk import split_unit
 from spmd.tensor.call import Call, dims_of
-from spmd.tensor.places import place_within
+from spmd.tensor.index_counts import place_within
 from spmd.tensor.rules.families import broadcast, dims_whole, pointwise, rearranged, reshaped
 from spmd.tensor.rules.laws import COPIES, COPIES_FROM_ALL, FILLS_CONSTANT, FILLS_ZERO, REPLACES
 from spmd.tensor.rules.networks import is_zero
-from spmd.tensor.rules.rule import Dims, Factor, PlaceArguments, Rule, laws
+from spmd.tensor.rules.rule import CountArguments, Dims, Factor, Rule, laws
 
 # ---- sources: which dim of the operand each dim of the result is ------------------------------
 
@@ -85,8 +85,8 @@ def sliced(call: Call) -> Rule:
     if not taken:
         return rearranged(call, lambda n: with_dim_whole(call, n))
     dims = tuple(map(Factor, range(x.ndim)))
-    ends = PlaceArguments(("start", "end"), d)
-    return Rule((of_blocks(dims, d, blocks),), (of_blocks(dims, d, taken),), laws=COPIES, places=ends)
+    ends = CountArguments(("start", "end"), d)
+    return Rule((of_blocks(dims, d, blocks),), (of_blocks(dims, d, taken),), laws=COPIES, counts=ends)
 
 
 def _takes_all(call: Call) -> bool:
@@ -123,7 +123,7 @@ def divided(call: Call) -> Rule:
         return rearranged(call, lambda n: with_dim_whole(call, n))
     dims = tuple(map(Factor, range(x.ndim)))
     outs = tuple(of_blocks(dims, d, n * blocks // x.shape[d]) for n in sizes)
-    return Rule((of_blocks(dims, d, blocks),), outs, laws=COPIES, places=PlaceArguments(("split_sizes",), d))
+    return Rule((of_blocks(dims, d, blocks),), outs, laws=COPIES, counts=CountArguments(("split_sizes",), d))
 
 
 def slice_gradient(call: Call) -> Rule:
@@ -134,14 +134,14 @@ def slice_gradient(call: Call) -> Rule:
     """
     grad, n = call.tensors[0], len(call.outs[0].shape)
     (d,) = dims_of(call["dim"], n)
-    out, places = tuple(map(Factor, range(n))), None
+    out, counts = tuple(map(Factor, range(n))), None
     if grad.ndim == n and (blocks := _blocks_of_gradient(call, d)):
-        places = PlaceArguments(("start", "end"), d, of_result=True)
+        counts = CountArguments(("start", "end"), d, of_result=True)
         given, out = of_blocks(out, d, split_unit(grad.units[d])[0]), of_blocks(out, d, blocks)
     else:
         out = (*out[:d], None, *out[d + 1 :])
         given = out if grad.ndim == n else out[:d] + out[d + 1 :]
-    return Rule((given,), (out,), laws=COPIES, sizes="input_sizes", places=places)  # zero is its own sum, max, product
+    return Rule((given,), (out,), laws=COPIES, sizes="input_sizes", counts=counts)  # zero is its own sum, max, product
 
 
 def _blocks_of_gradient(call: Call, d: int) -> int:

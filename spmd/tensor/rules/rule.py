@@ -87,8 +87,8 @@ def _law(text: str) -> Law:
     return Law(tuple(kinds.split()), tuple(ins.split()), tuple(outs.split()))
 
 
-class PlaceArguments(NamedTuple):
-    """The names of arguments that are places along a dim, and whether it is of the first result, not operand."""
+class CountArguments(NamedTuple):
+    """The names of arguments that count indices of a dim, and whether it is of the first result, not operand."""
 
     names: tuple[str, ...]
     dim: int
@@ -104,8 +104,8 @@ class Rule:
     nonempty: factors of which no rank may have an empty shard (a maximum of nothing is an error).
     sizes: the name of the argument that is the size of a result. It is replaced by the local size. sized: the position
     of that result.
-    places: the names of arguments that are places along a dim of the first operand, or of the first result, and that
-    dim. Each is where a block of the dim ends; on the ranks it is replaced by the place in the local dim.
+    counts: the names of arguments that count indices of a dim of the first operand, or of the first result, and that
+    dim. Each counts whole blocks of the dim; on the ranks it is replaced by how many of these indices the rank has.
     added: the positions of the operands that the op adds to its sums. Where a factor is summed they must be a Partial
     of the kind, because otherwise they would be counted once for each rank. `x.index_add(0, i, y)` has one, x, where
     the rows of y are sharded.
@@ -119,7 +119,7 @@ class Rule:
     sizes: str | None = None
     added: frozenset = field(default_factory=frozenset)
     sized: int = 0
-    places: PlaceArguments | None = None
+    counts: CountArguments | None = None
 
     @property
     def factors(self) -> tuple[Hashable, ...]:

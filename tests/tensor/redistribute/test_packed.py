@@ -70,7 +70,7 @@ def test_plans_are_as_cheap_as_brute_force(machine):
     mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=2, machine=machine))
     for shape in [(3 * 1024, 1024), (18, 4)]:
         targets = [s for s in laid_out(mesh, shape) if not s.partial]
-        for src, dst in list(itertools.product(laid_out(mesh, shape), targets))[::3]:
+        for src, dst in list(itertools.product(laid_out(mesh, shape), targets))[::2]:
             p = plan(src, dst)
             assert abs(sum(int(step.cost * 1e6) for step in p.steps) - least_ps(src, dst)) <= len(p.steps), p
 

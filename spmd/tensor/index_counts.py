@@ -1,9 +1,9 @@
-"""Places along a packed dim, such as where a slice starts, as a rank counts them in its block.
+"""Numbers of indices of a packed dim, such as those before a slice, as a rank counts the indices that it has.
 
     slice(f32[3x256@tp], 0, 256, 512)      on four ranks each rank takes 64 to 128 of its 192 indices
 
-A place that is where a block of the dim begins or ends is as far along the local dim, in proportion, for each rank has
-the same part of every block. A rule names the arguments of its op that are such places (`Rule.places`).
+Of one or more whole blocks of a dim a rank has as large a part as of the dim. A rule names the arguments of its op that
+are such numbers (`Rule.counts`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from spmd.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
-class Places:
-    """The arguments of these names are places, or lengths, along a dim of a tensor of this spec."""
+class Counts:
+    """The arguments of these names count indices of a dim of a tensor of this spec."""
 
     names: tuple[str, ...]
     spec: Spec
     dim: int
 
     def localized(self, value: Any, length: Any) -> Any:
-        """A place, or a list of them, for a rank that has `length` indices of the dim."""
+        """A number, or a list of them, for a rank that has `length` indices of the dim."""
         if isinstance(value, (list, tuple)):
             return [self.localized(v, length) for v in value]
         size = self.spec.shape[self.dim]
         return place_within(value, size) * length // size
 
     def in_arguments(self, op: _torch.OpOverload, args: tuple, kwargs: dict, replace: Any) -> tuple[tuple, dict]:
-        """The arguments of the op with each place replaced by `replace` of it."""
+        """The arguments of the op with each of these numbers replaced by `replace` of it."""
         for name in self.names:
             i = _torch.argument_index(op, name)
             value = args[i] if i < len(args) else kwargs.get(name)
