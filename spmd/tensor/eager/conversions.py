@@ -65,13 +65,31 @@ def gradient_spec(spec: Spec, placements: Sequence[Placement] | None) -> Spec:
     return spec.with_layout(spec.dims, spec.units) if placements is None else with_placements(spec, placements)
 
 
+def block_gradient_spec(spec: Spec, placements: Sequence[Placement] | None) -> Spec | None:
+    """The spec of which the gradient of a block of `spec` is to be a block. ValueError where its shape would differ."""
+    if placements is None:
+        return None
+    wanted = gradient_spec(spec, placements)
+    if any(kind not in ("sum", "avg") for _, kind in spec.partial):
+        raise ValueError(f"from_local: grad_placements of {spec}, whose terms have each their own; leave it out")
+    if wanted.dims != spec.dims or wanted.units != spec.units:
+        raise ValueError(
+            f"from_local: a gradient in the layout {wanted} has other blocks than {spec}; an axis that shards has to "
+            "shard alike, and others may be Replicate() or Partial()"
+        )
+    return wanted
+
+
 # ---- from blocks ------------------------------------------------------------------------------
 
 
-def to_dtensor(local: torch.Tensor, spec: Spec, dtensor: type):
-    """The DTensor of a block, differentiable. Sums and averages are linear; other reductions need more."""
+def to_dtensor(local: torch.Tensor, spec: Spec, dtensor: type, gradient: Spec | None = None):
+    """The DTensor of a block, differentiable. Sums and averages are linear; other reductions need more.
+
+    gradient: the spec of which the gradient of the block is to be a block, where the user gives it.
+    """
     linear = all(kind in ("sum", "avg") for _, kind in spec.partial)
-    return FromLocal.apply(local, spec, dtensor) if linear else _reduced_over_terms(local, spec, dtensor)
+    return FromLocal.apply(local, spec, dtensor, gradient) if linear else _reduced_over_terms(local, spec, dtensor)
 
 
 _REDUCTIONS = {"max": torch.amax, "min": torch.amin, "product": torch.prod}
@@ -99,21 +117,25 @@ class FromLocal(torch.autograd.Function):
     average, a share of it."""
 
     @staticmethod
-    def forward(ctx, local, spec, dtensor):
-        ctx.spec, ctx.dtensor = spec, dtensor
+    def forward(ctx, local, spec, dtensor, gradient=None):
+        ctx.spec, ctx.dtensor, ctx.gradient = spec, dtensor, gradient
         return dtensor(local.view_as(local), spec)
 
     @staticmethod
     def backward(ctx, grad):
-        spec = ctx.spec
-        target, share = grad._spec.moved_to(spec.dims, spec.units), 1.0
-        explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
+        spec, share = ctx.spec, 1.0
         for axis, kind in spec.partial:
             share /= spec.mesh.shape[axis] if kind == "avg" else 1
-        # Each term has its own gradient, though these are equal; so gradients that come back to them are summed.
-        terms = target.with_layout(target.dims, target.units, [(axis, "sum") for axis, _ in spec.partial])
+        if ctx.gradient is not None:
+            target = grad._spec.moved_to(spec.dims, spec.units, ctx.gradient.partial)
+            terms = target.with_layout(target.dims, target.units)
+        else:
+            target = grad._spec.moved_to(spec.dims, spec.units)
+            explicit.check("the gradient of from_local", [("grad", plan(grad._spec, target))])
+            # Each term has its own gradient, though these are equal; so gradients that come back to them are summed.
+            terms = target.with_layout(target.dims, target.units, [(axis, "sum") for axis, _ in spec.partial])
         local = ToLocal.apply(Redistribute.apply(grad, target, False, None), terms)
-        return (local if share == 1.0 else local * share), None, None
+        return (local if share == 1.0 else local * share), None, None, None
 
     @staticmethod
     def jvp(ctx, tangent, *_):

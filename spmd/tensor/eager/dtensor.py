@@ -40,6 +40,7 @@ from spmd.tensor.eager.conversions import (
     Redistribute,
     Send,
     ToLocal,
+    block_gradient_spec,
     checked_dtype,
     gradient_spec,
     is_differentiated,
@@ -126,6 +127,7 @@ class DTensor(torch.Tensor):
         run_check: bool = False,
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The DTensor with these placements and `local_tensor` as this rank's block. Differentiable.
 
@@ -135,7 +137,8 @@ class DTensor(torch.Tensor):
         rows where some rank has at most one row, which does not say. run_check: compare the ranks' blocks. Their
         shapes, dtypes and strides must fit one global tensor, all or none must require a gradient, and replicas must
         be equal. If one differs, the error names its ranks; nothing is repaired, where torch broadcasts the block of
-        the first rank.
+        the first rank. grad_placements: of the gradient that the block gets: Partial() on an axis that replicates
+        leaves each rank its own term, not reduced. By default the gradient has no Partial.
 
         The block is not copied, unless it is a view that torch conjugates or negates when it is read (`is_conj`).
 
@@ -146,16 +149,18 @@ class DTensor(torch.Tensor):
             raise TypeError("from_local: takes this rank's plain tensor, but was given a DTensor; use redistribute")
         if torch.compiler.is_dynamo_compiling():
             if device_mesh is not None and not run_check:
-                return traced_from_local(local_tensor, device_mesh, placements, shape, stride, DTensor)
+                return traced_from_local(
+                    local_tensor, device_mesh, placements, shape, stride, grad_placements, DTensor
+                )
         elif _torch.is_functorch_wrapper(local_tensor):
             raise TypeError("from_local: not inside of a transform of torch.func; make the DTensor before it")
         device_mesh = or_current(device_mesh, "from_local")
         spec = agreed_spec(run_check, device_mesh, lambda: spec_from_block(
             local_tensor, device_mesh, placements, shape, stride
         ), local_tensor)  # fmt: skip
-        local_tensor = _on_device(local_tensor, device_mesh)
+        local_tensor, gradient = _on_device(local_tensor, device_mesh), block_gradient_spec(spec, grad_placements)
         if is_differentiated(local_tensor):
-            return to_dtensor(local_tensor, spec, DTensor)
+            return to_dtensor(local_tensor, spec, DTensor, gradient)
         return DTensor(local_tensor.view_as(local_tensor), spec)
 
     @_torch.not_compiled

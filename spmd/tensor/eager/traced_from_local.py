@@ -16,25 +16,27 @@ import torch
 from spmd import _torch
 from spmd.mesh import DeviceMesh, current_rank
 from spmd.tensor.eager.block_specs import spec_from_block
-from spmd.tensor.eager.conversions import is_differentiated, to_dtensor
+from spmd.tensor.eager.conversions import block_gradient_spec, is_differentiated, to_dtensor
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
 from spmd.tensor.spec import Spec
 
 _KINDS = {kind.__name__: kind for kind in (Shard, Replicate, Partial)}
 
-_specs: list[tuple[Spec, type]] = []
-"""By number: a spec and the class DTensor. Dynamo bounds how often code is traced."""
+_specs: list[tuple[Spec, type, Spec | None]] = []
+"""By number: a spec, the class DTensor, and the spec of the gradient where it was given.
+
+Dynamo bounds how often code is traced."""
 
 
 def traced_from_local(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement] | None, shape: Sequence[int] | None,
-    stride: Sequence[int] | None, dtensor: type,
+    stride: Sequence[int] | None, grad_placements: Sequence[Placement] | None, dtensor: type,
 ) -> Any:  # fmt: skip
     """`DTensor.from_local`, written in what Dynamo can trace."""
-    plain = None if placements is None else tuple([_plain(p) for p in placements])
+    places, gradient = [None if ps is None else tuple([_plain(p) for p in ps]) for ps in (placements, grad_placements)]
     block = _constants(local.shape), _constants(local.stride()), local.dtype
     given = [None if sizes is None else _constants(sizes) for sizes in (shape, stride)]
-    return from_block(local, spec_number((mesh,), plain, *block, *given, dtensor))
+    return from_block(local, spec_number((mesh,), places, gradient, *block, *given, dtensor))
 
 
 def _plain(placement: Placement) -> tuple:
@@ -48,19 +50,24 @@ def _constants(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 @_torch.constant_in_dynamo
-def spec_number(mesh_alone, plain, sizes, strides, dtype, shape, stride, dtensor) -> int:
+def spec_number(mesh_alone, places, gradient, sizes, strides, dtype, shape, stride, dtensor) -> int:
     """The number of the spec that a block of these sizes and strides gives."""
     _torch.kept_whole_in_dynamo(from_block)
     _torch.add_dynamo_guard(current_rank)
-    placements = None if plain is None else [_KINDS[name](*fields) for name, *fields in plain]
+    placements, grad_placements = (
+        None if ps is None else [_KINDS[name](*fields) for name, *fields in ps] for ps in (places, gradient)
+    )
     block = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
-    _specs.append((spec_from_block(block, mesh_alone[0], placements, shape, stride), dtensor))
+    spec = spec_from_block(block, mesh_alone[0], placements, shape, stride)
+    _specs.append((spec, dtensor, block_gradient_spec(spec, grad_placements)))
     return len(_specs) - 1
 
 
 def from_block(local: torch.Tensor, number: int) -> Any:
     """The DTensor of a block. Dynamo keeps a call of this as one node."""
-    spec, dtensor = _specs[number]
+    spec, dtensor, gradient = _specs[number]
     if local.device.type not in (spec.mesh.device_type, "meta"):
         local = local.to(spec.mesh.device_type)
-    return to_dtensor(local, spec, dtensor) if is_differentiated(local) else dtensor(local.view_as(local), spec)
+    if is_differentiated(local):
+        return to_dtensor(local, spec, dtensor, gradient)
+    return dtensor(local.view_as(local), spec)

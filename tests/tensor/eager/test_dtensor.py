@@ -14,8 +14,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig, train_step
-from spmd import DTensor, distribute_tensor, implicit_replication, init_device_mesh
+from spmd import DTensor, distribute_tensor, explicit, implicit_replication, init_device_mesh
 from spmd.cli.demo import INPUTS, PARAMS
+from spmd.comm import all_reduce
 from spmd.sim import ThreadWorld, run_ranks
 from spmd.tensor.annotations.patterns import check_patterns, in_mesh_order, placements_for
 from tests.tensor.oracle import close
@@ -248,6 +249,37 @@ def test_gradients_through_from_local():
     for at, found in on_ranks(rank):
         for name, grad in found.items():
             assert type(grad) is torch.Tensor and close(grad, want[name](*at), 1e-12), (name, at)
+
+
+@pytest.mark.parametrize("first", [S0, R], ids=str)
+def test_gradients_of_blocks_in_the_users_placements(first):
+    """With Partial() each rank keeps its own term, and no reduction is made; the terms are the gradient together."""
+    x, w, cotangent = numbers(4, 6), weights(numbers(6, 8)), weights(numbers(4, 8))
+
+    def gradient(mesh, grad_placements):
+        local = cut(x, [first, R], (2, 2))[mesh.get_coordinate()].requires_grad_()
+        y = DTensor.from_local(local, mesh, [first, R], grad_placements=grad_placements)
+        y = y @ distribute_tensor(w, mesh, [R, S1], src_data_rank=None)
+        given = distribute_tensor(cotangent, mesh, [first, S1], src_data_rank=None)
+        with explicit(grad_placements == [first, SUM]):  # nothing is sent
+            y.backward(given)
+        return local.grad
+
+    def rank(mesh):
+        terms = gradient(mesh, [first, SUM])
+        return gradient(mesh, None), gradient(mesh, [first, R]), all_reduce(terms, "sum", (mesh, 1)).clone()
+
+    for grads in on_ranks(rank):
+        assert close(grads[0], grads[1], 1e-12) and close(grads[0], grads[2], 1e-12)
+
+
+def test_gradients_of_blocks_have_the_shape_of_the_blocks():
+    def rank(mesh):
+        for placements, wanted in (([R, R], [S0, R]), ([MAX, R], [R, R])):
+            with pytest.raises(ValueError, match=r"has to shard alike|leave it out"):
+                DTensor.from_local(numbers(4, 6), mesh, placements, grad_placements=wanted)
+
+    on_ranks(rank)
 
 
 @pytest.mark.parametrize(

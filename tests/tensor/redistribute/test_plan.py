@@ -29,8 +29,8 @@ from spmd.tensor.redistribute.all_ranks import of_rank, overlaps, sides, volumes
 from spmd.tensor.redistribute.boxes import overlap, volume
 from spmd.tensor.redistribute.collective_moves import AllGather
 from spmd.tensor.redistribute.moves import members
-from spmd.tensor.redistribute.plan import Plan, forget, plan
-from spmd.tensor.spec import Spec, parse_spec
+from spmd.tensor.redistribute.plan import Plan, forget, plan, redistribute_cost
+from spmd.tensor.spec import Spec, parse_spec, spec_of
 from tests.tensor.brute import least_of_boxes, least_ps
 from tests.tensor.oracle import close
 from tests.tensor.planned import Counting, carried_out, cut_up, specs, wrong_blocks
@@ -589,3 +589,12 @@ def test_what_all_ranks_receive_at_once_is_what_each_receives(shape):
             have, want = src.box(c), dst.box(c)
             assert of_rank(volumes(sides(src)), c) == volume(have)
             assert of_rank(overlaps(sides(src), sides(dst)), c) == volume(overlap(have, want))
+
+
+def test_the_cost_of_a_layout_is_that_of_its_plan():
+    """Also where blocks differ in size; nothing where the layout is there, or a slice gives it."""
+    mesh = init_device_mesh("cpu", (2, 2), topology="hopper")
+    rows, whole, turned = (spec_of(mesh, p, (5, 8), torch.float32) for p in ([S0, R], [R, R], [S1, R]))
+    assert redistribute_cost(rows, rows) == 0 == redistribute_cost(whole, rows)
+    assert redistribute_cost(rows, turned) == plan(rows, turned).modelled_us > 0
+    assert redistribute_cost(rows, whole) > 0
