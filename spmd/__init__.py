@@ -12,6 +12,7 @@ try:
     from spmd.expand.compile import CompiledStep, compile
     from spmd.expand.places.fully_shard import FullyShard
     from spmd.expand.places.places import Places
+    from spmd.expand.precision import MixedPrecision
     from spmd.expand.program import Program
     from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
     from spmd.sim import LocalTensor, LocalTensorMode
@@ -35,9 +36,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "FullyShard", "ImplicitCommunicationError",
-    "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "Partial", "Placement", "Places", "Program", "Replicate",
-    "Shard", "compile", "debug", "deterministic", "distribute_module", "distribute_tensor", "empty", "explicit",
-    "full", "get_rng_state", "implicit_replication", "init_device_mesh", "local_map", "manual_seed",
+    "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "MixedPrecision", "Partial", "Placement", "Places", "Program",
+    "Replicate", "Shard", "compile", "debug", "deterministic", "distribute_module", "distribute_tensor", "empty",
+    "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh", "local_map", "manual_seed",
     "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "register_rule",
     "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

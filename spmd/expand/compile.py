@@ -11,6 +11,7 @@ these arguments, or captures, expands and binds one. It runs the program on this
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.places.roles import Roles
 from spmd.expand.places.table import PlacesTable, Sharding
+from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
@@ -60,6 +62,7 @@ def compile(
     inputs: Patterns | None = None,
     stored: Patterns | None = None,
     fully_shard: Sharding = None,
+    mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
@@ -75,6 +78,8 @@ def compile(
     they are kept in shards; a `FullyShard` with its level; or a dict of these by name pattern.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
     or DTensors; the sizes need not be divisible.
+    mixed_precision: a `MixedPrecision`, or torch's `MixedPrecisionPolicy`: the dtype to compute with and the one to
+    reduce gradients in. Parameters and optimiser state keep theirs.
     bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
     sends each one alone.
 
@@ -90,7 +95,7 @@ def compile(
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     if bucket_mb is not None and bucket_mb < 0:
         raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
-    table = PlacesTable.of(mesh, params, stored, fully_shard)
+    table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
     return CompiledStep(fn, mesh, table, inputs or {}, bucket_mb)
 
 
@@ -212,7 +217,8 @@ class CompiledStep:
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         try:
             with only_optimizers(call.state.optimizers, getattr(self.fn, "__name__", "the step")):
-                captured = capture(self.fn, call.named, self._call_fn, call.state, self.mesh)
+                run = functools.partial(self._call_fn, call.state)
+                captured = capture(self.fn, call.named, run, call.state, self.mesh)
         except AttributeError as error:
             raise _explained(error) from error
         places = places_of(call.state, call.tensors, self._table)
@@ -236,10 +242,12 @@ class CompiledStep:
         optional = [p.name for p in self._signature.parameters.values() if p.default is None]
         return {**dict.fromkeys(optional), **given}
 
-    def _call_fn(self, named: dict[str, Any]) -> Any:
+    def _call_fn(self, state: State, named: dict[str, Any]) -> Any:
         bound = self._signature.bind_partial()
         bound.arguments.update(named)
-        return self.fn(*bound.args, **bound.kwargs)
+        paths = {id(p): path for path, p in state.parameters().items()}
+        with computed_in(self._table.precision, state.modules.values(), paths):
+            return self.fn(*bound.args, **bound.kwargs)
 
 
 def _signature(fn: Callable) -> inspect.Signature:

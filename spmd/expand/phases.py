@@ -34,10 +34,15 @@ class _Marked(torch.autograd.Function):
         return of_gradient, None
 
 
+def mark(gradient: torch.Tensor, path: str) -> torch.Tensor:
+    """The gradient of a parameter, marked. Without a path it stays as it is."""
+    return _Marked.apply(gradient, path) if path else gradient
+
+
 def mark_gradient(parameter: torch.Tensor, path: str) -> None:
     """Mark each gradient that a backward pass makes of this parameter. It may be a traced tensor alone."""
     if parameter.requires_grad:
-        parameter.register_hook(lambda gradient: _Marked.apply(gradient, path))
+        parameter.register_hook(lambda gradient: mark(gradient, path))
 
 
 @dataclass

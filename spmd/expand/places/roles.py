@@ -59,12 +59,17 @@ class Roles:
 
 
 def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node, Spec]:
-    """Where gradients go as soon as they are made: the gradient of each pass, or of all passes together."""
-    return {
-        n: places[path].gradient
-        for path, values in roles.gradients.items()
-        for n in (values if places[path].reduces_each else values[-1:])
-    }
+    """Where gradients go as soon as they are made: the gradient of each pass, or of all passes together.
+
+    A gradient that is reduced in another dtype than it is kept in goes there before it is cast.
+    """
+    found = {}
+    for path, values in roles.gradients.items():
+        of = places[path]
+        for n in values:
+            if of.reduces_each or n is values[-1] or n.meta["val"].dtype != of.stored.dtype:
+                found[n] = of.gradient
+    return found
 
 
 def scattered_first(spec: Spec, final: Spec) -> tuple[Spec, ...]:

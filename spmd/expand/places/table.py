@@ -17,6 +17,7 @@ import torch
 
 from spmd.expand.places.fully_shard import Axes, FullyShard, without_axes
 from spmd.expand.places.places import Places
+from spmd.expand.precision import MixedPrecision
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations import patterns as by_name
 from spmd.tensor.annotations.patterns import Patterns, check_patterns, placed_spec, placements_for
@@ -37,17 +38,22 @@ class PlacesTable:
     params: Mapping[str, tuple[Placement, ...] | None]
     stored: Mapping[str, tuple[Placement, ...]]
     fully_shard: Mapping[str, FullyShard | None]
+    precision: MixedPrecision | None = None
     _known: dict[tuple, Places] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, sharding: Sharding) -> PlacesTable:
+    def of(
+        cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, sharding: Sharding, policy: Any = None
+    ) -> PlacesTable:
         """The table, with everything checked that can be checked without tensors."""
         params = params or {}
         is_table = isinstance(params, Mapping)
         placed = {k: v for k, v in params.items() if v is not OPEN} if is_table else params
         placed = check_patterns(mesh, placed, "params")
         computed = {pattern: placed.get(pattern, OPEN) for pattern in params}
-        return cls(mesh, computed, check_patterns(mesh, stored or {}, "stored"), _checked(mesh, sharding))
+        stored = check_patterns(mesh, stored or {}, "stored")
+        precision = None if policy is None else MixedPrecision.of(policy)
+        return cls(mesh, computed, stored, _checked(mesh, sharding), precision)
 
     def require_matches(self, names: Sequence[str]) -> None:
         """ValueError for a pattern that matches none of the names."""
@@ -71,7 +77,11 @@ class PlacesTable:
             found = Places(stored, computed, stored, stored, reduces_each=True, reshard=True)
         else:
             found = Places.same(computed) if sharding is None else sharding.places(computed)
-        return replace(found, computed=None) if self._is_open(names) else found
+        return replace(found, computed=None if self._is_open(names) else self._cast(computed))
+
+    def _cast(self, computed: Spec) -> Spec:
+        dtype = computed.dtype if self.precision is None else self.precision.computed(computed.dtype)
+        return computed if dtype == computed.dtype else computed.with_tensor(computed.shape, dtype)
 
     def _keeping_axes(self, wanted: Sequence[Placement] | None, sharding: FullyShard | None) -> list[int]:
         """The axes that shard where a parameter is kept, and not where it is computed with."""

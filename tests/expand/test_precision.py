@@ -1,0 +1,74 @@
+"""Mixed precision: what is kept, computed with and reduced in which dtype."""
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from spmd import FullyShard, MixedPrecision
+from spmd.expand.precision import computed_in
+from tests.expand.places.trained import Odd, on_ranks, plain_step, planned, steps, train_step
+from tests.expand.side_by_side import seeded
+
+NARROW = MixedPrecision(torch.float32, torch.float64)
+
+
+def sgd(params):
+    return optim.SGD(params, 0.1, momentum=0.9)
+
+
+def alone(fn, precision) -> dict[str, torch.Tensor]:
+    """The training on one device, in the same precision."""
+    model = seeded(Odd).double()
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
+    with computed_in(precision, [model]):
+        return steps(fn, model, optimizer, 2)
+
+
+@pytest.mark.parametrize(
+    "axes, fn, said",
+    [
+        ({"dp": 2}, train_step, {"fully_shard": "dp"}),
+        ({"dp": 2}, plain_step, {"fully_shard": FullyShard("dp", 1)}),
+        ({"dp": 2}, plain_step, {}),
+    ],
+)
+def test_training_in_mixed_precision_is_that_of_one_device(axes, fn, said):
+    """Computed in float32, kept and reduced in float64."""
+    want, got = alone(fn, NARROW), on_ranks(axes, sgd, fn, 2, mixed_precision=NARROW, **said).seen
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype, name
+        torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("reduce_dtype, sent", [(None, torch.bfloat16), (torch.float32, torch.float32)])
+def test_shards_are_cast_before_they_are_gathered(reduce_dtype, sent):
+    """Gathers are of half the bytes, gradients are reduced in the dtype for it, state has the one that is kept."""
+    model = seeded(Odd)
+    x = torch.zeros(4, 4, dtype=torch.int64)
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
+    said = {"fully_shard": "dp", "mixed_precision": policy}
+    program = planned(plain_step, model, optim.AdamW(model.parameters()), {"dp": 2}, (x, x), **said)
+    assert {c.spec.dtype for c in program.collectives if c.kind == "all_gather"} == {torch.bfloat16}
+    assert {c.spec.dtype for c in program.collectives if c.kind == "reduce_scatter"} == {sent}
+    assert program.places["model.up.weight"].computed.dtype == torch.bfloat16
+    state = {spec.dtype for name, spec in program.outputs if spec is not None and "exp_avg" in name}
+    assert state == {torch.float32}
+
+
+def test_outputs_and_inputs_are_cast():
+    """At the modules that the step calls."""
+    layer = nn.Linear(3, 3)
+    with computed_in(MixedPrecision(torch.bfloat16, output_dtype=torch.float64), [layer]):
+        assert layer(torch.ones(2, 3)).dtype == torch.float64
+        assert layer.weight.dtype == torch.bfloat16
+        assert {p.dtype for p in layer.parameters()} == {torch.float32}
+    assert layer(torch.ones(2, 3)).dtype == torch.float32
+
+
+def test_a_narrower_reduction_is_refused():
+    """It would round terms that nobody asked to round."""
+    with pytest.raises(ValueError, match=r"narrower than the torch\.float32"):
+        MixedPrecision.of(MixedPrecision(torch.float32, torch.bfloat16))
+    with pytest.raises(TypeError, match="MixedPrecisionPolicy"):
+        MixedPrecision.of("bf16")
