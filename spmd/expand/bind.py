@@ -115,7 +115,7 @@ class _Binder:
 
     def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
         blocks = [fx.Proxy(self._ready(n), self.tracer) for n in _operands(node)]
-        outs = zip(node.target(self.coordinate, blocks), node.target.outs, strict=True)
+        outs = zip(node.target(self.coordinate, blocks), node.target.made, strict=True)
         results = [None if spec is None else _with_spec(p.node, spec) for p, spec in outs]
         return results if len(results) > 1 else results[0]
 

@@ -41,6 +41,7 @@ from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower import Lowering, is_cheaper_by_rule, lower
 from spmd.tensor.recipes import recipe_for
 from spmd.tensor.recipes.random import Draw
+from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
@@ -248,7 +249,28 @@ class _Expander:
             local = UnlessEmpty(local, lowering.outs)
         new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
         many = isinstance(node.meta["val"], (tuple, list))
-        self._record(node, new, lowering.outs if many else lowering.outs[0])
+        if isinstance(local, Recipe) and local.sums:
+            self._record_sums(node, new, local, many)
+        else:
+            self._record(node, new, lowering.outs if many else lowering.outs[0])
+
+    def _record_sums(self, node: fx.Node, new: fx.Node, recipe: Recipe, many: bool) -> None:
+        """Write the moves that add up results of a recipe."""
+        new.meta["spec"] = recipe.made if many else recipe.made[0]
+        if not many:
+            self._record(node, self.move(new, recipe.sums[0]), recipe.outs[0])
+            return
+        items = []
+        for i, (made, spec, p) in enumerate(zip(recipe.made, recipe.outs, recipe.sums, strict=True)):
+            if spec is None:
+                items.append(None)
+                continue
+            value = self.graph.create_node("call_function", operator.getitem, (new, i))
+            value.meta["spec"] = made
+            item = self.decomposition_graph.create_node("call_function", operator.getitem, (node, i))
+            self._record(item, value if p is None else self.move(value, p), spec)
+            items.append(SpecTensor(item, spec, self._emit))
+        self.results[node] = items
 
     def lowering(self, node: fx.Node, specs: Mapping[fx.Node, Spec]) -> Lowering:
         """How the node is lowered, if these operands have these specs."""
@@ -340,9 +362,8 @@ def _remove_unread(graph: fx.Graph) -> None:
 def _lowered(call: Call) -> Lowering:
     """Decides as `spmd.tensor.eager.dispatch` does: first a recipe, then a rule."""
     recipe = recipe_for(call)
-    plans = () if recipe is None else recipe.plans_from(call.tensors)
-    if recipe is not None and not is_cheaper_by_rule(call, plans, recipe.outs):
-        return Lowering(plans, recipe.outs, local=recipe)
+    if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
+        return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
     return lower(call, skips_empty=call.makes_new)
 
 

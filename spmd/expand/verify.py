@@ -175,7 +175,7 @@ def _given_specs(node: fx.Node, ins: Sequence[Spec | None], outs: Any, fault: st
 
 
 def _recipe(node: fx.Node) -> Found:
-    return _given_specs(node, node.target.given, node.target.outs, "recipe")
+    return _given_specs(node, node.target.given, node.target.made, "recipe")
 
 
 def _local_map(node: fx.Node) -> Found:

@@ -50,6 +50,7 @@ from spmd.tensor.eager.operands import (
 from spmd.tensor.lower import READS_STORAGE, Lowering, is_cheaper_by_rule, lower
 from spmd.tensor.modes import explicit
 from spmd.tensor.recipes import random, recipe_for
+from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.plan import steps_made
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.decompositions import decompositions
@@ -108,7 +109,9 @@ def dispatch(op, args: tuple, kwargs: dict[str, Any], dtensor: type) -> Any:
     key = (op, first_use, torch.get_default_dtype(), *[_key(op, x) for x in args], *options)
     handler = lowerings.get(key, lambda: _handler(call, first_use))
     if explicit.is_on():
-        explicit.check(op, named_plans(call, handler.plans(call)))
+        sums = handler.sums if isinstance(handler, Recipe) else ()
+        results = [(f"result {i}", p) for i, p in enumerate(sums) if p is not None]
+        explicit.check(op, [*named_plans(call, handler.plans(call)), *results])
     if _torch.is_view(op) and fast_path.is_normal_in_inference(operands[0]):
         with torch.inference_mode(False):
             return handler.run(call)
@@ -216,7 +219,7 @@ def _handler(eager: EagerCall, first_use: tuple[int, ...]) -> Any:
     _refuse_memory_tricks(call, outs)
     call = Call(op, args, kwargs, outs, first_use)
     recipe = recipe_for(call)
-    if recipe is not None and not is_cheaper_by_rule(call, recipe.plans_from(call.tensors), recipe.outs):
+    if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
         return recipe
     if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
         return FallbackHandler()

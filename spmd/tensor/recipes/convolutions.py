@@ -5,9 +5,10 @@
                                                              of weight and bias are sums over tp
 
 Forward, a rank gets the rows that its windows see. Backward, it gets the gradients of all windows that see its own
-rows: so the gradient of these rows is complete, and nothing has to be sent back. Where the gradient of the image is not
-wanted, as in the first layer, the rows of the image may be fewer bytes. In a transposed convolution image and windows
-change places. Channels may be sharded over other axes at the same time, if there is one group.
+rows: so the gradient of these rows is complete, and nothing has to be sent back. Where there are many more channels
+behind the convolution than before it, the rows of the image and their gradients are fewer bytes: then a rank gets the
+rows that its windows see, and sends their gradients back. In a transposed convolution image and windows change places.
+Channels may be sharded over other axes at the same time, if there is one group.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spmd.tensor.recipes.windows import (
     part,
     reframed,
     rows_plan,
+    sum_of_rows,
     tile,
     unpadded,
     windows_of,
@@ -157,22 +159,23 @@ def convolution_backward(call: Call) -> Recipe | None:
         return None
     transposed, along = call["transposed"], found.along
     image, grad, kernel = found.spec(x, found.c), found.spec(y, found.o), found.kernel(w, transposed)
+    sums = ()
     if transposed:
         halos, local = (rows_plan(y, grad, along, image, own=mask[2]), None, None), local_gradients_of_transposed
     else:
         halos, local = (windows_plan(y, grad, along, image, own=mask[2]), None, None), local_gradients
-        if not mask[0]:
-            of_image = (None, rows_plan(x, image, along, grad), None)
-            if _nbytes(of_image, y, grad) < _nbytes(halos, x, image):
-                halos, local = of_image, local_gradients_by_image
-    sums = found.spec(x, found.c, found.o), found.kernel(w, transposed, found.summed), _bias(call, found)
-    outs = tuple(spec if wanted else None for spec, wanted in zip(sums, mask, strict=True))
+        of_image = (None, rows_plan(x, image, along, grad), None)
+        into = (sum_of_rows(image, along, grad), None, None) if mask[0] else ()
+        if not found.o and _nbytes((*of_image, *into), y, grad) < _nbytes(halos, x, image):
+            halos, sums, local = of_image, into, local_gradients_by_image
+    results = found.spec(x, found.c, found.o), found.kernel(w, transposed, found.summed), _bias(call, found)
+    outs = tuple(spec if wanted else None for spec, wanted in zip(results, mask, strict=True))
     statics = (along, _options(call, along), tuple(mask))
-    return Recipe((grad, image, kernel), outs, local, image, statics, halos)
+    return Recipe((grad, image, kernel), outs, local, image, statics, halos, sums=sums)
 
 
 def _nbytes(halos: tuple[Plan | None, ...], other: Spec, target: Spec) -> int:
-    """The bytes of the plan with the halo, and of the plan of the other operand."""
+    """The bytes of the plans with halos, and of the plan of the operand that has none."""
     return sum(p.bytes_per_rank for p in (*halos, plan(other, target)) if p is not None)
 
 
@@ -207,13 +210,17 @@ def local_gradients_of_transposed(recipe: Recipe, at: Coordinate, g, x, w) -> tu
 
 
 def local_gradients_by_image(recipe: Recipe, at: Coordinate, g, x, w) -> tuple:
-    """From the rows that the rank's windows see. The gradient of the image is not wanted."""
-    along, grad, own = recipe.statics[0], recipe.ins[0], {}
+    """From the rows that the rank's windows see. The gradients of rows of other ranks are sent back to these."""
+    (along, _, mask), grad, made, own, frames = recipe.statics, recipe.ins[0], recipe.made[0], {}, {}
     for dim, windows in along:
         start, stop = interval_of(grad, dim, at)
         first, end = windows.rows((start, stop))
         x, own[dim] = part(x, dim, 0, end - first), (0, stop - start)
-    return (*_kernel_gradients(recipe, at, g, x, w, _is_empty(at, grad)), _bias_gradient(recipe, at, g, own))
+        frames[dim] = (0, end - first), (0, made.local_shape(at)[dim]) if mask[0] else (0, 0)
+    back, of_weight = _kernel_gradients(recipe, at, g, x, w, nothing := _is_empty(at, grad))
+    if back is not None and not nothing:
+        back = reframed(back, made.ndim, frames)
+    return back, of_weight, _bias_gradient(recipe, at, g, own)
 
 
 Frames = dict[int, tuple[Interval, Interval]]
@@ -227,7 +234,7 @@ def _kernel_gradients(recipe: Recipe, at: Coordinate, g, x, w, nothing: bool, fr
     (_, options, mask), (grad, image, _) = recipe.statics, recipe.ins
     frames = frames or {}
     if nothing or _is_thin(at, grad, image):
-        return tuple(spec and _zeros(w, spec, at) for spec in recipe.outs[:2])
+        return tuple(spec and _zeros(w, spec, at) for spec in recipe.made[:2])
     if not any(mask[:2]):
         return None, None
     x = reframed(x, image.ndim, frames)

@@ -4,8 +4,8 @@
     avg_pool2d(f32[1, 8, 16, 64@tp], 2)                         windows that do not overlap: nothing is sent
     constant_pad_nd(f32[8@tp], [1, 1])                          all blocks begin a row earlier
 
-Backward, a rank gets the gradients of all windows that see its own rows, and of maxima their indices. So nothing has to
-be sent back.
+Backward, a rank gets the averages' gradients of all windows that see its own rows. Those of maxima would need their
+indices; so there a rank adds them up among the rows that its windows see, and sends other ranks' rows back.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from spmd.tensor.recipes.windows import (
     per_dim,
     reframed,
     rows_plan,
+    sum_of_rows,
     tile,
     unpadded,
     windows_of,
@@ -126,31 +127,23 @@ def max_pool_backward(call: Call) -> Recipe | None:
         return None
     along = along_shards(windows_of(call, x.shape[lead:], g.shape[lead:]), lead, like)
     image, grad, numbers = (_laid_out(like, t, lead) for t in (x, g, indices))
-    halos = (windows_plan(g, grad, along, image), None, windows_plan(indices, numbers, along, image))
-    return Recipe((grad, x, numbers), (image,), local_max_pool_backward, image, (along, lead), halos)
+    sums = (sum_of_rows(image, along, grad),)
+    return Recipe((grad, x, numbers), (image,), local_max_pool_backward, grad, (along, lead), sums=sums)
 
 
 def local_max_pool_backward(recipe: Recipe, at: Coordinate, g, x, indices) -> tuple:
-    """Each gradient is added to the place that its index names. Those of other ranks' places are dropped."""
-    (along, lead), image = recipe.statics, recipe.table
-    shape, rows, nothing = image.local_shape(at), {}, False
-    for dim, windows in along:
-        rows[dim] = interval_of(image, dim, at)
-        first, end = windows.over(rows[dim])
-        g, indices, nothing = part(g, dim, 0, end - first), part(indices, dim, 0, end - first), nothing or first == end
-    if nothing or not prod(shape):
+    """Each gradient is added to the place that its index names, among the rows that the rank's windows see."""
+    (along, lead), (made,), (image,) = recipe.statics, recipe.made, recipe.outs
+    shape = made.local_shape(at)
+    if not prod(shape) or not prod(recipe.table.local_shape(at)):
         return (aten.new_zeros.default(g, list(shape)),)
-    places, elsewhere = _places(indices, image.shape[lead:]), None
-    for dim, (start, stop) in rows.items():
-        place = places[dim - lead] = aten.sub.Scalar(places[dim - lead], start)
-        outside = aten.logical_or.default(aten.lt.Scalar(place, 0), aten.ge.Scalar(place, stop - start))
-        elsewhere = outside if elsewhere is None else aten.logical_or.default(elsewhere, outside)
-    size = prod(shape[lead:])
-    numbers = aten.masked_fill.Scalar(_numbered(places, shape[lead:]), elsewhere, size)
-    zeros = aten.new_zeros.default(g, [*shape[:lead], size + 1])
-    numbers, g = (aten.reshape.default(t, [*shape[:lead], -1]) for t in (numbers, g))
-    total = aten.scatter_add.default(zeros, lead, numbers, g)
-    return (aten.reshape.default(part(total, lead, 0, size), list(shape)),)
+    places = _places(indices, image.shape[lead:])
+    for dim, windows in along:
+        start, _ = windows.rows(interval_of(recipe.table, dim, at))
+        places[dim - lead] = aten.sub.Scalar(places[dim - lead], start)
+    zeros = aten.new_zeros.default(g, [*shape[:lead], prod(shape[lead:])])
+    numbers, g = (aten.reshape.default(t, [*shape[:lead], -1]) for t in (_numbered(places, shape[lead:]), g))
+    return (aten.reshape.default(aten.scatter_add.default(zeros, lead, numbers, g), list(shape)),)
 
 
 # ---- averages ---------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ class Recipe:
     the spec of the operand that is indexed, or of the only operand. statics: the arguments that are not tensors and
     that the local function needs. halos: the plans of the operands that get rows around their blocks as well
     (`redistribute.halo`), None for the others; empty if there are none. indexed: the dims of the table along which a
-    rank has to know where its block is; None if that is so of all dims of all operands.
+    rank has to know where its block is; None if that is so of all dims of all operands. sums: as halos, for results
+    whose blocks have rows that belong to other ranks, which add them up.
     """
 
     ins: tuple[Spec, ...]
@@ -42,6 +43,7 @@ class Recipe:
     statics: tuple
     halos: tuple[HaloPlan | None, ...] = ()
     indexed: tuple[int, ...] | None = None
+    sums: tuple[HaloPlan | None, ...] = ()
 
     @property
     def __name__(self) -> str:
@@ -58,6 +60,16 @@ class Recipe:
         """The specs of the blocks that the local function gets: the operands, with halos around some of them."""
         return tuple(p.dst for p in self.plans_from(self.ins))
 
+    @property
+    def made(self) -> tuple[Spec | None, ...]:
+        """The specs of what the local function gives: the results, before some of them are added up."""
+        sums = self.sums or (None,) * len(self.outs)
+        return tuple(spec if p is None else p.src for spec, p in zip(self.outs, sums, strict=True))
+
+    def moves_from(self, specs: Sequence[Spec]) -> tuple[Plan, ...]:
+        """All that is moved: the operands, and the results that are added up."""
+        return (*self.plans_from(specs), *filter(None, self.sums))
+
     def __call__(self, at: Coordinate, blocks: Sequence) -> tuple:
         """Run the local function for the rank at this coordinate: one block for each result."""
         return self.local(self, at, *blocks)
@@ -69,6 +81,8 @@ class Recipe:
     def run(self, call: Any) -> Any:
         blocks = [p.run(x) for p, x in zip(self.plans(call), call.blocks(), strict=True)]
         results = _run_local(self, blocks)
+        if self.sums:
+            results = [x if p is None else p.run(x) for x, p in zip(results, self.sums, strict=True)]
         pairs = zip(results, self.outs, strict=True)
         wrapped = tuple(None if spec is None else call.dtensor(x, spec) for x, spec in pairs)
         return wrapped if len(wrapped) > 1 else wrapped[0]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from spmd.tensor.call import Call
-from spmd.tensor.redistribute.halo import HaloPlan, Interval, intervals_of, place_of, plan_with_halos
+from spmd.tensor.redistribute.halo import HaloPlan, Interval, intervals_of, place_of, plan_with_halos, sum_of_halos
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -129,6 +129,11 @@ def rows_plan(src: Spec, dst: Spec, along: Along, windows: Spec, own: bool = Fal
     """
     wanted = {dim: [w.rows(each) for each in intervals_of(windows, dim)] for dim, w in along}
     return plan_with_halos(src, dst, _with_own(wanted, dst) if own else wanted, fill)
+
+
+def sum_of_rows(image: Spec, along: Along, windows: Spec) -> HaloPlan:
+    """The plan that adds up, in the layout `image`, what the ranks have for the rows of their windows."""
+    return sum_of_halos(image, {dim: [w.rows(each) for each in intervals_of(windows, dim)] for dim, w in along})
 
 
 def windows_plan(src: Spec, dst: Spec, along: Along, rows: Spec, own: bool = False) -> HaloPlan:

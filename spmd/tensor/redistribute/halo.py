@@ -8,11 +8,13 @@ twice. An interval may reach beyond the tensor: there, and where it is shorter t
 `fill`. So all blocks have one length, however uneven the shards are. An interval may be longer than the blocks, and
 needs rows of several neighbours then; it may also be shorter, or elsewhere.
 
-A `Margin` is the same where no rank needs rows of another.
+A `Margin` is the same where no rank needs rows of another. The adjoint of both adds rows up: a `HaloSum` sends each row
+of an interval back to the rank whose block it is in, which adds what it receives. So gradients of a halo return.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,15 +117,10 @@ class Halo(Margin):
         return int(np.max(self.received(before, after)))
 
     def received(self, before, after):
-        lacking = np.array([
-            max(0, min(b, before.shape[self.dim]) - max(a, 0)) - max(0, min(q, b) - max(p, a))
-            for (p, q), (a, b) in zip(intervals_of(before, self.dim), self.intervals, strict=True)
-        ])  # fmt: skip
-        axes, ns = before.dims[self.dim], before.mesh.shape
-        lacking = lacking.reshape([ns[a] for a in axes]).transpose(np.argsort(axes))
-        lacking = lacking.reshape([n if a in axes else 1 for a, n in enumerate(ns)])
-        others = [side for d, side in enumerate(sides(before)) if d != self.dim]
-        return lacking * volumes(others) * before.dtype.itemsize
+        wanted = [(max(a, 0), min(b, before.shape[self.dim])) for a, b in self.intervals]
+        pairs = zip(wanted, intervals_of(before, self.dim), strict=True)
+        lacking = [max(0, b - a) - _common((a, b), block) for (a, b), block in pairs]
+        return over_ranks(lacking, before, self.dim) * before.dtype.itemsize
 
     def peak(self, before, after):
         return before.local_nbytes + after.local_nbytes + 2 * self.nbytes(before, after)
@@ -165,6 +162,100 @@ class Halo(Margin):
         return self._joined(x, [(box, pieces[i].view(shape_of(box))) for i, box in enumerate(boxes)], ctx)
 
 
+@dataclass(frozen=True)
+class MarginSum(Margin):
+    """The adjoint of a `Margin`: the rows of each interval are again those of the block. Nothing is sent."""
+
+    kind = "margin_sum"
+
+    def start(self, x, ctx):
+        return x, x
+
+    def finish(self, y, ctx):
+        return self._summed(y[0], [], ctx)
+
+    def _within(self, box: Box, ctx: MoveContext) -> Box:
+        """The box, counted from the first row of this rank's interval, and in the other dims from that of its block."""
+        mine = ctx.after.box(ctx.coordinate)
+        first, _ = self.intervals[place_of(ctx.after, self.dim, ctx.coordinate)]
+        return relative_to(box, (*mine[: self.dim], (first, first), *mine[self.dim + 1 :]))
+
+    def _summed(self, x, received: list[tuple[Box, torch.Tensor]], ctx: MoveContext):
+        """This rank's own rows of its interval, and those received, added to a block of zeros in their order."""
+        mine = ctx.after.box(ctx.coordinate)
+        own = overlap(self.needed(ctx.after, ctx.coordinate), mine)
+        kept = [(own, narrowed(x, self._within(own, ctx), ctx.shape_before()))] if volume(own) else []
+        terms = [self._placed(part, box[self.dim], mine[self.dim], len(mine)) for box, part in (*kept, *received)]
+        return functools.reduce(torch.add, terms) if terms else x.new_zeros(ctx.shape_after())
+
+    def _placed(self, part, rows: Interval, block: Interval, ndim: int):
+        """These rows among the rows of a block, with zeros around them."""
+        pads = [rows[0] - block[0], block[1] - rows[1]]
+        return torch.nn.functional.pad(part, [*[0, 0] * (ndim - 1 - self.dim), *pads])
+
+    def _details(self, before, after):
+        return [str(self.dim), "+".join(map(str, self._rows_from_neighbours(after)))]
+
+
+@dataclass(frozen=True)
+class HaloSum(MarginSum):
+    """The adjoint of a `Halo`: each rank receives the rows of its block from the intervals of others, and adds them."""
+
+    kind = "halo_sum"
+    sends = True
+
+    def nbytes(self, before, after):
+        return Halo.nbytes(self, before, after)
+
+    def received(self, before, after):
+        wanted = [(max(a, 0), min(b, after.shape[self.dim])) for a, b in self.intervals]
+        have = intervals_of(after, self.dim)
+        rows = [sum([_common(block, w) for i, w in enumerate(wanted) if i != j]) for j, block in enumerate(have)]
+        return over_ranks(rows, after, self.dim) * after.dtype.itemsize
+
+    peak = Halo.peak
+    collective_us = Halo.collective_us
+
+    def _others(self, ctx: MoveContext) -> tuple[tuple[int, ...], ...]:
+        return coordinates(ctx.after.mesh, self.axes, ctx.coordinate)
+
+    def _received(self, ctx: MoveContext) -> list[Box]:
+        """The box of this rank's block that comes from each rank of the group."""
+        mine = ctx.after.box(ctx.coordinate)
+        return [_unless(at == ctx.coordinate, overlap(self.needed(ctx.after, at), mine)) for at in self._others(ctx)]
+
+    def start(self, x, ctx):
+        if not prod(n for d, n in enumerate(ctx.shape_after()) if d != self.dim):
+            return x, x
+        have, items = self.needed(ctx.after, ctx.coordinate), wire_items(ctx.after.dtype)
+        boxes = [_unless(at == ctx.coordinate, overlap(ctx.after.box(at), have)) for at in self._others(ctx)]
+        flat = cut(x, ctx.shape_before(), [self._within(box, ctx) for box in boxes])
+        sizes = [[items * volume(box) for box in each] for each in (self._received(ctx), boxes)]
+        return x, ctx.transport.all_to_all_single(to_wire(flat, ctx.after.dtype), *sizes, ctx.group(self.axes))
+
+    def finish(self, y, ctx):
+        x, y = y
+        if not prod(n for d, n in enumerate(ctx.shape_after()) if d != self.dim):
+            return x.new_zeros(ctx.shape_after())
+        y = from_wire(ctx.transport.wait_tensor(y), ctx.after.dtype)
+        boxes = [box for box in self._received(ctx) if volume(box)]
+        pieces = y.split([volume(box) for box in boxes], 0) if boxes else ()
+        return self._summed(x, [(box, pieces[i].view(shape_of(box))) for i, box in enumerate(boxes)], ctx)
+
+
+def _common(a: Interval, b: Interval) -> int:
+    """How many rows are in both intervals."""
+    return max(0, min(a[1], b[1]) - max(a[0], b[0]))
+
+
+def over_ranks(rows: Sequence[int], spec: Spec, dim: int) -> np.ndarray:
+    """The elements of so many rows for each block of a dim, as an array that broadcasts to the shape of the mesh."""
+    axes, ns = spec.dims[dim], spec.mesh.shape
+    counts = np.array(rows).reshape([ns[a] for a in axes]).transpose(np.argsort(axes))
+    others = [side for d, side in enumerate(sides(spec)) if d != dim]
+    return counts.reshape([n if a in axes else 1 for a, n in enumerate(ns)]) * volumes(others)
+
+
 def _unless(nothing: bool, box: Box) -> Box:
     """The box, or one of no elements."""
     return tuple((start, start) for start, _ in box) if nothing else box
@@ -189,6 +280,12 @@ def halo(before: Spec, dim: int, intervals: Sequence[Interval], fill: float = 0)
     after = Spec.of(before.mesh, shape, before.dtype, dims=before.dims, units=units)
     axes = tuple(sorted(before.dims[dim]))
     return (Step((Halo if sends else Margin)(axes, dim, tuple(intervals), fill), before, after),)
+
+
+def adjoint(step: Step) -> Step:
+    """The step that adds gradients of the rows of intervals to those of the blocks."""
+    move = step.move
+    return Step((HaloSum if move.sends else MarginSum)(move.axes, move.dim, move.intervals), step.after, step.before)
 
 
 @dataclass(frozen=True)
@@ -234,3 +331,9 @@ def plan_with_halos(src: Spec, dst: Spec, wanted: dict[int, Sequence[Interval]],
         more = halo(spec, dim, intervals, fill)
         steps, spec = (*steps, *more), more[-1].after if more else spec
     return HaloPlan(src, spec, steps, moved)
+
+
+def sum_of_halos(dst: Spec, wanted: dict[int, Sequence[Interval]]) -> HaloPlan:
+    """The plan that adds up to dst what the ranks have of these intervals; the adjoint of `plan_with_halos`."""
+    there = plan_with_halos(dst, dst, wanted)
+    return HaloPlan(there.dst, dst, tuple(adjoint(step) for step in reversed(there.halos)), plan(there.dst, there.dst))

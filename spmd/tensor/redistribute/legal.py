@@ -17,7 +17,7 @@ import numpy as np
 
 from spmd.tensor.redistribute.all_ranks import overlaps, sides, volumes
 from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, Exchange, ReduceInOrder, ReduceScatter
-from spmd.tensor.redistribute.halo import Margin
+from spmd.tensor.redistribute.halo import Margin, MarginSum
 from spmd.tensor.redistribute.moves import Move, Scale, Slice, ToPartial, View
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -151,6 +151,8 @@ def _reduce_scatter(move: Move, before: Spec, after: Spec) -> str:
 
 
 def _margin(move: Margin, before: Spec, after: Spec) -> str:
+    if isinstance(move, MarginSum):  # the other way
+        before, after = after, before
     dim, (blocks, longest) = move.dim, (len(move.intervals), max(stop - start for start, stop in move.intervals))
     if before.dims != after.dims or {*move.axes} != {*before.dims[dim]} or before.partial or after.partial:
         return f"the shards are not those of dim {dim}, or something is owed"

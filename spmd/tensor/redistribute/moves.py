@@ -12,6 +12,7 @@
     AllReduce      partial on the axes to replicated
     ReduceInOrder  as ReduceScatter, but the terms are added in the order of the ranks; only where that is asked for
     Halo           each rank gets rows around its block as well; only for an op whose recipe asks for them
+    HaloSum        and the other way: it adds what others have for the rows of its block
 
 This module has the base and the moves that send nothing; `collective_moves.py` has those that send, `halo.py` the halo.
 

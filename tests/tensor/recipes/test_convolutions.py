@@ -15,7 +15,7 @@ from spmd.tensor.cache import forget_decisions
 from spmd.tensor.eager import dispatch
 from spmd.tensor.placement import Shard
 from spmd.tensor.redistribute import legal
-from spmd.tensor.redistribute.halo import halo
+from spmd.tensor.redistribute.halo import adjoint, halo
 from spmd.tensor.spec import parse_spec
 from tests.expand.side_by_side import agree as in_programs
 from tests.tensor.single import S0, S1, S2, SUM, R, agree_at_once, mesh_of, placed
@@ -52,6 +52,8 @@ CASES = {
     "1d, tiles that are no blocks": (F.conv1d, {"stride": 2}, (2, 3, 10), (4, 3, 2)),
     "1d, dilation": (F.conv1d, {"dilation": 3, "padding": 2}, (1, 3, 12), (4, 3, 3)),
     "1d, groups": (F.conv1d, {"groups": 2, "padding": 1}, (2, 4, 8), (6, 2, 3)),
+    "1d, many channels come out": (F.conv1d, {"padding": 1, "stride": 2}, (2, 2, 9), (24, 2, 3)),
+    "2d, many channels come out": (F.conv2d, {"padding": 2, "dilation": 2}, (1, 2, 5, 7), (20, 2, 3, 3)),
     "2d": (F.conv2d, {"padding": (0, 1)}, (2, 3, 4, 8), (4, 3, 1, 3)),
     "2d, all": (F.conv2d, {"padding": (1, 2), "stride": (1, 2), "dilation": (1, 2)}, (1, 2, 6, 11), (2, 2, 3, 3)),
     "3d": (F.conv3d, {"padding": 1, "stride": (1, 2, 1)}, (1, 2, 4, 5, 6), (2, 2, 3, 3, 2)),
@@ -91,7 +93,8 @@ def test_no_rank_needs_a_row():
     agree_at_once(gradients, [x, w], [[S2], [R]], mesh_shape=(4,))
 
 
-@pytest.mark.parametrize("name", ["1d, uneven and a rank with no rows", "2d, all", "transposed 2d", "3d"])
+@pytest.mark.parametrize("name", ["1d, uneven and a rank with no rows", "2d, all", "transposed 2d", "3d",
+                                  "2d, many channels come out"])
 @pytest.mark.usefixtures("halos_always")
 def test_over_two_axes(name):
     """Two dims of the image, one dim over both axes, a sharded batch, sharded channels, and a sum that is owed."""
@@ -132,10 +135,14 @@ COLUMN = 8 * 16 * 8
 @pytest.mark.parametrize("fn, kernel, columns, back", [
     (partial(F.conv2d, padding=1), KERNEL, 2, 2), (partial(F.conv2d, stride=4), (8, 8, 4, 4), 0, 0),
     (partial(F.conv2d, stride=2, padding=1), KERNEL, 1, 0.5),
+    (partial(F.conv2d, padding=1), (64, 8, 3, 3), 2, 4),
     (partial(F.conv_transpose2d, stride=2, padding=1), (8, 8, 4, 4), 2, 4),
 ])  # fmt: skip
 def test_only_halos_are_sent(fn, kernel, columns, back):
-    """Of an image of 64 columns on 4 ranks, a column each way; backward the gradients of a column."""
+    """Of an image of 64 columns on 4 ranks, a column each way; backward the gradients of a column.
+
+    Where the gradients have 8 times the channels of the image, the columns of the image, and their gradients back.
+    """
     forward, both = sent(fn, S3, R, shapes=(IMAGE, kernel))
     assert forward == columns * COLUMN
     assert both - forward == back * COLUMN
@@ -145,6 +152,15 @@ def test_what_is_cheaper_is_done():
     """A kernel as wide as the image needs all of it on each rank: the shards go to the channels instead."""
     wide = sent(lambda x, w: F.conv2d(x, w, padding=(0, 63)), S3, R, shapes=(IMAGE, (8, 8, 1, 127)))
     assert wide[0] == IMAGE[1] * IMAGE[2] * IMAGE[3] * 8 * 3 // 16
+
+
+def test_explicit_mode_names_what_is_sent_back():
+    with spmd.LocalTensorMode(4):
+        x = placed(t(*IMAGE), [S3], mesh_of((4,)))
+        y = F.max_pool2d(x, 3, 1, 1)
+        found = pytest.raises(spmd.ImplicitCommunicationError, match=r"result 0: .*halo_sum\(dp, 3, 1\+1\)")
+        with spmd.explicit(), found:
+            torch.autograd.grad(y, x, y.detach())
 
 
 def test_explicit_mode_names_the_halo():
@@ -161,7 +177,8 @@ def test_explicit_mode_names_the_halo():
 # ---- in programs and over a network -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["1d, uneven and a rank with no rows", "2d, all", "transposed 2d"])
+@pytest.mark.parametrize("name", ["1d, uneven and a rank with no rows", "2d, all", "transposed 2d",
+                                  "2d, many channels come out"])
 @pytest.mark.usefixtures("halos_always")
 def test_programs_give_what_one_device_gives(name):
     fn, x, w, b = operands(name)
@@ -190,6 +207,7 @@ def test_a_halo_of_other_blocks_is_a_fault():
     assert (str(step), str(step.after), legal.fault(step)) == ("halo(tp, 1, 1+1)", "f32[2, 10@tp]", "")
     assert "blocks of 5 rows" in legal.fault(replace(step, after=parse_spec("f32[2, 8@tp]", mesh)))
     assert "not those of dim 1" in legal.fault(replace(step, before=elsewhere, after=elsewhere))
+    assert legal.fault(adjoint(step)) == "" and str(adjoint(step)) == "halo_sum(tp, 1, 1+1)"
     assert "3 intervals" in legal.fault(replace(step, move=replace(step.move, intervals=((0, 5),) * 3)))
 
 
