@@ -592,9 +592,8 @@ def test_what_all_ranks_receive_at_once_is_what_each_receives(shape):
 
 
 def test_the_cost_of_a_layout_is_that_of_its_plan():
-    """Also where blocks differ in size; nothing where the layout is there, or a slice gives it."""
+    """Also where blocks differ in size; nothing where the layout is there."""
     mesh = init_device_mesh("cpu", (2, 2), topology="hopper")
     rows, whole, turned = (spec_of(mesh, p, (5, 8), torch.float32) for p in ([S0, R], [R, R], [S1, R]))
-    assert redistribute_cost(rows, rows) == 0 == redistribute_cost(whole, rows)
+    assert redistribute_cost(rows, rows) == 0 <= redistribute_cost(whole, rows) < redistribute_cost(rows, whole)
     assert redistribute_cost(rows, turned) == plan(rows, turned).modelled_us > 0
-    assert redistribute_cost(rows, whole) > 0
