@@ -24,13 +24,14 @@ from itertools import chain, takewhile
 from math import inf, prod
 from typing import NamedTuple
 
+from spmd.comm.chunk import Unit
 from spmd.mesh import MeshTopoInfo
 from spmd.tensor.redistribute.moves import Move, View
-from spmd.tensor.redistribute.states import Edge, Space, State
+from spmd.tensor.redistribute.states import Cut, Edge, Space, State
 from spmd.tensor.spec import Spec
 
 Link = tuple[Move, Spec, Spec]  # a move with the specs before and after it
-Cuts = tuple[list[int], list[tuple[int, ...]], list[tuple[int, ...]], list[tuple[int, ...]]]
+Cuts = tuple[list[int], list[Cut], list[Cut], list[Cut]]
 
 
 def through_strides(
@@ -73,17 +74,18 @@ def split_specs(src: Spec, dst: Spec) -> Iterator[tuple[Spec, Spec, Spec]]:
     cut = [dim.split(free, ns) if each else dim.unsplit(free) for dim, each in zip(dims, splits)]
     shape, start, between, goal = [list(chain(*column)) for column in zip(*cut)]
     ends = _spec(src, shape, start, src.partial), _spec(src, shape, goal, kept)
-    left = free - {*chain(*between)}
+    left = free - {a for axes, _ in between for a in axes}
     owed = left & {a for a, _ in src.partial}
     for rest in dict.fromkeys([tuple(sorted(left)), tuple(sorted(owed))]):
         for d, n in enumerate(shape) if rest else [(0, 0)]:
-            axes = between[d] + rest
+            axes, unit = between[d][0] + rest, between[d][1]
             if n % prod([ns[a] for a in axes]) == 0:
-                yield ends[0], _spec(src, shape, [*between[:d], axes, *between[d + 1 :]], kept), ends[1]
+                yield ends[0], _spec(src, shape, [*between[:d], (axes, unit), *between[d + 1 :]], kept), ends[1]
 
 
-def _spec(like: Spec, shape: list[int], dims: list[tuple[int, ...]], partial: Sequence[tuple[int, str]]) -> Spec:
-    return Spec.of(like.mesh, shape, like.dtype, dims=dims, partial=partial)
+def _spec(like: Spec, shape: list[int], cuts: list[Cut], partial: Sequence[tuple[int, str]]) -> Spec:
+    dims, units = zip(*cuts) if cuts else ((), ())
+    return Spec.of(like.mesh, shape, like.dtype, dims=dims, units=units, partial=partial)
 
 
 class _Dim(NamedTuple):
@@ -92,8 +94,8 @@ class _Dim(NamedTuple):
     size: int
     have: tuple[int, ...]
     want: tuple[int, ...]
-    unit: int
-    unit_wanted: int
+    unit: Unit
+    unit_wanted: Unit
 
     def divides(self, ns: tuple[int, ...]) -> bool:
         """Whether all blocks of the target have one size."""
@@ -101,7 +103,7 @@ class _Dim(NamedTuple):
 
     def grows(self) -> bool:
         """Whether the target only adds axes inside those of the source."""
-        return self.want[: len(self.have)] == self.have
+        return self.want[: len(self.have)] == self.have and (not self.have or self.unit == self.unit_wanted)
 
     def outer(self, free: set[int]) -> tuple[int, ...]:
         """The outer axes of the target that can shard the dim at once, with no place left open."""
@@ -113,10 +115,12 @@ class _Dim(NamedTuple):
 
     def unsplit(self, free: set[int]) -> Cuts:
         """The dim as it is: its size, and the axes that shard it at the source, between, and at the target."""
-        return [self.size], [self.have], [self.outer(free)], [self.want]
+        between = self.outer(free), self.unit_wanted if self.grows() else self.unit
+        return [self.size], [(self.have, self.unit)], [between], [(self.want, self.unit_wanted)]
 
     def split(self, free: set[int], ns: tuple[int, ...]) -> Cuts:
         """The dim split into one dim for each axis of the target; the same as `unsplit` for each of these."""
         sizes = [ns[a] for a in self.want[:-1]]
-        have, between = [[(a,) if a in some else () for a in self.want] for some in (self.have, {*self.have, *free})]
-        return [*sizes, self.size // prod(sizes)], have, between, [(a,) for a in self.want]
+        some = self.have, {*self.have, *free}, self.want
+        cuts = [[((a,) if a in each else (), 1) for a in self.want] for each in some]
+        return [*sizes, self.size // prod(sizes)], *cuts

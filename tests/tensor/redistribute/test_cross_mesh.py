@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from spmd import DTensor, LocalTensorMode, compile, distribute_tensor
+from spmd import DTensor, LocalTensorMode, Shard, compile, distribute_tensor
 from spmd.mesh import DeviceMesh
 from spmd.sim import ThreadWorld, run_ranks
 from spmd.tensor.spec import spec_of
@@ -46,6 +46,19 @@ def test_the_tensor_arrives(shape, where):
     for src, dst in list(itertools.product(sources, targets))[:: 1 if where == "some others" else 3]:
         parts = cut(x, src, (2, 2))
         found = run_ranks(lambda rank: sent(x, parts, src, mesh, dst[: mesh.ndim], rank), 7)  # noqa: B023
+        for rank, got in enumerate(found):
+            want = x if rank in mesh else 0
+            assert got == want if isinstance(got, int) else torch.allclose(got, want, rtol=1e-12), (src, dst, rank)
+
+
+def test_packed_tensors_arrive():
+    """Of each block of a dim the part that a rank has, from and to meshes where that is another."""
+    x, mesh = torch.arange(72.0, dtype=torch.float64).reshape(12, 6), OTHERS["some others"]
+    packed, pairs = Shard(0, blocks=3), Shard(0, blocks=2)
+    sources, targets = [(packed, packed), (S1, packed), (SUM, packed)], [(packed, R), (S1, pairs), (S0, S1)]
+    for src, dst in zip([*sources, (S0, R)], [*targets, (pairs, S1)], strict=True):
+        parts = cut(x, src, (2, 2))
+        found = run_ranks(lambda rank: sent(x, parts, src, mesh, dst, rank), 7)  # noqa: B023
         for rank, got in enumerate(found):
             want = x if rank in mesh else 0
             assert got == want if isinstance(got, int) else torch.allclose(got, want, rtol=1e-12), (src, dst, rank)

@@ -12,7 +12,7 @@ from spmd.tensor.placement import Partial, Replicate
 from spmd.tensor.redistribute.all_ranks import of_rank, overlaps, sides, volumes
 from spmd.tensor.redistribute.boxes import overlap, volume
 from spmd.tensor.redistribute.plan import plan
-from spmd.tensor.spec import spec_of
+from spmd.tensor.spec import parse_spec, spec_of
 from tests.tensor.brute import least_ps
 from tests.tensor.planned import carried_out, cut_up, wrong_blocks
 from tests.tensor.single import agree_at_once
@@ -82,3 +82,21 @@ def test_gradients_go_the_way_back():
         for dst in ([B3], [R], [S0], [S1]):
             agree_at_once(lambda x, dst=dst: x.redistribute(placements=dst) * 1 if isinstance(x, DTensor) else x * 1,
                           [x], [[B3]], [[S0]], [[R]], [[B2]], mesh_shape=(3,))  # fmt: skip
+
+
+BESIDE = [
+    ("f64[8, 8@z, 30@w/6] +sum@x", "f64[8@z,x, 8, 30@w/6]"), ("f64[8, 8@z, 3x8@w] +sum@x", "f64[8@z,x, 8, 3x8@w]"),
+    ("f64[8, 8@z, 24] +sum@x", "f64[8@z,x, 8, 3x8@w]"), ("f64[8, 8@z, 3x8@w] +sum@x", "f64[8@z,x, 8, 24@w]"),
+    ("f64[8, 8@z, 24@w] +sum@x", "f64[8@z,x, 8, 24@w/4]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("src, dst", BESIDE, ids=map(" to ".join, BESIDE))
+def test_strided_blocks_leave_the_other_dims_as_they_are(src, dst):
+    """A sum that is scattered into strided blocks of one dim, beside a dim that is packed or has a unit."""
+    mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("x", "z", "w"))
+    src, dst = parse_spec(src, mesh), parse_spec(dst, mesh)
+    x = torch.arange(1.0, 1 + src.nbytes // 8, dtype=torch.float64).reshape(src.shape)
+    p, received = plan(src, dst), Counter()
+    assert not wrong_blocks(carried_out(p, cut_up(x, src), received), x, dst), p
+    assert {at: received[at] for at in mesh.coordinates()} == {at: p.received(at) for at in mesh.coordinates()}
