@@ -273,6 +273,7 @@ def reductions():
         yield s(name, x, 1)
     yield s("kthvalue", x, 2, 1)
     yield s("aminmax", x, dim=1)
+    yield s("hash_tensor", x, [1])
 
 
 def one_dim_whole():

@@ -11,7 +11,7 @@ terms are reduced (`spmd.tensor.rules.indexing`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from spmd.tensor.call import Call
 from spmd.tensor.recipes.recipe import Coordinate, Recipe
 from spmd.tensor.recipes.vocabulary import local_indices
 from spmd.tensor.rules.block_ops import filled_up
-from spmd.tensor.spec import contiguous
+from spmd.tensor.spec import Spec, contiguous
 
 aten = torch.ops.aten
 
@@ -31,19 +31,31 @@ def scatter(call: Call) -> Recipe | None:
     if not x.ndim or x.partial or any(t.ndim != x.ndim for t in given):
         return None
     along = call["dim"] % x.ndim
-    others = [d for d in range(x.ndim) if d != along and x.dims[d]]
-    if not x.dims[along] or any(t.shape[d] != x.shape[d] for t in given for d in others):
+    table = _sharded_along(x, along, [d for d in range(x.ndim) if any(t.shape[d] != x.shape[d] for t in given)])
+    if not table.dims[along]:
         return None
     adds = call.name == "scatter_add" or call["reduce"] in ("sum", "add")
     if adds and sum(t.nbytes for t in given) > x.nbytes:
         return None
     options = {name: call[name] for name in ("reduce", "include_self") if call[name] is not None}
-    dims = tuple(() if d == along else axes for d, axes in enumerate(x.dims))
-    units = tuple(1 if d == along else unit for d, unit in enumerate(x.units))
-    ins = (x, *(t.moved_to(dims, units) for t in given))
-    out_spec = x.with_tensor(x.shape, stride=contiguous(x.shape))
+    dims = tuple(() if d == along else axes for d, axes in enumerate(table.dims))
+    units = tuple(1 if d == along else unit for d, unit in enumerate(table.units))
+    ins = (table, *(t.moved_to(dims, units) for t in given))
+    out_spec = table.with_tensor(x.shape, stride=contiguous(x.shape))
     statics = call.op, along, call["value"], tuple(options.items())
-    return Recipe(ins, (out_spec,), local_scatter, x, statics, indexed=(along,))
+    return Recipe(ins, (out_spec,), local_scatter, table, statics, indexed=(along,) if table is x else None)
+
+
+def _sharded_along(x: Spec, along: int, shorter: Sequence[int]) -> Spec:
+    """The spec of x without shards of the other dims in which index or source are shorter: their shards go to `along`.
+
+    A rank could not tell there which of the places of its block are written.
+    """
+    moved = tuple(a for d in shorter if d != along for a in x.dims[d])
+    if not moved:
+        return x
+    dims = [(*axes, *moved) if d == along else () if d in shorter else axes for d, axes in enumerate(x.dims)]
+    return x.moved_to(dims, [1 if d == along or d in shorter else unit for d, unit in enumerate(x.units)])
 
 
 def local_scatter(recipe: Recipe, at: Coordinate, x, index, *src) -> tuple:

@@ -210,7 +210,7 @@ reduce_to("product", "prod", PRODUCT_OVER)
 reduce_to("max",     "any")  # of no elements it is False, the least value
 reduce_to("min",     "all")  # of no elements it is True, the greatest value
 reduce_to(None,      """argmax argmin logsumexp var std var_mean std_mean norm linalg_vector_norm median nanmedian
-                        kthvalue mode aminmax""")
+                        kthvalue mode aminmax hash_tensor""")
 add_rule("histc", networks.histogram)
 add_rule("_histogramdd_from_bin_cts", networks.histogram_of_points)
 add_rule("segment_reduce _segment_reduce_backward", networks.segments)

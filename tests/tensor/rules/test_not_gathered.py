@@ -67,6 +67,10 @@ ELEMENTS = {
         x.scatter_reduce(d, sharp(x).long(), x.sin() + 2, kind, include_self=own)
         for d, kind, own in ((0, "prod", True), (1, "mean", True), (0, "mean", False), (1, "amax", False))
     ],
+    "scatter of fewer rows": lambda x: (
+        x.scatter_reduce(1, sharp(x[:2]).long(), x[:2].sin() + 2, "prod"),
+        x.scatter(0, sharp(x[:, :2]).long(), x[:, :2]),
+    ),
     "pdist": lambda x: [F.pdist(x, p) for p in (1.0, 2.0, 3.5, inf)],
     "embedding_bag": lambda x: F.embedding_bag(sharp(x[:, 0]).long(), x, sharp(x[0, :2]).long() * 0, mode="sum"),
     "batch_norm": lambda x: aten._batch_norm_with_update(
