@@ -27,8 +27,8 @@ from spmd.comm.listen import is_heard, tell_of_program
 from spmd.comm.user_line import caller
 from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, Draws, capture
+from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
-from spmd.expand.expand import expand
 from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.objects import closed, opened, write_back
@@ -37,7 +37,6 @@ from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.unshare_outputs import unshare_outputs
-from spmd.expand.places.roles import Roles
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -64,6 +63,7 @@ def compile(
     fully_shard: Sharding = None,
     mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0,
+    choose: str = "op",
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -82,6 +82,8 @@ def compile(
     reduce gradients in. Parameters and optimiser state keep theirs.
     bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
     sends each one alone.
+    choose: "program" chooses the placements of all values together, so that the modelled cost of the program is least;
+    the program is never dearer than with "op", where every op takes what is cheapest for itself.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
@@ -95,8 +97,10 @@ def compile(
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     if bucket_mb is not None and bucket_mb < 0:
         raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
+    if choose not in ("op", "program"):
+        raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
     table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
-    return CompiledStep(fn, mesh, table, inputs or {}, bucket_mb)
+    return CompiledStep(fn, mesh, table, inputs or {}, bucket_mb, choose)
 
 
 MOST_PROGRAMS = 64
@@ -106,8 +110,10 @@ MOST_PROGRAMS = 64
 class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
-    def __init__(self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, bucket_mb: float | None):
-        self.fn, self.mesh, self.bucket_mb = fn, mesh, bucket_mb
+    def __init__(
+        self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, bucket_mb: float | None, choose: str
+    ) -> None:
+        self.fn, self.mesh, self.bucket_mb, self._choose = fn, mesh, bucket_mb, choose
         self._table = table
         self._inputs = check_patterns(mesh, inputs, "inputs")
         self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
@@ -222,10 +228,14 @@ class CompiledStep:
         except AttributeError as error:
             raise _explained(error) from error
         places = places_of(call.state, call.tensors, self._table)
-        program = _expand(self.fn, self.mesh, captured, call, places).verify()
+        program = self._expanded(_given(self.fn, self.mesh, captured, call, places))
         for rewrite in self._passes():
             program = rewrite(program).verify()
         return captured, program
+
+    def _expanded(self, given: Expansion) -> Program:
+        for_program = self._choose == "program" and self.mesh.size() > 1
+        return (chosen(given) if for_program else given.program()).verify()
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
         yield keep_gathered
@@ -357,13 +367,13 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
 # ---- building ---------------------------------------------------------------------------------
 
 
-def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces) -> Program:
-    def given(i: Slot | Argument | Draws) -> Spec | None:
+def _given(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces) -> Expansion:
+    def spec_of_input(i: Slot | Argument | Draws) -> Spec | None:
         if isinstance(i, Draws):
             return None
         return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
 
-    inputs = [(str(i), given(i)) for i in captured.inputs]
+    inputs = [(str(i), spec_of_input(i)) for i in captured.inputs]
     names = [str(o) if isinstance(o, Slot) else f"result {o}" for o in captured.outputs]
 
     def output_spec(i: int, spec: Spec) -> Spec:
@@ -374,9 +384,9 @@ def _expand(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, pla
         return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)
 
     name = getattr(fn, "__name__", "step")
-    return expand(
+    return Expansion(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
-        Roles.of(captured.graph, captured.inputs, captured.outputs), places,
+        (captured.inputs, captured.outputs), places,
     )  # fmt: skip
 
 

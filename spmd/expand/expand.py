@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,9 +27,11 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.choose.choice import BY_OP, Choice, Pin, arriving, placed
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, scattered_first
@@ -37,7 +39,7 @@ from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
-from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
+from spmd.tensor.call import READS_VALUE, SCALAR, Call
 from spmd.tensor.lower import Lowering, is_cheaper_by_rule, lower
 from spmd.tensor.recipes import recipe_for
 from spmd.tensor.recipes.random import Draw
@@ -46,6 +48,7 @@ from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, 
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.meta import out_metas
+from spmd.tensor.rules.rule import Row
 from spmd.tensor.spec import Spec, replicated
 
 OutputSpec = Callable[[int, Spec], Spec]
@@ -65,13 +68,16 @@ def expand(
     output_spec: OutputSpec,
     roles: Roles,
     places: Mapping[str, Places],
+    choice: Choice = BY_OP,
+    pins: dict[fx.Node, Pin] | None = None,
 ) -> Program:
     """The program of a global graph.
 
     inputs: a name and a spec for each placeholder; the spec of a number is None. roles: what the nodes are for. places:
-    of the parameters, by path.
+    of the parameters, by path. choice: how ops run and where values are held; an op without a pin is decided by itself.
+    pins: gets, for each op, how it runs.
     """
-    expander = _Expander(mesh, constants, gradient_places(roles, places))
+    expander = _Expander(mesh, constants, gradient_places(roles, places), choice, {} if pins is None else pins)
     reads = Reads(expander, roles, {n: places[path] for n, path in roles.parameters.items()})
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
@@ -95,7 +101,7 @@ def expand(
 
 @dataclass
 class _Expander:
-    """The program's graph while it is written.
+    """The program's graph while it is written. chosen: for each op that was written, how it runs.
 
     local: for each node of the global graph, the node of its value in `graph`. final_specs: where nodes of the global
     graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
@@ -108,6 +114,8 @@ class _Expander:
     mesh: DeviceMesh
     constants: dict[str, torch.Tensor]
     final_specs: Mapping[fx.Node, Spec]
+    choice: Choice
+    chosen: dict[fx.Node, Pin]
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec | Step, int | None], fx.Node] = field(default_factory=dict)
@@ -143,8 +151,25 @@ class _Expander:
             self._factory(node)
         elif node.target in READS_VALUE:
             self._read_value(node)
-        elif not self._decompose(node):
-            self._op(node)
+        else:
+            with self._arriving(node):
+                if not self._decompose(node):
+                    self._op(node)
+
+    @contextlib.contextmanager
+    def _arriving(self, node: fx.Node) -> Iterator[None]:
+        """Inside, the operands of a node have the placements of its pin, if they decide what is written."""
+        pin = self.choice.pins.get(node)
+        if pin is None or not (pin.arrives or node.target in decompositions):
+            yield
+            return
+        operands = self._operands(node)
+        kept = {n: self.local[n] for n in operands}
+        for i, n in reversed(list(enumerate(operands))):  # of several wishes for one tensor the first counts
+            spec = self._spec(n)
+            self.local[n] = self.move(self._current(n), plan(spec, placed(spec, pin.placements(i))))
+        yield
+        self.local |= kept
 
     def _python_call(self, node: fx.Node) -> None:
         """A Python function: getitem of a result, or arithmetic on numbers."""
@@ -159,7 +184,7 @@ class _Expander:
     def _factory(self, node: fx.Node) -> None:
         """A tensor that is made without operands is the same on every rank."""
         new = self.graph.node_copy(node, self._current)
-        metadata = _result_metadata(node)
+        metadata = result_metadata(node)
         specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metadata)
         self._record(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
 
@@ -176,7 +201,8 @@ class _Expander:
         """Random numbers in the shape of the first operand. Its values are not read."""
         x, rng, *args = node.args
         draw, specs = node.target, fx.map_arg((x, *args), lambda n: self._spec(n) or SCALAR)
-        lowering = lower(Call(draw.op, specs, dict(node.kwargs), _result_metadata(node)))
+        lowering = lower(Call(draw.op, specs, dict(node.kwargs), result_metadata(node)), chosen=self._rows(node))
+        self.chosen[node] = Pin(lowering.rows)
         operands = self.move(self._current(x), lowering.plans[0]), self._current(rng), *fx.map_arg(args, self._current)
         target = replace(draw, spec=lowering.outs[0])
         new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
@@ -201,10 +227,13 @@ class _Expander:
         out = decomposed(node.target, args, kwargs)
         if out is NotImplemented:
             return False
+        ins = [self._spec(n) for n in self._operands(node)]
         if isinstance(out, SpecTensor):
             self.local[node] = self.local[out.node]
         else:
             self.results[node] = out
+        results = [out] if isinstance(out, SpecTensor) else out
+        self.chosen[node] = arriving(ins, [None if x is None else self._spec(x.node) for x in results])
         return True
 
     def _emit(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -228,6 +257,8 @@ class _Expander:
     # ---- lowered --------------------------------------------------------------------------------
     def _op(self, node: fx.Node) -> None:
         lowering = self.lowering(node, {})
+        given = [p.dst for p in lowering.plans]
+        self.chosen[node] = Pin(lowering.rows) if lowering.rows else arriving(given, lowering.outs)
         plans, before = iter(lowering.plans), {n: self._current(n) for n in node.all_input_nodes}
 
         def operand(n: fx.Node) -> fx.Node:
@@ -235,7 +266,7 @@ class _Expander:
             # a reduction for the one changes what `_current` gives, so the values are looked up before any move.
             return before[n] if before[n].meta["spec"] is None else self.move(before[n], next(plans))
 
-        args, kwargs = _in_schema_order(node, operand)
+        args, kwargs = in_schema_order(node, operand)
         if lowering.gathered:
             self.gathered.append((str(node.target), lowering.nbytes_gathered))
             fallback.note(node.target, lowering.nbytes_gathered)
@@ -280,16 +311,22 @@ class _Expander:
             return SCALAR if found is None else found
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
-        repeats = _first_positions(self._operands(node))
-        key = (node.target, frozen(args), frozen(kwargs), repeats)
+        repeats = first_positions(self._operands(node))
+        rows = self._rows(node)
+        key = (node.target, frozen(args), frozen(kwargs), repeats, rows)
         return self.lowerings.get(
-            key, lambda: _lowered(Call(node.target, args, dict(kwargs), _result_metadata(node), repeats))
+            key, lambda: _lowered(Call(node.target, args, dict(kwargs), result_metadata(node), repeats), rows)
         )
+
+    def _rows(self, node: fx.Node) -> tuple[Row, ...] | None:
+        """The rows that are chosen for a node; None if it is lowered by itself."""
+        pin = self.choice.pins.get(node)
+        return None if pin is None or pin.arrives else pin.rows
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors among the arguments, in schema order. A tensor that occurs twice is listed twice."""
         found: list[fx.Node] = []
-        _in_schema_order(node, lambda n: found.append(n) if self._spec(n) is not None else None)
+        in_schema_order(node, lambda n: found.append(n) if self._spec(n) is not None else None)
         return found
 
     # ---- moves ----------------------------------------------------------------------------------
@@ -321,6 +358,9 @@ class _Expander:
             for spec in scattered_first(value.meta["spec"], final):
                 value = self.move(value, plan(value.meta["spec"], spec))
             self.local[node] = value
+        elif node in self.choice.held:
+            spec = self._spec(node)
+            self.local[node] = self.move(self._current(node), plan(spec, placed(spec, self.choice.held[node])))
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
@@ -359,8 +399,10 @@ def _remove_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _lowered(call: Call) -> Lowering:
-    """Decides as `spmd.tensor.eager.dispatch` does: first a recipe, then a rule."""
+def _lowered(call: Call, rows: Sequence[Row] | None = None) -> Lowering:
+    """By the rows that are given, if they fit. Else as `spmd.tensor.eager.dispatch`: first a recipe, then a rule."""
+    if rows is not None and (by_rows := lower(call, skips_empty=call.makes_new, chosen=rows)).rows == tuple(rows):
+        return by_rows
     recipe = recipe_for(call)
     if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
         return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
@@ -369,28 +411,3 @@ def _lowered(call: Call) -> Lowering:
 
 def _reduces(step: Step) -> bool:
     return isinstance(step.move, (AllReduce, ReduceInOrder, ReduceScatter))
-
-
-def _first_positions(operands: Sequence[fx.Node]) -> tuple[int, ...]:
-    """For each operand, the first position at which the same tensor occurs."""
-    return tuple(operands.index(n) for n in operands)
-
-
-def _in_schema_order(node: fx.Node, operand: Callable[[fx.Node], fx.Node]) -> tuple[tuple, dict]:
-    """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""
-    args = fx.map_arg(node.args, operand)
-    order = sorted(node.kwargs, key=lambda name: _torch.argument_index(node.target, name))
-    return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
-
-
-def _result_metadata(node: fx.Node) -> tuple[TensorMeta | None, ...]:
-    value = node.meta["val"]
-    leaves = value if isinstance(value, (tuple, list)) else (value,)
-    return tuple(map(_metadata, leaves))
-
-
-def _metadata(value: Any) -> TensorMeta | None:
-    """Of a fake tensor from the capture, or the metadata that was computed for an op of a decomposition."""
-    if isinstance(value, torch.Tensor):
-        return TensorMeta.of(value)
-    return value if isinstance(value, TensorMeta) else None

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd.expand.choose.certificate import Certificate
 from spmd.expand.local_ops import op_text
 from spmd.expand.places.places import Places
 from spmd.expand.verify import verify_graph
@@ -62,7 +63,7 @@ class Program:
     gathered: the ops whose work the ranks of an axis do not share, though they shared an operand: no rule knows how, or
     a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
-    places: of the parameters, by name.
+    places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Program:
     outputs: tuple[tuple[str, Spec | None], ...]
     gathered: tuple[tuple[str, int], ...] = ()
     places: Mapping[str, Places] = field(default_factory=dict)
+    certificate: Certificate | None = None
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""

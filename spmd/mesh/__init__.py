@@ -26,7 +26,7 @@ from spmd.mesh.cost import (
 from spmd.mesh.current import current_mesh, or_current
 from spmd.mesh.device_mesh import DeviceMesh, init_device_mesh
 from spmd.mesh.layout import HostGrid
-from spmd.mesh.machine import Link, Machine, Measured, Way
+from spmd.mesh.machine import Compute, Link, Machine, Measured, Way
 from spmd.mesh.presets import PRESETS
 from spmd.mesh.rank import as_rank, current_rank, per_rank, world_size
 from spmd.mesh.topology import AxisLink, MeshTopoInfo
@@ -34,6 +34,7 @@ from spmd.mesh.topology import AxisLink, MeshTopoInfo
 __all__ = [
     "PRESETS",
     "AxisLink",
+    "Compute",
     "DeviceMesh",
     "HostGrid",
     "Link",

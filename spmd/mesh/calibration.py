@@ -8,11 +8,12 @@
     True
 
 A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed.
-`nics_per_host`, `ranks_per_host`, `memory`, `protocol`, `measured`, `sharing` and `residual` may be left out. The
-fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
+`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `protocol`, `measured`, `sharing` and `residual` may be left
+out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
      "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
+     "compute": {"gb_per_s": 1733.2, "gflop_per_s": [["bfloat16", 312000.0], ["float32", 19500.0]]},
      "ways": [{"algorithm": "ring", "protocol": "LL", "base_us": 6.6,
                "links": [{"hop_us": 0.6, "gb_per_s": 87.7}, {"hop_us": 2.7, "gb_per_s": 19.3}]}],
      "measured": [{"collective": "all_reduce", "ranks_per_host": 8, "hosts": 1, "sharing": 1, "residual": 0.04,
@@ -32,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmd.mesh.machine import Link, Machine, Measured, Way
+from spmd.mesh.machine import Compute, Link, Machine, Measured, Way
 from spmd.mesh.presets import PRESETS, TEXTBOOK
 
 VARIABLE = "SPMD_TOPOLOGY"
@@ -120,6 +121,11 @@ def _line(content: Any, where: str) -> tuple[float, float]:
     return _number(content[0], where), _number(content[1], where)
 
 
+def _rate(content: Any, where: str) -> tuple[str, float]:
+    _expect(isinstance(content, list) and len(content) == 2, content, where, "[dtype, gflop_per_s]")
+    return _text(content[0], where), _number(content[1], where)
+
+
 def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
     def items(content: Any, where: str) -> tuple:
         _expect(isinstance(content, list), content, where, "a list")
@@ -133,6 +139,8 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("base_us", "gb_per_s", "hop_us", "residual"), _number),
     **dict.fromkeys(("hosts", "sharing"), _count),
     **dict.fromkeys(("nics_per_host", "ranks_per_host"), _count_or_none),
+    "compute": lambda content, name: None if content is None else _value(Compute, content, name),
+    "gflop_per_s": _list_of(_rate),
     "lines": _list_of(_line),
     "links": _list_of(partial(_value, Link)),
     "measured": _list_of(partial(_value, Measured)),

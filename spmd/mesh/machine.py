@@ -69,6 +69,34 @@ class Way:
 
 
 @dataclass(frozen=True)
+class Compute:
+    """How fast one device computes. `gb_per_s`: bytes that it reads and writes, in 1e9 a second. `gflop_per_s`: for
+    each dtype 1e9 operations a second of its matrix products; other dtypes are as fast as the last one.
+
+    >>> Compute(1733.0, (("bfloat16", 312000.0), ("float32", 19500.0))).us_per_flop("float64")
+    5.128205128205128e-08
+    """
+
+    gb_per_s: float
+    gflop_per_s: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "gflop_per_s", tuple((name, rate) for name, rate in self.gflop_per_s))
+        rates = [self.gb_per_s, *[rate for _, rate in self.gflop_per_s]]
+        if len(rates) < 2 or not all(0 < rate < inf for rate in rates):
+            raise ValueError(f"{self}: give one dtype or more, and figures that are more than 0 and finite")
+
+    @property
+    def us_per_byte(self) -> float:
+        """Microseconds to read or write one byte."""
+        return 1e-3 / self.gb_per_s
+
+    def us_per_flop(self, dtype: str) -> float:
+        """Microseconds of one operation on this dtype, such as "float32"."""
+        return 1e-3 / dict(self.gflop_per_s).get(dtype, self.gflop_per_s[-1][1])
+
+
+@dataclass(frozen=True)
 class Measured:
     """A fitted curve: the time of one collective on groups of `ranks_per_host` ranks on each of `hosts` hosts, or the
     time of a "copy", which each rank makes alone.
@@ -111,7 +139,7 @@ class Machine:
     `nics_per_host`: None gives each rank a network card of its own; with a number, the ranks of a host share that many
     cards, neighbours first. `ranks_per_host`: for files that know it; None leaves it to the launcher. `memory`: the
     time of a copy in a device's own memory, as a latency and a bandwidth for the bytes of the result; None makes
-    copies free.
+    copies free. `compute`: how fast a device computes; None where it is not known.
     """
 
     name: str
@@ -120,6 +148,7 @@ class Machine:
     ranks_per_host: int | None = None
     measured: tuple[Measured, ...] = ()
     memory: Link | None = None
+    compute: Compute | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ways", tuple(self.ways))

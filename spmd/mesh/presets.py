@@ -12,6 +12,10 @@ Gbit/s on the others (DGX H100, DGX B200). A copy reads and writes, at 0.85 of t
 memory gives: 2,039 GB/s on Ampere (A100 of 80 GB), 3,350 on Hopper (H100), 8,000 on Blackwell (B200). Left out:
 reductions in the switch (NVLS), PCI, and the cost of each further peer of a send beyond a hop.
 
+`compute` is what the makers give for dense matrix products without sparsity (A100, H100 SXM and B200 data sheets;
+32-bit floats without the shortened ones of tensor cores), and the same share of the memory's bandwidth as a copy has.
+The textbook computes as an A100 does.
+
     >>> sorted(PRESETS)
     ['ampere', 'blackwell', 'hopper', 'textbook']
     >>> [way.links[0].gb_per_s for way in PRESETS["hopper"].ways if way.algorithm == "ring"]
@@ -20,13 +24,24 @@ reductions in the switch (NVLS), PCI, and the cost of each further peer of a sen
 
 from __future__ import annotations
 
-from spmd.mesh.machine import Link, Machine, Way
+from spmd.mesh.machine import Compute, Link, Machine, Way
 
 BASE_LATENCY_US = 6.6
 INTRA = Link(hop_us=0.6, gb_per_s=87.7)
 INTER = Link(hop_us=2.7, gb_per_s=19.294)  # 0.22 of 87.7
 
-TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),))
+
+def _compute(memory: float, half: float, single: float, double: float) -> Compute:
+    """`memory`: GB/s as the maker gives it. The rates of matrix products in TFLOP/s."""
+    rates = {"bfloat16": half, "float16": half, "float64": double, "float32": single}
+    return Compute(round(0.85 * memory, 1), tuple((name, 1e3 * rate) for name, rate in rates.items()))
+
+
+A100 = _compute(2039, half=312, single=19.5, double=19.5)
+H100 = _compute(3350, half=989, single=67, double=67)
+B200 = _compute(8000, half=2250, single=80, double=40)
+
+TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),), compute=A100)
 
 COPY_US = 2.0  # a small kernel
 
@@ -41,8 +56,9 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 
 
 def _nccl(
-    name: str, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float, memory: float
-) -> Machine:
+    name: str, compute: Compute, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float,
+    memory: float,
+) -> Machine:  # fmt: skip
     """With one channel for each link. `nic`, `memory`: GB/s of the network card and of the memory of one GPU."""
     nvlink = links * gb_per_link
     inside = (min(ll_cap, nvlink / 2), min(0.92 * nvlink, links * ll128_per_channel), nvlink)
@@ -55,11 +71,13 @@ def _nccl(
             for protocol, (base, hop, net_hop), fast, slow in zip(_PROTOCOLS, latencies, inside, between, strict=True)
         ),
         memory=Link(COPY_US, round(0.85 * memory / 2, 1)),
+        compute=compute,
     )
 
 
-AMPERE = _nccl("ampere", links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0, memory=2039)
-HOPPER = _nccl("hopper", links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0, memory=3350)
-BLACKWELL = _nccl("blackwell", links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0, memory=8000)
+AMPERE = _nccl("ampere", A100, links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0, memory=2039)
+HOPPER = _nccl("hopper", H100, links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0, memory=3350)
+BLACKWELL = _nccl("blackwell", B200, links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0,
+                  memory=8000)  # fmt: skip
 
 PRESETS = {machine.name: machine for machine in (TEXTBOOK, AMPERE, HOPPER, BLACKWELL)}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.mesh.calibration import machine_from_environment, machine_named
 from spmd.mesh.layout import OWN, AxisLevels, HostGrid, Ladder, Place, card
-from spmd.mesh.machine import Link, Machine, Measured, Way
+from spmd.mesh.machine import Compute, Link, Machine, Measured, Way
 from spmd.mesh.presets import BASE_LATENCY_US, INTER, INTRA, PRESETS, TEXTBOOK
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class MeshTopoInfo:
 
 
 # The classes that a topology is made of: torch.load may read them from a file with a saved mesh.
-PARTS = (AxisLevels, HostGrid, Link, Machine, Measured, MeshTopoInfo, Way)
+PARTS = (AxisLevels, Compute, HostGrid, Link, Machine, Measured, MeshTopoInfo, Way)
 
 
 def _places_in_turn(ranks: Sequence[int], per_host: int | None, nics_per_host: int | None) -> tuple[Place, ...]:

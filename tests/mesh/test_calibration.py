@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd.mesh import PRESETS, Link, Machine, Measured, Way
+from spmd.mesh import PRESETS, Compute, Link, Machine, Measured, Way
 from spmd.mesh.calibration import load, machine_from_environment, machine_named, save
 from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, COPY
 
@@ -84,7 +84,8 @@ def test_any_machine_is_the_same_after_a_file(
     memory: Link,
 ) -> None:
     ring = Way("ring", 1.0, (LINK, LINK))
-    machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory)
+    compute = Compute(memory.gb_per_s, (("bfloat16", 989e3), ("float32", 67e3)))
+    machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory, compute)
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     save(machine, path)
     assert load(path) == machine and hash(load(path)) == hash(machine)
@@ -171,4 +172,5 @@ def test_the_presets_are_nccls() -> None:
     }
     copies = {name: machine.memory and machine.memory.gb_per_s for name, machine in PRESETS.items()}
     assert copies == {"textbook": None, "ampere": 866.6, "hopper": 1423.8, "blackwell": 3400.0}
-    assert PRESETS["textbook"] == Machine("textbook", (Way("ring", 6.6, (Link(0.6, 87.7), Link(2.7, 19.294))),))
+    rings = (Way("ring", 6.6, (Link(0.6, 87.7), Link(2.7, 19.294))),)
+    assert PRESETS["textbook"] == Machine("textbook", rings, compute=PRESETS["ampere"].compute)

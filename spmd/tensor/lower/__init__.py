@@ -42,6 +42,7 @@ class Lowering:
     skips_empty: the op refuses an empty block, and some rank has one. On that rank the results are empty, and the op
         is not called.
     local: the function that a rank calls on its blocks, if that is not the op (`spmd.tensor.recipes.recipe`).
+    rows: the row on each axis, where a rule gave the specs.
     """
 
     plans: tuple[Plan, ...]
@@ -52,6 +53,7 @@ class Lowering:
     local: Callable | None = None
     sized: int = 0
     counts: Counts | None = None
+    rows: tuple[Row, ...] = ()
 
     @property
     def modelled_us(self) -> float:
@@ -71,11 +73,15 @@ def _sharding_axes(spec: Spec) -> set[int]:
     return {axis for axes in spec.dims for axis in axes}
 
 
-def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowering:
+def lower(
+    call: Call, in_place: bool = False, skips_empty: bool = False, chosen: Sequence[Row] | None = None
+) -> Lowering:
     """The cheapest right way to run a call.
 
     in_place: the first operand keeps its layout, where a row allows that.
     skips_empty: an op that refuses an empty block need not be called on a rank that has one (`Lowering.skips_empty`).
+    chosen: a row for each axis, to run by these rows and no others; where they are not right for the call, it is
+    lowered as without them.
     Raises NotImplementedError for an op on the memory behind a tensor.
     """
     if call.name in READS_STORAGE:
@@ -86,7 +92,8 @@ def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowe
     rule = rule_of(call) or _replicated_rule(call)
     skipped = frozenset(filter(rule.is_free, rule.nonempty)) if skips_empty else frozenset()
     rule = replace(rule, nonempty=rule.nonempty - skipped) if skipped else rule
-    choice = _cheapest_rows(call, rule, in_place)
+    fits = chosen is not None and _are_right(call, rule, list(chosen))
+    choice = list(chosen) if fits else _cheapest_rows(call, rule, in_place)
     ins = tuple(_operand_spec(call, rule, choice, i) for i in range(len(call.tensors)))
     outs = tuple(_result_spec(call, rule, choice, ins, j) for j in range(len(call.outs)))
     plans = tuple(plan(spec, target) for spec, target in zip(call.tensors, ins, strict=True))
@@ -96,7 +103,9 @@ def lower(call: Call, in_place: bool = False, skips_empty: bool = False) -> Lowe
     counts = rule.counts and Counts(
         rule.counts.names, outs[0] if rule.counts.of_result else ins[0], rule.counts.dim
     )
-    return Lowering(plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, counts=counts)
+    return Lowering(
+        plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, counts=counts, rows=tuple(choice)
+    )
 
 
 def is_cheaper_by_rule(call: Call, plans: Sequence[Plan], outs: Sequence[Spec]) -> bool:
@@ -175,6 +184,12 @@ def _keeps_target(row: Row, moved: bool, have: Placement) -> bool:
     want = row.ins[0]
     copied = want.is_replicate() or (want.is_partial() and have.is_replicate())
     return row.outs[0] == want and (not moved or copied)
+
+
+def _are_right(call: Call, rule: Rule, choice: Choice) -> bool:
+    """Whether the call may run by these rows."""
+    options = rows(rule)
+    return all(row in options and _is_legal(call, rule, choice, axis, row) for axis, row in enumerate(choice))
 
 
 def _is_legal(call: Call, rule: Rule, choice: Choice, axis: int, row: Row) -> bool:

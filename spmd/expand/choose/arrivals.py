@@ -1,0 +1,89 @@
+"""The ways to run an op beyond the rows of its rule: what happens if an operand arrives sharded on a dim that is whole.
+
+    native_layer_norm(f32[8, 64@tp])     decomposed: two all-reduces of a number a row, and the result stays sharded
+    embedding(f32[V@tp, d], i64[t])      a recipe: the result is a Partial, and no table is gathered
+
+Whether an op has a decomposition or a recipe for such operands, and what that costs, is found by writing a program of
+the one op.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from spmd.expand.choose.choice import Pin, placed
+from spmd.expand.choose.options import Way
+from spmd.expand.expand import expand
+from spmd.expand.nodes import in_schema_order
+from spmd.expand.places.roles import Roles
+from spmd.mesh import DeviceMesh
+from spmd.tensor.call import TensorMeta
+from spmd.tensor.placement import REPLICATE, Placement, Shard
+from spmd.tensor.recipes import RECIPES
+from spmd.tensor.rules.decompositions import decompositions
+from spmd.tensor.rules.rule import Row
+from spmd.tensor.spec import Spec
+
+
+def may_arrive(node: fx.Node) -> bool:
+    """Whether the op has a decomposition or a recipe, and takes no numbers that are known at run time only."""
+    known = node.target in decompositions or node.target in RECIPES
+    return known and all("val" in n.meta and hasattr(n.meta["val"], "shape") for n in node.all_input_nodes)
+
+
+def arrivals(node: fx.Node, mesh: DeviceMesh, axis: int, rows: Sequence[Row]) -> list[Way]:
+    """The ways of an op on one axis beyond these rows."""
+    operands: list[fx.Node] = []
+    in_schema_order(node, lambda n: operands.append(n))
+    shapes = [tuple(n.meta["val"].shape) for n in operands]
+    known = {row.ins for row in rows}
+    found: dict[tuple[Placement, ...], Way] = {}
+    for shape in dict.fromkeys(shapes):
+        for dim, size in enumerate(shape):
+            ins = tuple(Shard(dim) if s == shape else REPLICATE for s in shapes)
+            whole = not any(p == Shard(dim) for row in rows for p, s in zip(row.ins, shapes, strict=True) if s == shape)
+            if size >= mesh.shape[axis] and whole and ins not in known:
+                way = _tried(node, operands, mesh, axis, ins)
+                if way is not None:
+                    found.setdefault(way.row.ins, way)
+    return list(found.values())
+
+
+def _tried(
+    node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, axis: int, ins: tuple[Placement, ...]
+) -> Way | None:
+    """What the op does with operands that arrive so; None if it does no more than its rule says."""
+    graph, given = fx.Graph(), {}
+    specs: dict[fx.Node, Spec] = {}
+    for n, p in zip(operands, ins, strict=True):
+        if n not in given:
+            given[n] = graph.placeholder(n.name)
+            given[n].meta["val"] = n.meta["val"]
+            bare = Spec.of(mesh, tuple(n.meta["val"].shape), n.meta["val"].dtype)
+            specs[n] = placed(bare, [p if a == axis else REPLICATE for a in range(mesh.ndim)])
+    op = graph.node_copy(node, given.__getitem__)
+    results = _results(graph, op)
+    graph.output(tuple(results))
+    pins: dict[fx.Node, Pin] = {}
+    inputs = [(n.name, spec) for n, spec in specs.items()]
+    names = [r.name for r in results]
+    program = expand("tried", mesh, graph, {}, inputs, names, lambda i, spec: spec, Roles(), {}, pins=pins)
+    pin = pins.get(op)
+    if pin is None or not pin.arrives or pin.rows[axis].ins != ins:
+        return None
+    return Way(pin.rows[axis], True, sum(step.cost for _, step in program.steps()))
+
+
+def _results(graph: fx.Graph, op: fx.Node) -> list[fx.Node]:
+    value = op.meta["val"]
+    if not isinstance(value, (tuple, list)):
+        return [op]
+    found = []
+    for i, each in enumerate(value):
+        if isinstance(each, TensorMeta) or hasattr(each, "shape"):
+            found.append(graph.create_node("call_function", operator.getitem, (op, i)))
+            found[-1].meta["val"] = each
+    return found

@@ -1,0 +1,200 @@
+"""Cells: the ops of a graph that choose together, and which of them choose alike.
+
+    p.lerp(g), p.mul(..), .sqrt(), .addcdiv(..)      the update of one parameter is one cell
+    block 3, linear 1  =  block 7, linear 1           equal surroundings: one class, one variable
+
+Pointwise ops of one shape whose results are read by such ops of the same cell alone, or are outputs, form one cell. All
+other ops are cells of their own. Cells with the same op, shapes, specs and surroundings are of one class: hashes of
+neighbourhoods are refined a round at a time, forward and backward, as long as the number of classes stays small. So
+the middle layers of a deep model are one class for each op, and the layers at its ends have classes of their own. Small
+graphs have a class for each cell.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.places.roles import MARK
+from spmd.tensor.cache import frozen
+from spmd.tensor.call import READS_VALUE, TensorMeta, is_pointwise
+from spmd.tensor.recipes.random import Draw
+from spmd.tensor.spec import Spec
+
+MOST_CLASSES = 150
+"""Classes are refined until there are more than this."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """Ops that choose together. reads: the values that it reads, each once. writes: those that others read."""
+
+    nodes: tuple[fx.Node, ...]
+    reads: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
+
+    @property
+    def node(self) -> fx.Node:
+        return self.nodes[0]
+
+
+@dataclass(eq=False)
+class Cells:
+    """All cells in order, the cell that writes each value, and for each cell the number of its class."""
+
+    every: list[Cell]
+    writer: dict[fx.Node, Cell] = field(default_factory=dict)
+    class_of: dict[Cell, int] = field(default_factory=dict)
+
+
+def cells_of(graph: fx.Graph, sources: dict[fx.Node, Spec]) -> Cells:
+    """The cells of a graph and their classes. sources: the specs of placeholders and constants."""
+    every = _cells(graph)
+    writer = {value: cell for cell in every for value in cell.writes}
+    found = Cells(every, writer)
+    found.class_of = _classes(found, sources, graph.output_node())
+    return found
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the value of a node is one tensor."""
+    return isinstance(node.meta.get("val"), (torch.Tensor, TensorMeta))
+
+
+def value_shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
+    """The global shape and dtype of a value."""
+    value = node.meta["val"]
+    return tuple(value.shape), value.dtype
+
+
+# ---- cells ------------------------------------------------------------------------------------
+
+
+def _cells(graph: fx.Graph) -> list[Cell]:
+    nodes = [n for n in graph.nodes if n.op == "call_function" and _decides(n)]
+    group = _updates(nodes)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for n in nodes:
+        members.setdefault(group.get(n, n), []).append(n)
+    return [_cell(tuple(each)) for each in members.values()]
+
+
+def _decides(node: fx.Node) -> bool:
+    """Whether something is to be chosen for a node, or its specs are given."""
+    if isinstance(node.target, (Draw, LocalMapOp, LocalMapGradientOp)):
+        return True
+    return isinstance(node.target, _torch.OpOverload) and any(map(is_tensor, node.all_input_nodes))
+
+
+def _updates(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """For each op at the end of the graph, the first op of its cell: pointwise ops of a shape, read by each other."""
+    group: dict[fx.Node, fx.Node] = {}
+    for n in reversed(nodes):
+        if not _may_join(n):
+            continue
+        readers = [r for r in n.users if r.op != "output"]
+        if not all(r in group and value_shape(r)[0] == value_shape(n)[0] for r in readers):
+            continue
+        group[n] = n
+        for r in readers:
+            _join(group, n, r)
+    return {n: _root(group, n) for n in group}
+
+
+def _may_join(node: fx.Node) -> bool:
+    pointwise = isinstance(node.target, _torch.OpOverload) and is_pointwise(node.target) and node.target is not MARK
+    return pointwise and is_tensor(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def _join(group: dict[fx.Node, fx.Node], a: fx.Node, b: fx.Node) -> None:
+    group[_root(group, b)] = _root(group, a)
+
+
+def _root(group: dict[fx.Node, fx.Node], n: fx.Node) -> fx.Node:
+    while group[n] is not n:
+        group[n] = group[group[n]]
+        n = group[n]
+    return n
+
+
+def _cell(nodes: tuple[fx.Node, ...]) -> Cell:
+    inside = set(nodes)
+    reads = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if is_tensor(x) and x not in inside)
+    writes: dict[fx.Node, None] = {}
+    for n in nodes:
+        for value in [n] if is_tensor(n) else [u for u in n.users if u.target is operator.getitem]:
+            if is_tensor(value) and any(r not in inside for r in value.users):
+                writes[value] = None
+    return Cell(nodes, tuple(reads), tuple(writes))
+
+
+# ---- classes ----------------------------------------------------------------------------------
+
+
+def _classes(cells: Cells, sources: dict[fx.Node, Spec], output: fx.Node) -> dict[Cell, int]:
+    """Numbers of classes, in order of appearance."""
+    readers = _readers(cells)
+    color = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+    of = dict(zip(cells.every, color, strict=True))
+    while True:
+        keys = [(of[c], _before(c, of, cells, sources), _after(c, of, readers)) for c in cells.every]
+        finer = _numbered(keys)
+        if max(finer, default=0) == max(of.values(), default=0) or max(finer) >= MOST_CLASSES:
+            return of
+        of = dict(zip(cells.every, finer, strict=True))
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _own(cell: Cell) -> Hashable:
+    """The ops of a cell with their arguments; values are written by their places in the cell."""
+    place = {n: i for i, n in enumerate((*cell.reads, *cell.nodes))}
+    return tuple((n.target, *(frozen(fx.map_arg(a, lambda x: _Place(place.get(x, -1)))) for a in (n.args, n.kwargs)))
+                 for n in cell.nodes)  # fmt: skip
+
+
+class _Place(int):
+    """Where a value stands in a cell; -1 for a number."""
+
+
+def _shapes(cell: Cell, sources: dict[fx.Node, Spec]) -> Hashable:
+    """The shapes of what a cell reads and writes, and the specs of what is given."""
+    return (tuple(sources.get(x) or value_shape(x) for x in cell.reads),
+            tuple((value_shape(x), _port(x)) for x in cell.writes))  # fmt: skip
+
+
+def _port(value: fx.Node) -> int:
+    return value.args[1] if value.target is operator.getitem else 0
+
+
+def _before(cell: Cell, of: dict[Cell, int], cells: Cells, sources: dict[fx.Node, Spec]) -> Hashable:
+    return tuple((of[cells.writer[x]], _port(x)) if x in cells.writer else -1 for x in cell.reads)
+
+
+def _after(cell: Cell, of: dict[Cell, int], readers: dict[fx.Node, list[tuple[Cell | None, int]]]) -> Hashable:
+    return tuple(tuple(sorted((of.get(r, -1), at) for r, at in readers.get(x, ()))) for x in cell.writes)
+
+
+def _readers(cells: Cells) -> dict[fx.Node, list[tuple[Cell | None, int]]]:
+    """For each value the cells that read it, with the place where they read it; None for an output."""
+    found: dict[fx.Node, list[tuple[Any, int]]] = {}
+    for cell in cells.every:
+        for at, x in enumerate(cell.reads):
+            found.setdefault(x, []).append((cell, at))
+        for x in cell.writes:
+            if any(r.op == "output" for r in x.users):
+                found.setdefault(x, []).append((None, 0))
+    return found
+
+
+__all__ = ["READS_VALUE", "Cell", "Cells", "cells_of", "is_tensor", "value_shape"]

@@ -1,0 +1,74 @@
+"""What a choice for a program says, and how the expander follows it.
+
+    Choice({linear: Pin((row on dp, row on tp))}, {grad: (Shard(0), Replicate())})
+
+A choice names rows and not specs, because specs follow from what really flows: the order of axes on a dim and the units
+of shards are those of the operands. Where a row is not right for what flows, the op is lowered by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from spmd.comm.chunk import split_unit
+from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
+from spmd.tensor.rules.rule import Row
+from spmd.tensor.spec import Spec, contiguous
+
+
+@dataclass(frozen=True)
+class Pin:
+    """How one op runs. rows: one for each axis of the mesh.
+
+    arrives: the rows are not those of the op's rule. The operands are moved to the placements of the rows, and then the
+    op is lowered by itself, as a decomposition or a recipe for operands that arrive so.
+    """
+
+    rows: tuple[Row, ...]
+    arrives: bool = False
+
+    def placements(self, i: int) -> tuple[Placement, ...]:
+        """The placements of operand i."""
+        return tuple(row.ins[i] for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """pins: how ops run; an op without a pin is lowered by itself. held: values that are moved as soon as they are
+    made, with the placements that all their readers meet."""
+
+    pins: dict[fx.Node, Pin] = field(default_factory=dict)
+    held: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+
+
+BY_OP = Choice()
+"""Every op is decided by itself."""
+
+
+def placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
+    """The spec of the same tensor with these placements; its own order of axes where they shard the same dims."""
+    dims: list[tuple[int, ...]] = [()] * spec.ndim
+    units = [1] * spec.ndim
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            units[p.dim] = max(units[p.dim], p.units, key=split_unit) if dims[p.dim] else p.units
+            dims[p.dim] = (*dims[p.dim], axis)
+    kept = [own if sorted(own) == sorted(new) else new for own, new in zip(spec.dims, dims, strict=True)]
+    partial = [(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)]
+    layout = spec.with_layout(kept, units, partial)
+    if layout is spec:
+        return spec
+    return Spec.of(
+        spec.mesh, spec.shape, spec.dtype, stride=contiguous(spec.shape), dims=layout.dims, units=layout.units,
+        partial=layout.partial,
+    )  # fmt: skip
+
+
+def arriving(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Pin:
+    """The pin of an op whose operands arrive with these specs, and that is then lowered by itself to these results."""
+    of = [spec.placements for spec in ins]
+    to = [spec.placements if spec is not None else (REPLICATE,) * ins[0].mesh.ndim for spec in outs]
+    return Pin(tuple(map(Row, zip(*of, strict=True), zip(*to, strict=True))), arrives=True)

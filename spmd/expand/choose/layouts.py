@@ -1,0 +1,112 @@
+"""The layouts that a value may have, with numbers, and what it costs to come from each to each other.
+
+    f32[8, 128, 256] on (dp, tp), alphabet R S0 S1 S2 P    25 layouts; layout 7 is S0 on dp and S1 on tp
+
+The alphabet of a shape has the placements that the rows of its readers and writers name. A layout has one of them for
+each axis of more than one rank, and its number is written in the digits of the alphabet. Specs that no such number
+stands for, such as another order of axes, come after them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+
+from spmd.expand.choose.choice import placed
+from spmd.mesh import DeviceMesh
+from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
+from spmd.tensor.redistribute.distances import distances
+from spmd.tensor.spec import Spec
+
+
+@dataclass(eq=False)
+class Layouts:
+    """The layouts of all values of one shape and dtype."""
+
+    mesh: DeviceMesh
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    alphabet: dict[Placement, int] = field(default_factory=lambda: {REPLICATE: 0})
+    extra: dict[Spec, int] = field(default_factory=dict)
+    _costs: np.ndarray | None = None
+    _specs: list[Spec] | None = None
+
+    @property
+    def axes(self) -> list[int]:
+        """The axes of more than one rank."""
+        return [a for a, n in enumerate(self.mesh.shape) if n > 1]
+
+    def letter(self, p: Placement) -> int:
+        """The digit of a placement; it joins the alphabet if it is new."""
+        return self.alphabet.setdefault(self.plain(p), len(self.alphabet))
+
+    def plain(self, p: Placement) -> Placement:
+        """The placement without a unit that changes nothing."""
+        if isinstance(p, Shard) and p.unit > 1:
+            even = self.shape[p.dim] % (p.blocks * p.unit * self.mesh.size()) == 0
+            return Shard(p.dim, 1, p.blocks) if even else p
+        return p
+
+    def admit(self, spec: Spec) -> None:
+        """Let a spec be a layout."""
+        spec = self.contiguous(spec)
+        for axis in self.axes:
+            self.letter(spec.on(axis))
+        if placed(self._bare, spec.placements) is not spec:
+            self.extra.setdefault(spec, len(self.extra))
+
+    def number(self, spec: Spec) -> int:
+        """The number of a spec that was admitted."""
+        spec = self.contiguous(spec)
+        if spec in self.extra:
+            return len(self.alphabet) ** len(self.axes) + self.extra[spec]
+        return self.number_of([self.alphabet[self.plain(spec.on(a))] for a in self.axes])
+
+    def number_of(self, letters: Sequence[int | np.ndarray]) -> int | np.ndarray:
+        """The number of the layout with these digits, one for each axis."""
+        number = 0
+        for letter in letters:
+            number = number * len(self.alphabet) + letter
+        return number
+
+    def contiguous(self, spec: Spec) -> Spec:
+        return spec.with_tensor(spec.shape)
+
+    @property
+    def _bare(self) -> Spec:
+        return Spec.of(self.mesh, self.shape, self.dtype)
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The spec of each layout."""
+        if self._specs is None:
+            letters, bare = list(self.alphabet), self._bare
+            found = []
+            for each in itertools.product(letters, repeat=len(self.axes)):
+                given = dict(zip(self.axes, each, strict=True))
+                found.append(placed(bare, [given.get(a, REPLICATE) for a in range(self.mesh.ndim)]))
+            self._specs = [*found, *self.extra]
+        return self._specs
+
+    @property
+    def costs(self) -> np.ndarray:
+        """Microseconds from each layout to each other."""
+        if self._costs is None:
+            specs = list(dict.fromkeys(self.specs))
+            at = {spec: i for i, spec in enumerate(specs)}
+            index = [at[spec] for spec in self.specs]
+            self._costs = distances(specs)[np.ix_(index, index)]
+        return self._costs
+
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def sums_only(p: Placement) -> bool:
+    """Whether a placement is no Partial, or a Partial sum."""
+    return not isinstance(p, Partial) or p.reduce_op == "sum"

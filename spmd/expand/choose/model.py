@@ -1,0 +1,434 @@
+"""The problem of a graph: a variable for each class of cells, and a value for each equal kind of value.
+
+    12 layers, 1,328 cells    ->    292 variables, 450 values with weights
+
+`Model.of` asks the rules for the ways of each class, numbers the layouts of every shape, and writes what is moved
+between makers and readers. `choice` turns an assignment into the pins of all nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import fx
+
+from spmd.expand.choose.arrivals import arrivals, may_arrive
+from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, value_shape
+from spmd.expand.choose.choice import Choice, Pin
+from spmd.expand.choose.layouts import Layouts, sums_only
+from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
+from spmd.expand.choose.problem import FIXED, End, Problem, Value
+from spmd.expand.choose.work import Roofline
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
+from spmd.expand.places.places import Places
+from spmd.expand.places.roles import MARK, Roles, gradient_places
+from spmd.mesh import DeviceMesh
+from spmd.tensor.cache import frozen
+from spmd.tensor.call import READS_VALUE, SCALAR, Call
+from spmd.tensor.lower import _replicated_rule
+from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
+from spmd.tensor.recipes.random import Draw
+from spmd.tensor.rules.book import rule_of
+from spmd.tensor.rules.rule import Row, rows
+from spmd.tensor.spec import Spec, replicated
+
+OutputSpec = Callable[[int, Spec], Spec]
+
+
+@dataclass(eq=False)
+class Chooser:
+    """What a class of cells chooses from. operands: for the first cell, the value of each operand.
+
+    ways: of each axis. op: its op with layouts. members: for a cell of several ops, the rows of each op by placement.
+    """
+
+    cell: Cell
+    operands: list[fx.Node]
+    op: Op | None = None
+    ways: list[list[Way]] = field(default_factory=list)
+    members: list[dict[Placement, Row]] = field(default_factory=list)
+    nbytes: int = 0
+    given: tuple[tuple[Spec, ...], tuple[Spec, ...]] | None = None
+    options: Options | None = None
+
+
+def operands_of(cell: Cell) -> list[fx.Node]:
+    """The value of each operand of a cell; a value that is read twice is listed twice."""
+    if len(cell.nodes) > 1:
+        return list(cell.reads)
+    node = cell.node
+    if isinstance(node.target, Draw):
+        return [node.args[0]]
+    found: list[fx.Node] = []
+    if isinstance(node.target, (LocalMapOp, LocalMapGradientOp)):
+        fx.map_arg(node.args, found.append)
+    else:
+        in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
+    return found
+
+
+class Model:
+    """The problem of a graph, and the way back from an assignment to a choice."""
+
+    def __init__(
+        self, mesh: DeviceMesh, graph: fx.Graph, sources: dict[fx.Node, Spec], output_spec: OutputSpec,
+        roles: Roles, places: Mapping[str, Places], by_op: dict[fx.Node, Pin],
+    ) -> None:  # fmt: skip
+        self.mesh, self.graph, self.sources, self.by_op = mesh, graph, sources, by_op
+        self.axes = [a for a, n in enumerate(mesh.shape) if n > 1]
+        self.roofline = Roofline(mesh.topology)
+        self.kinds: dict[tuple, Layouts] = {}
+        self._rules: dict = {}
+        self.output_spec, self.roles = output_spec, roles
+        self.gradients = gradient_places(roles, places)
+        self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
+        self.cells: Cells = cells_of(graph, sources)
+        self.choosers = self._choosers()
+        self._admit_given()
+        for chooser in self.choosers:
+            chooser.options = self._options(chooser)
+        self.holds: list[tuple[list[fx.Node], Layouts]] = []
+        self.problem = self._problem()
+
+    def layouts(self, value: fx.Node) -> Layouts:
+        """The layouts of the values of this shape and dtype."""
+        shape = value_shape(value)
+        if shape not in self.kinds:
+            self.kinds[shape] = Layouts(self.mesh, *shape)
+        return self.kinds[shape]
+
+    # ---- what each class chooses from ----------------------------------------------------------
+    def _choosers(self) -> list[Chooser]:
+        first: dict[int, Cell] = {}
+        for cell in self.cells.every:
+            first.setdefault(self.cells.class_of[cell], cell)
+        return [self._chooser(cell) for cell in first.values()]
+
+    def _chooser(self, cell: Cell) -> Chooser:
+        chooser = Chooser(cell, operands_of(cell))
+        target = cell.node.target
+        if isinstance(target, LocalMapOp):
+            chooser.given = tuple(target.call.ins), tuple(target.outs)
+        elif isinstance(target, LocalMapGradientOp):
+            chooser.given = (*target.of.outs, *target.of.cotangents), tuple(target.of.grads)
+        elif cell.node in self.gradients:
+            chooser.given = (self.gradients[cell.node],), (self.gradients[cell.node],)
+        elif target in READS_VALUE:
+            chooser.given = tuple(self._bare(n) for n in chooser.operands), ()
+        elif len(cell.nodes) > 1:
+            self._update(chooser)
+        else:
+            self._single(chooser)
+        return chooser
+
+    def _bare(self, value: fx.Node) -> Spec:
+        shape, dtype = value_shape(value)
+        return Spec.of(self.mesh, shape, dtype)
+
+    def _call(self, node: fx.Node) -> tuple[Call, Sequence[Row]]:
+        """The call of a node on replicated operands, and the rows of its rule."""
+
+        def spec(n: fx.Node):
+            return self._bare(n) if is_tensor(n) else SCALAR
+
+        op, args = node.target, node.args
+        if isinstance(op, Draw):
+            op, args = op.op, (node.args[0], *node.args[2:])
+        elif op is MARK:
+            op, args = torch.ops.aten.alias.default, node.args[:1]
+        repeats = first_positions(operands_of(Cell((node,), (), ())))
+        call = Call(op, fx.map_arg(args, spec), fx.map_arg(dict(node.kwargs), spec), result_metadata(node), repeats)
+        return call, rows(rule_of(call) or _replicated_rule(call))
+
+    def _single(self, chooser: Chooser) -> None:
+        node = chooser.cell.node
+        call, every = self._call(node)
+        outs = [self._of(o) if o is not None else None for o in call.outs]
+        chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
+        kept = rows_worth_taking(chooser.op, every, self.mesh)
+        for axis in self.axes:
+            ways = [Way(row) for row in kept]
+            ways += self._arrivals(node, call, axis, kept)
+            ways += self._way_by_op(node, axis, ways)
+            chooser.ways.append(ways)
+        self._admit(chooser)
+
+    def _arrivals(self, node: fx.Node, call: Call, axis: int, kept: Sequence[Row]) -> list[Way]:
+        if not may_arrive(node):
+            return []
+        key = call.op, frozen(call.args), frozen(call.kwargs), call.first_use, axis
+        if key not in self._rules:
+            self._rules[key] = arrivals(node, self.mesh, axis, kept)
+        return self._rules[key]
+
+    def _of(self, meta) -> Layouts:
+        key = tuple(meta.shape), meta.dtype
+        if key not in self.kinds:
+            self.kinds[key] = Layouts(self.mesh, *key)
+        return self.kinds[key]
+
+    def _way_by_op(self, node: fx.Node, axis: int, ways: Sequence[Way]) -> list[Way]:
+        """The way that the op takes by itself, if it is not among these."""
+        pin = self.by_op.get(node)
+        if pin is None:
+            return []
+        row = pin.rows[axis]
+        plain = all(map(sums_only, (*row.ins, *row.outs)))
+        known = any((w.row.ins, w.row.outs) == (row.ins, row.outs) for w in ways)
+        return [] if known or not plain else [Way(row, pin.arrives)]
+
+    def _update(self, chooser: Chooser) -> None:
+        """The ways of a cell of pointwise ops: all of them share out one dim, or none does."""
+        cell = chooser.cell
+        shape, _ = value_shape(cell.nodes[-1])
+        for node in cell.nodes:
+            call, every = self._rule(node)
+            by_out = {row.outs[0]: row for row in every if row.factor is not None or row is every[0]}
+            chooser.members.append(by_out)
+            chooser.nbytes += sum(x.nbytes for x in call.tensors) + self.layouts(node).nbytes()
+        for axis in self.axes:
+            letters = [REPLICATE, *[Shard(d) for d, n in enumerate(shape) if n >= self.mesh.shape[axis]]]
+            usable = [p for p in letters if all(p in each for each in chooser.members)]
+            chooser.ways.append([Way(self._update_row(chooser, p)) for p in usable])
+        self._admit(chooser)
+
+    def _rule(self, node: fx.Node) -> tuple[Call, Sequence[Row]]:
+        operands = operands_of(Cell((node,), (), ()))
+        key = node.target, tuple(map(value_shape, operands)), first_positions(operands), value_shape(node)
+        if key not in self._rules:
+            self._rules[key] = self._call(node)
+        return self._rules[key]
+
+    def _update_row(self, chooser: Chooser, p: Placement) -> Row:
+        ins: dict[fx.Node, Placement] = {}
+        for node, by_out in zip(chooser.cell.nodes, chooser.members, strict=True):
+            operands: list[fx.Node] = operands_of(Cell((node,), (), ()))
+            for n, want in zip(operands, by_out[p].ins, strict=True):
+                ins.setdefault(n, want)
+        factor = p.dim if isinstance(p, Shard) else None
+        return Row(tuple(ins[n] for n in chooser.operands), (p,) * len(chooser.cell.writes), factor)
+
+    def _admit(self, chooser: Chooser) -> None:
+        """Put the placements of all ways into the alphabets."""
+        outs = self._outs(chooser)
+        for way in [w for each in chooser.ways for w in each]:
+            for n, p in zip(chooser.operands, way.row.ins, strict=True):
+                self.layouts(n).letter(p)
+            for layouts, p in zip(outs, way.row.outs, strict=True):
+                if layouts is not None:
+                    layouts.letter(p)
+
+    def _outs(self, chooser: Chooser) -> list[Layouts | None]:
+        return chooser.op.outs if chooser.op else [self.layouts(v) for v in chooser.cell.writes]
+
+    def _admit_given(self) -> None:
+        """Let the specs that are given be layouts: of inputs, outputs and functions of blocks."""
+        for value, spec in self.sources.items():
+            for each in (spec, *self._read_places(value)):
+                self.layouts(value).admit(each)
+        for chooser in self.choosers:
+            for side, values in zip(chooser.given or (), (chooser.operands, chooser.cell.writes), strict=False):
+                for value, spec in zip(values, side, strict=False):
+                    self.layouts(value).admit(spec)
+        returned = self.graph.output_node().args[0]
+        self.homes: dict[int, Spec] = {}
+        for i, value in enumerate(returned):
+            if isinstance(value, fx.Node) and is_tensor(value):
+                home = self._home(i, value)
+                if home is not None:
+                    self.homes[i] = home
+                    self.layouts(value).admit(home)
+
+    def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
+        """Where ops that compute, and ops that update, read a parameter that is stored elsewhere; else nothing."""
+        if value not in self.places:
+            return ()
+        of = self.places[value]
+        return of.computed or of.stored, of.state
+
+    def _home(self, i: int, value: fx.Node) -> Spec | None:
+        """The spec that an output must have, if that does not depend on the spec that its value has."""
+        bare = self._bare(value)
+        dims = [(tuple(self.axes),) + ((),) * (bare.ndim - 1)] if bare.ndim else [()]
+        owing = [(a, "sum") for a in self.axes]
+        other = bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
+        home = self.output_spec(i, bare)
+        return home if self.output_spec(i, other) is home and bare.ndim else None
+
+    def _options(self, chooser: Chooser) -> Options | None:
+        if chooser.given:
+            return None
+        if chooser.op is not None:
+            return combined(chooser.op, chooser.ways, self.axes, self.roofline)
+        return self._update_options(chooser)
+
+    def _update_options(self, chooser: Chooser) -> Options:
+        layouts, ways = self.layouts(chooser.cell.nodes[-1]), chooser.ways
+        op = Op(None, [self.layouts(n) for n in chooser.operands], [self.layouts(v) for v in chooser.cell.writes])
+        found = combined(op, ways, self.axes, self.roofline)
+        share = np.ones(found.digits.shape[1])
+        for axis, each, d in zip(self.axes, ways, found.digits, strict=True):
+            share = share * np.array([op.fraction(layouts, w.row.outs[0], axis) for w in each])[d]
+        found.us = np.array([self.roofline.us(0, chooser.nbytes * s, layouts.dtype) for s in share])
+        return found
+
+    # ---- values --------------------------------------------------------------------------------
+    def _problem(self) -> Problem:
+        counts = np.zeros(len(self.choosers))
+        for cell in self.cells.every:
+            counts[self.cells.class_of[cell]] += 1
+        self.variable = [FIXED] * len(self.choosers)
+        self.work: list[np.ndarray] = []
+        for k, chooser in enumerate(self.choosers):
+            if chooser.options is not None:
+                self.variable[k] = len(self.work)
+                self.work.append(chooser.options.us * counts[k])
+        values: list[Value] = []
+        for (maker, readers, homes, free), members in self._kinds_of_values().items():
+            values += self._value(maker, readers, homes, free, members)
+        return Problem(self.work, values)
+
+    def _kinds_of_values(self) -> dict[tuple, list[fx.Node]]:
+        """All values, equal ones together: the same maker and the same readers, by classes."""
+        readers: dict[fx.Node, list[tuple[int, int]]] = {}
+        computes: dict[tuple[fx.Node, int, int], bool] = {}
+        for cell in self.cells.every:
+            k = self.cells.class_of[cell]
+            for at, n in enumerate(operands_of(cell)):
+                readers.setdefault(n, []).append((k, at))
+                if n in self.places:
+                    computes[n, k, at] = cell.node in self.roles.compute
+        outputs: dict[fx.Node, list[int]] = {}
+        for i, value in enumerate(self.graph.output_node().args[0]):
+            if isinstance(value, fx.Node) and is_tensor(value):
+                outputs.setdefault(value, []).append(i)
+        found: dict[tuple, list[fx.Node]] = {}
+        for value in dict.fromkeys([*readers, *outputs]):
+            own, returned = readers.get(value, []), outputs.get(value, [])
+            if value not in self.places:
+                found.setdefault(self._kind_of(value, own, returned), []).append(value)
+                continue
+            for spec, computing in zip(self._read_places(value), (True, False), strict=True):
+                some = tuple(sorted(r for r in own if computes[(value, *r)] == computing))
+                found.setdefault((spec, some, (), ()), []).append(value)
+        return found
+
+    def _kind_of(self, value: fx.Node, readers: list[tuple[int, int]], outputs: list[int]) -> tuple:
+        cell = self.cells.writer.get(value)
+        if cell is None:
+            maker = self.sources.get(value) or self._bare(value)
+        else:
+            maker = self.cells.class_of[cell], cell.writes.index(value)
+        homes = tuple(sorted({self.homes[i] for i in outputs if i in self.homes}, key=str))
+        free = tuple(i for i in outputs if i not in self.homes)
+        return maker, tuple(sorted(readers)), homes, free[:1]
+
+    def _value(self, maker, readers, homes, free, members: list[fx.Node]) -> list[Value]:
+        """The value, or a value and the same value where it is held."""
+        layouts, weight = self.layouts(members[0]), float(len(members))
+        made = self._end(layouts, maker)
+        ends = [self._end(layouts, reader, reads=True) for reader in readers]
+        ends += [_fixed(layouts, home) for home in homes]
+        if free and made.variable != FIXED:
+            self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0])[made.layouts]
+        if not ends:
+            return []
+        owes = any(isinstance(p, Partial) for p in layouts.alphabet) and made.variable != FIXED
+        if owes and len({end.variable for end in ends} - {FIXED}) + len(homes) > 1 and self._may_owe(layouts, made):
+            states = np.arange(len(layouts.costs))
+            hold = End(len(self.work), states)
+            self.work.append(np.zeros(len(states)))
+            self.holds.append((members, layouts))
+            before = Value(weight, layouts.costs, made, (hold,))
+            return [before, Value(weight, layouts.costs, hold, tuple(ends))]
+        return [Value(weight, layouts.costs, made, tuple(ends))]
+
+    def _may_owe(self, layouts: Layouts, made: End) -> bool:
+        owed = np.array([bool(spec.partial) for spec in layouts.specs])
+        return bool(owed[made.layouts].any())
+
+    def _owed(self, layouts: Layouts, i: int) -> np.ndarray:
+        """What an output without a home owes, by the layout of its value."""
+        at = [self.output_spec(i, spec) for spec in layouts.specs]
+        return np.array([layouts.costs[s, layouts.number(spec)] for s, spec in enumerate(at)])
+
+    def _end(self, layouts: Layouts, of, reads: bool = False) -> End:
+        if isinstance(of, Spec):
+            return _fixed(layouts, of)
+        k, at = of
+        chooser = self.choosers[k]
+        if chooser.given:
+            return _fixed(layouts, chooser.given[0 if reads else 1][at])
+        if reads:
+            return End(self.variable[k], chooser.options.needs[at])
+        return End(self.variable[k], self._gives(chooser, at))
+
+    def _gives(self, chooser: Chooser, at: int) -> np.ndarray:
+        """The layouts of a result, by its place among what the cell writes."""
+        if chooser.op is None:
+            return chooser.options.gives[at]
+        value = chooser.cell.writes[at]
+        port = value.args[1] if value is not chooser.cell.node else 0
+        made = [j for j, out in enumerate(chooser.op.outs) if out is not None]
+        return chooser.options.gives[made.index(port)]
+
+    # ---- by op ---------------------------------------------------------------------------------
+    def by_itself(self) -> list[int]:
+        """The assignment in which each class runs as its first op by itself, where the problem has that option."""
+        x = [0] * len(self.problem.work)
+        for k, chooser in enumerate(self.choosers):
+            if chooser.options is not None:
+                x[self.variable[k]] = self._option_by_op(chooser)
+        return x
+
+    def _option_by_op(self, chooser: Chooser) -> int:
+        pins = [self.by_op.get(node) for node in chooser.cell.nodes]
+        if pins[-1] is None:
+            return 0
+        digits = []
+        for axis, ways in zip(self.axes, chooser.ways, strict=True):
+            row = pins[-1].rows[axis]
+            same = [d for d, way in enumerate(ways) if way.row.outs[-1:] == row.outs[-1:]]
+            if chooser.op is not None:
+                same = [d for d in same if (ways[d].row.ins, ways[d].row.outs) == (row.ins, row.outs)]
+            digits.append(same[0] if same else 0)
+        match = (chooser.options.digits == np.array(digits, int)[:, None]).all(0)
+        return int(match.argmax())
+
+    # ---- the way back --------------------------------------------------------------------------
+    def choice(self, x: Sequence[int]) -> Choice:
+        """The pins and the held values of an assignment."""
+        pins: dict[fx.Node, Pin] = {}
+        for cell in self.cells.every:
+            k = self.cells.class_of[cell]
+            chooser = self.choosers[k]
+            if chooser.options is not None:
+                pins |= self._pins(chooser, cell, x[self.variable[k]])
+        held = {}
+        first = len(self.problem.work) - len(self.holds)
+        for k, (members, layouts) in enumerate(self.holds):
+            spec = layouts.specs[x[first + k]]
+            if not spec.partial:
+                held |= dict.fromkeys(members, spec.placements)
+        return Choice(pins, held)
+
+    def _pins(self, chooser: Chooser, cell: Cell, option: int) -> dict[fx.Node, Pin]:
+        if chooser.op is not None:
+            return {cell.node: chooser.options.pin(option, self.axes, self.mesh.ndim)}
+        rows = chooser.options.pin(option, self.axes, self.mesh.ndim).rows
+        given = [row.outs[0] for row in rows]
+        return {
+            node: Pin(tuple(by_out[p] for p in given))
+            for node, by_out in zip(cell.nodes, chooser.members, strict=True)
+        }
+
+
+def _fixed(layouts: Layouts, spec: Spec) -> End:
+    return End(FIXED, np.array([layouts.number(spec)]))
+
+
+__all__ = ["Model", "replicated"]

@@ -1,0 +1,131 @@
+"""The ways in which a cell may run, as numbers: what it needs, what it gives, and what its work takes.
+
+    linear on (dp, tp): rows R B T K N    25 options; each says a layout for x, for w and for the result
+
+An option is a row for each axis of more than one rank. The rows are those of the op's rule, without laws of Partials
+where the op multiplies: a sum that is owed is done before it is multiplied. To them come rows by which an operand
+*arrives* at the op, which is then decomposed or runs by a recipe; they are found by trying (`arrivals.py`). All options
+are made at once, in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from spmd.expand.choose.choice import Pin
+from spmd.expand.choose.layouts import Layouts, sums_only
+from spmd.expand.choose.work import FLOPS, Roofline, flops, is_free, read_and_written
+from spmd.mesh import DeviceMesh
+from spmd.tensor.call import Call
+from spmd.tensor.lower.price import fullest
+from spmd.tensor.placement import Placement, Shard
+from spmd.tensor.rules.rule import Row
+
+MOST_ROWS = {1: 24, 2: 12, 3: 7}
+"""The most rows an axis that are combined over so many axes; over more axes 5."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row that a cell may take on one axis. us: what it takes beyond the cell's work, as inside a decomposition."""
+
+    row: Row
+    arrives: bool = False
+    us: float = 0.0
+
+
+@dataclass(eq=False)
+class Options:
+    """The options of a cell. needs, gives: the number of a layout for each option, by operand and by result.
+
+    us: microseconds of local work. ways: of each axis the ways. digits: the way that each option takes on each axis.
+    """
+
+    needs: list[np.ndarray]
+    gives: list[np.ndarray]
+    us: np.ndarray
+    ways: list[list[Way]]
+    digits: np.ndarray
+
+    def pin(self, option: int, axes: Sequence[int], ndim: int) -> Pin:
+        """The pin of an option."""
+        taken = {a: self.ways[k][self.digits[k, option]] for k, a in enumerate(axes)}
+        bare = self.ways[0][0].row if self.ways else None
+        rows = tuple(taken[a].row if a in taken else bare for a in range(ndim))
+        return Pin(rows, any(way.arrives for way in taken.values()))
+
+
+@dataclass(eq=False)
+class Op:
+    """An op of a cell with its rule: a call on replicated operands, and where its tensors are in the cell.
+
+    ins: for each tensor operand its layouts; outs: for each result its layouts, None where there is no tensor.
+    """
+
+    call: Call | None
+    ins: list[Layouts]
+    outs: list[Layouts | None]
+
+    def fraction(self, tensor: Layouts, p: Placement, axis: int) -> float:
+        """The share of a tensor that the rank with most of it has."""
+        if not isinstance(p, Shard):
+            return 1.0
+        return fullest(tensor.shape[p.dim], p.units, tensor.mesh.shape[axis])
+
+
+def rows_worth_taking(op: Op, rows: Sequence[Row], mesh: DeviceMesh) -> list[Row]:
+    """The rows that an option may have: those that share out a dim that is long enough, and sums that pass through."""
+    shortest = min([n for n in mesh.shape if n > 1], default=1)
+    multiplies = op.call.name in FLOPS
+    found = []
+    for row in rows:
+        tensors = [*zip(op.ins, row.ins, strict=True), *[(o, p) for o, p in zip(op.outs, row.outs, strict=True) if o]]
+        law = row.factor is None and not all(p.is_replicate() for p in row.ins)
+        long = all(t.shape[p.dim] >= shortest for t, p in tensors if isinstance(p, Shard))
+        if long and all(sums_only(p) for _, p in tensors) and not (law and multiplies):
+            found.append(row)
+    return found
+
+
+def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofline) -> Options:
+    """All combinations of one way for each axis."""
+    digits = np.indices([len(each) for each in ways]).reshape(len(ways), -1) if ways else np.zeros((0, 1), int)
+    n = digits.shape[1]
+
+    def numbers(layouts: Layouts, of: Callable[[Row], Placement]) -> np.ndarray:
+        letters = [np.array([layouts.letter(of(w.row)) for w in each])[d] for each, d in zip(ways, digits, strict=True)]
+        return np.broadcast_to(layouts.number_of(letters), (n,))
+
+    def share(layouts: Layouts, of: Callable[[Row], Placement]) -> np.ndarray:
+        found = np.ones(n)
+        for axis, each, d in zip(axes, ways, digits, strict=True):
+            found = found * np.array([op.fraction(layouts, of(w.row), axis) for w in each])[d]
+        return found
+
+    ins = [(x, lambda row, i=i: row.ins[i]) for i, x in enumerate(op.ins)]
+    outs = [(x, lambda row, j=j: row.outs[j]) for j, x in enumerate(op.outs) if x is not None]
+    us = _work(op, [share(*each) for each in ins], [share(*each) for each in outs], ways, digits, axes, roofline)
+    for each, d in zip(ways, digits, strict=True):
+        us = us + np.array([w.us for w in each])[d]
+    return Options([numbers(*each) for each in ins], [numbers(*each) for each in outs], us, ways, digits)
+
+
+def _work(op: Op, ins, outs, ways, digits, axes, roofline: Roofline) -> np.ndarray:
+    """Microseconds of the local work of each option; ins, outs: the shares of the tensors."""
+    n = digits.shape[1]
+    if op.call is None or is_free(op.call.op):
+        return np.zeros(n)
+    made = [x for x in op.outs if x is not None]
+    whole = flops(op.call.name, [x.shape for x in op.ins], [x and x.shape for x in op.outs])
+    operations = np.full(n, float(whole))
+    for axis, each, d in zip(axes, ways, digits, strict=True):
+        tensors = [*((x, lambda r, i=i: r.ins[i]) for i, x in enumerate(op.ins))]
+        least = [min([op.fraction(x, of(w.row), axis) for x, of in tensors], default=1.0) for w in each]
+        operations = operations * np.array(least)[d]
+    read = [x.nbytes() * share for x, share in zip(op.ins, ins, strict=True)]
+    written = [x.nbytes() * share for x, share in zip(made, outs, strict=True)]
+    dtype = op.ins[0].dtype
+    return roofline.us(operations, read_and_written(op.call.name, read, written), dtype)

@@ -1,0 +1,56 @@
+"""The modelled cost of a program: its moves, one after the other, and the work between them.
+
+It is what a choice is judged by, whatever chose: the specs that the program really has, not those that were foreseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.choose.work import Roofline, flops, is_free, read_and_written
+from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
+from spmd.expand.program import Program
+from spmd.mesh import DeviceMesh
+from spmd.tensor.call import base_name
+from spmd.tensor.recipes.random import Draw
+from spmd.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Microseconds. moves: what is sent and copied by moves. work: local ops, on the rank with the largest blocks."""
+
+    moves: float
+    work: float
+
+    @property
+    def us(self) -> float:
+        return self.moves + self.work
+
+
+def program_cost(program: Program) -> Cost:
+    """The modelled cost of a program."""
+    roofline = Roofline(program.mesh.topology)
+    moves = sum([step.cost for _, step in program.steps()])
+    return Cost(moves, sum([_work(node, program.mesh, roofline) for node in program.graph.nodes]))
+
+
+def _work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
+    """Microseconds of one op of a program on the first rank, which has the largest blocks."""
+    op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
+    if node.op != "call_function" or not isinstance(op, _torch.OpOverload) or op in SAFE_LOCALLY.values():
+        return 0.0
+    outs = node.meta["spec"] if isinstance(node.meta["spec"], tuple) else (node.meta["spec"],)
+    ins = [n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta["spec"], Spec)]
+    if is_free(op) or not ins:
+        return 0.0
+    at = (0,) * mesh.ndim
+    shapes = [[spec and spec.local_shape(at) for spec in side] for side in (ins, outs)]
+    nbytes = [[prod(s) * spec.dtype.itemsize for s, spec in zip(*each, strict=True) if spec is not None]
+              for each in zip(shapes, (ins, outs), strict=True)]  # fmt: skip
+    name = base_name(op)
+    return float(roofline.us(flops(name, *shapes), read_and_written(name, *nbytes), ins[0].dtype))

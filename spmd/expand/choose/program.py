@@ -1,0 +1,89 @@
+"""A program whose placements were chosen for all of it, and never one that costs more than op by op.
+
+    chosen(inputs)    ->    the cheaper of two programs by their modelled cost, with a `Certificate`
+
+The choice is solved on a model of the graph. Then the program is written with it, as it is without: the specs are
+those that really flow, and the moves those that are really made. Both programs are priced in the same way, and the
+cheaper one is taken. So whatever the model leaves out, the result is at most as dear as that of the choice by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from spmd.expand.choose.certificate import Certificate
+from spmd.expand.choose.choice import BY_OP, Choice, Pin
+from spmd.expand.choose.model import Model
+from spmd.expand.choose.normal import normalised
+from spmd.expand.choose.price import Cost, program_cost
+from spmd.expand.choose.solve import Solved, solve
+from spmd.expand.expand import OutputSpec, expand
+from spmd.expand.places.places import Places
+from spmd.expand.places.roles import Roles
+from spmd.expand.program import Program
+from spmd.mesh import DeviceMesh
+from spmd.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """What is expanded: the arguments of `expand`. slots: what each placeholder and each output is."""
+
+    name: str
+    mesh: DeviceMesh
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    inputs: Sequence[tuple[str, Spec | None]]
+    output_names: Sequence[str]
+    output_spec: OutputSpec
+    slots: tuple[Sequence[object], Sequence[object]] = ((), ())
+    places: Mapping[str, Places] = field(default_factory=dict)
+
+    def program(self, choice: Choice = BY_OP, pins: dict[fx.Node, Pin] | None = None) -> Program:
+        """The program by a choice. pins: gets, for each op, how it runs."""
+        return expand(
+            self.name, self.mesh, self.graph, self.constants, self.inputs, self.output_names, self.output_spec,
+            self.roles, self.places, choice, pins,
+        )  # fmt: skip
+
+    @cached_property
+    def roles(self) -> Roles:
+        """What the nodes are for."""
+        return Roles.of(self.graph, *self.slots) if any(self.slots) else Roles()
+
+    @property
+    def sources(self) -> dict[fx.Node, Spec]:
+        """The specs of the tensors that are given."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        given = {n: spec for n, (_, spec) in zip(placeholders, self.inputs, strict=True) if spec is not None}
+        constants = [(n, self.constants[n.target]) for n in self.graph.nodes if n.op == "get_attr"]
+        return given | {n: Spec.of(self.mesh, t.shape, t.dtype) for n, t in constants}
+
+
+def chosen(given: Expansion) -> Program:
+    """The program of a graph, by the choice for the program or by op, whichever costs less, with its certificate."""
+    pins: dict[fx.Node, Pin] = {}
+    simple = replace(given, graph=normalised(given.graph, given.mesh))
+    by_op = simple.program(pins=pins)
+    solved, choice = solved_choice(simple, pins)
+    by_choice = simple.program(choice)
+    costs = program_cost(by_op), program_cost(by_choice)
+    taken = costs[1].us < costs[0].us
+    return replace(by_choice if taken else by_op, certificate=_certificate(solved, costs, taken))
+
+
+def solved_choice(given: Expansion, pins: dict[fx.Node, Pin]) -> tuple[Solved, Choice]:
+    """The choice for a graph in simple ops. pins: how each op runs by itself."""
+    model = Model(given.mesh, given.graph, given.sources, given.output_spec, given.roles, given.places, pins)
+    solved = solve(model.problem, [model.by_itself()])
+    return solved, model.choice(solved.x)
+
+
+def _certificate(solved: Solved, costs: tuple[Cost, Cost], taken: bool) -> Certificate:
+    by_op, by_choice = costs
+    return Certificate((by_choice if taken else by_op).us, by_op.us, solved.us, solved.at_least, taken)

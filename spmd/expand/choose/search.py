@@ -1,0 +1,72 @@
+"""Assignments of a problem that cost little: read from a bound, then improved by changing variables together.
+
+`settle` changes one variable at a time as long as that helps. `repair` tries what one variable cannot do alone: it
+changes one, lets its neighbours follow, and theirs, and keeps the change if all together cost less.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from spmd.expand.choose.bound import Bound
+from spmd.expand.choose.problem import Problem
+
+LESS = 1e-9
+"""Microseconds by which an assignment has to be better, so that rounding decides nothing."""
+
+
+def settle(problem: Problem, x: list[int], start: Iterable[int] | None = None, most: int = 1 << 30) -> list[int]:
+    """Change variables one by one, at most so often, as long as each change costs less.
+
+    start: those that may be changed first; all others follow when a neighbour changes.
+    """
+    queue = deque(range(len(x)) if start is None else start)
+    waiting = set(queue)
+    while queue and most:
+        i = queue.popleft()
+        waiting.discard(i)
+        costs = problem.costs_of(i, x)
+        best = int(costs.argmin())
+        if costs[best] < costs[x[i]] - LESS:
+            x[i], most = best, most - 1
+            new = [j for j in problem.neighbours(i) if j not in waiting]
+            queue.extend(new)
+            waiting.update(new)
+    return x
+
+
+def decode(bound: Bound) -> list[int]:
+    """An assignment by the potentials of a bound: each variable takes what is cheapest beside those before it."""
+    x = [-1] * len(bound.cost)
+    for i in range(len(x)):
+        total = bound._now(i)
+        for e, makes in bound.incident[i]:
+            other = e.reader if makes else e.maker
+            rest = e.rest()
+            if x[other] < 0:
+                total = total + (rest.min(1)[e.made] if makes else rest.min(0)[e.needed])
+            elif makes:
+                total = total + rest[:, e.needed[x[other]]][e.made]
+            else:
+                total = total + rest[e.made[x[other]]][e.needed]
+        x[i] = int(total.argmin())
+    return [int(bound.allowed[i][option]) for i, option in enumerate(x[:-1])]
+
+
+def repair(problem: Problem, x: list[int], order: Sequence[int], options: Sequence[np.ndarray]) -> list[int]:
+    """Change each variable to each of its options in turn, and let the others follow."""
+    least = problem.cost(x)
+    for i in order:
+        for option in options[i].tolist():
+            if option == x[i]:
+                continue
+            trial = list(x)
+            trial[i] = option
+            settle(problem, trial, [j for j in problem.neighbours(i) if j != i], most=24)
+            found = problem.cost(trial)
+            if found < least - LESS:
+                x, least = trial, found
+    return x

@@ -1,0 +1,38 @@
+"""What is read of a node: its operands in the order of the schema, and the metadata of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.tensor.call import TensorMeta
+
+
+def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[tuple, dict]:
+    """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""
+    args = fx.map_arg(node.args, operand)
+    order = sorted(node.kwargs, key=lambda name: _torch.argument_index(node.target, name))
+    return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
+
+
+def result_metadata(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    """The metadata of each result; None where it is no tensor."""
+    value = node.meta["val"]
+    leaves = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(map(_metadata, leaves))
+
+
+def _metadata(value: Any) -> TensorMeta | None:
+    """Of a fake tensor from the capture, or the metadata that was computed for an op of a decomposition."""
+    if isinstance(value, torch.Tensor):
+        return TensorMeta.of(value)
+    return value if isinstance(value, TensorMeta) else None
+
+
+def first_positions(operands: list[fx.Node]) -> tuple[int, ...]:
+    """For each operand, the first position at which the same tensor occurs."""
+    return tuple(operands.index(n) for n in operands)
