@@ -46,6 +46,10 @@ def run_first(functions: Mapping[Any, Callable]) -> None:
         _first.impl(f"{op._schema.name}.{op._overloadname}".removesuffix(".default"), function, _FIRST)
 
 
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+
 def undecomposed(op: OpOverload) -> Callable:
     """A function, for `run_first`, that runs a composite op with the derivative that torch has for it as one op.
 
@@ -60,8 +64,7 @@ def undecomposed(op: OpOverload) -> Callable:
         if keys is None:
             with without_first():
                 return op(x, *rest)
-        below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-        return op.redispatch(keys[below], x, *rest)
+        return op.redispatch(keys[_is_excluded(_AUTOGRAD)], x, *rest)
 
     return run
 

@@ -116,11 +116,18 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
                     key, blocks = (id(op), a._spec, tuple(b)), (a._local_tensor, b)
             elif kind in _STATIC:
                 key, blocks = (id(op), a._spec, kind, b), (a._local_tensor, b)
-        elif n == 3 and type(args[1]) is dtensor is type(args[2]):
+        elif n == 3 and type(args[1]) is dtensor:
             _, b, c = args
-            if a is not b is not c is not a:
-                key = id(op), a._spec, b._spec, c._spec
+            kind = type(c)
+            if a is b or a is c:
+                pass
+            elif kind is dtensor:
+                key = (id(op), a._spec, b._spec, c._spec) if b is not c else (id(op), a._spec, b._spec, 1, b._spec)
                 blocks = (a._local_tensor, b._local_tensor, c._local_tensor)
+            elif kind is float or kind is int:
+                unread = id(op) in _pointwise and c - c == 0 != c
+                key = (id(op), a._spec, b._spec, kind) if unread else (id(op), a._spec, b._spec, kind, c)
+                blocks = (a._local_tensor, b._local_tensor, c)
         else:
             rest = args[1:]
             types = tuple(map(type, rest))

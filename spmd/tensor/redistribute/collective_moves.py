@@ -174,8 +174,11 @@ class _Reduction(Move):
 
     def op(self, spec: Spec) -> str:
         """The reduction that is sent: a sum, if averages and sums meet."""
-        kinds = {kind for a, kind in spec.partial if a in self.axes}
-        return kinds.pop() if len(kinds) == 1 else "sum"
+        kind = ""
+        for a, other in spec.partial:
+            if a in self.axes:
+                kind = other if kind in ("", other) else "sum"
+        return kind
 
     def wire_itemsize(self, spec: Spec) -> int:
         """Bytes of one element on the wire."""

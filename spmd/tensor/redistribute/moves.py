@@ -51,8 +51,7 @@ from spmd.tensor.spec import Spec
 Coordinate = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class MoveContext:
+class MoveContext(NamedTuple):
     """All that the code of a move reads: the specs before and after it, this rank's coordinate and its transport."""
 
     before: Spec
