@@ -28,6 +28,9 @@ from typing import Any
 HOST = "127.0.0.1"
 START_S, CALL_S, GRACE_S = 120.0, 60.0, 5.0
 
+PRELOADED = ["torch.distributed", "spmd", "torch._dynamo", "torch._functorch.aot_autograd"]
+"""Modules that are imported once, and not once a worker."""
+
 
 class WorkerDied(RuntimeError):
     """A worker process ended in the middle of a call."""
@@ -89,7 +92,7 @@ class Pool:
         # Held here on a port that the system picks: no worker has to guess a free one.
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed"])  # torch is imported once, not once a worker
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.size, self._store.port, theirs), daemon=True)

@@ -108,25 +108,38 @@ def dot(xs: Tensors, ys: Tensors) -> torch.Tensor:
     return torch.stack([(wait(x) * y).sum() for x, y in zip(xs, ys, strict=True)]).sum()
 
 
-def slopes(rank: int, f: Callable[..., torch.Tensor], xs: Tensors) -> list[torch.Tensor]:
-    """The slope of the sum of all ranks' f over each number that this rank gives; all ranks perturb in step."""
-    sizes: list = [None] * 4
-    dist.all_gather_object(sizes, [x.numel() for x in xs])
-    found = [torch.zeros_like(x) for x in xs]
+def slopes(rank: int, f: Callable[..., torch.Tensor], xs: Tensors, directions: Sequence[Tensors]) -> list[torch.Tensor]:
+    """The slope of the sum of all ranks' f, where this rank alone goes in each of its directions.
+
+    All ranks perturb in step. A direction changes all numbers of a rank at once, each by another random amount; so a
+    gradient that is wrong anywhere has the wrong slope, unless its errors cancel to five digits by chance.
+    """
+    found = []
     for who in range(4):
-        for i, size in enumerate(sizes[who]):
-            for k in range(size):
-                ends = []
-                for step in (STEP, -STEP):
-                    moved = [x.clone() for x in xs]
-                    if who == rank:
-                        moved[i].view(-1)[k] += step
-                    ends.append(f(*moved).detach())
-                rise = ends[0] - ends[1]
-                dist.all_reduce(rise)
-                if who == rank:
-                    found[i].view(-1)[k] = rise / (2 * STEP)
+        for direction in directions:
+            ends = []
+            for step in (STEP, -STEP):
+                moved = [x + step * v for x, v in zip(xs, direction, strict=True)] if who == rank else xs
+                ends.append(f(*moved).detach())
+            rise = ends[0] - ends[1]
+            dist.all_reduce(rise)
+            if who == rank:
+                found.append(rise / (2 * STEP))
     return found
+
+
+def along(found: Tensors, directions: Sequence[Tensors]) -> list[torch.Tensor]:
+    """The slopes that these gradients say."""
+    return [dot(found, direction) for direction in directions]
+
+
+def has_wrong_slope(rank: int, found: Tensors, f: Callable[..., torch.Tensor], xs: Tensors) -> str | None:
+    """What is wrong with the gradients of f; None if nothing is."""
+    shapes = [tuple(x.shape) for x in xs]
+    if [tuple(g.shape) for g in found] != shapes:
+        return f"gradients of {[list(g.shape) for g in found]}, and not of {[list(shape) for shape in shapes]}"
+    directions = [drawn(shapes, 60 + rank + 4 * i) for i in range(2)]
+    return unlike(along(found, directions), slopes(rank, f, xs, directions))
 
 
 def gradients(loss: torch.Tensor, xs: Tensors, **kwargs: bool) -> list[torch.Tensor]:
@@ -148,7 +161,7 @@ def first_order(rank: int, name: str, zeros: bool = False) -> str | None:
     out = call(place, *xs)
     cotangents = drawn([y.shape for y in out], 20 + rank)
     found = gradients(dot(out, cotangents), xs)
-    return unlike(found, slopes(rank, lambda *ys: dot(call(place, *ys), cotangents), [x.detach() for x in xs]))
+    return has_wrong_slope(rank, found, lambda *ys: dot(call(place, *ys), cotangents), [x.detach() for x in xs])
 
 
 def second_order(rank: int, name: str) -> str | None:
@@ -164,7 +177,7 @@ def second_order(rank: int, name: str) -> str | None:
         return dot(gradients(dot(call(place, *ys), given[len(xs) :]), ys, create_graph=True), weights)
 
     given = [x.clone().requires_grad_() for x in (*xs, *cotangents)]
-    return unlike(gradients(steep(*given), given), slopes(rank, steep, [x.detach() for x in given]))
+    return has_wrong_slope(rank, gradients(steep(*given), given), steep, [x.detach() for x in given])
 
 
 def in_trace(rank: int, name: str, way: str) -> str | None:
