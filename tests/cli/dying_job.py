@@ -1,6 +1,7 @@
-"""A job of three ranks, one of which dies. ``python dying_job.py HOW`` starts it with the launcher of the demo.
+"""Jobs of three ranks, one of which dies. ``python dying_job.py HOW...`` runs them one by one, by the demo's launcher.
 
 The rank dies after a collective of all ranks, while the others wait for it in the next one. Each rank prints its pid.
+Before each job the launcher prints its name, and after it the exit code; on stderr the name and the error.
 """
 
 import os
@@ -49,16 +50,22 @@ def play(death):
     raise AssertionError("the dead cannot have answered")
 
 
-def main(how):
+def main(*hows):
     if launched():
         print(f"pid {os.getpid()}", flush=True)
-        return run_launched(play, DEATHS[how])
-    try:
-        launch([__file__, how], RANKS)
-    except (JobFailed, UsageError) as error:
-        print(f"dying_job: {error}", file=sys.stderr)
-        return error.code
+        return run_launched(play, DEATHS[hows[0]])
+    for how in hows:
+        print(f"job {how}", flush=True)
+        print(f"job {how}", file=sys.stderr, flush=True)
+        try:
+            launch([__file__, how], RANKS)
+            code = 0
+        except (JobFailed, UsageError) as error:
+            print(f"dying_job: {error}", file=sys.stderr)
+            code = error.code
+        print(f"exit code {code}", flush=True)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -150,7 +150,7 @@ def gradients(loss: torch.Tensor, xs: Tensors, **kwargs: bool) -> list[torch.Ten
 def unlike(found: Tensors, expected: Tensors) -> str | None:
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, atol=1e-7):
-            return f"input {i}: {a.tolist()} and not {b.tolist()}"
+            return f"at {i}: {a.tolist()} and not {b.tolist()}"
     return None
 
 
