@@ -15,7 +15,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
 from spmd.expand.python_state import put
+from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.verify_bound import verify_bound, writes
@@ -64,6 +65,7 @@ def compile(
     mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0,
     choose: str = "op",
+    outputs: Patterns | None = None,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -84,6 +86,8 @@ def compile(
     sends each one alone.
     choose: "program" chooses the placements of all values together, so that the modelled cost of the program is least;
     the program is never dearer than with "op", where every op takes what is cheapest for itself.
+    outputs: placements of the tensors that fn returns, by path: "loss", "0.logits", "result" for one tensor alone.
+    Partial() leaves the terms of a sum on the ranks. By default they lie as they were computed, with sums reduced.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
@@ -100,7 +104,7 @@ def compile(
     if choose not in ("op", "program"):
         raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
     table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
-    return CompiledStep(fn, mesh, table, inputs or {}, bucket_mb, choose)
+    return CompiledStep(fn, mesh, table, inputs or {}, outputs or {}, bucket_mb, choose)
 
 
 MOST_PROGRAMS = 64
@@ -111,11 +115,13 @@ class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
     def __init__(
-        self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, bucket_mb: float | None, choose: str
-    ) -> None:
+        self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, outputs: Patterns,
+        bucket_mb: float | None, choose: str,
+    ) -> None:  # fmt: skip
         self.fn, self.mesh, self.bucket_mb, self._choose = fn, mesh, bucket_mb, choose
         self._table = table
         self._inputs = check_patterns(mesh, inputs, "inputs")
+        self._outputs = check_patterns(mesh, outputs, "outputs", may_be_partial=True)
         self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
@@ -228,14 +234,15 @@ class CompiledStep:
         except AttributeError as error:
             raise _explained(error) from error
         places = places_of(call.state, call.tensors, self._table)
-        program = self._expanded(_given(self.fn, self.mesh, captured, call, places))
+        results = Results(captured, self._outputs)
+        program = self._expanded(_given(self.fn, self.mesh, captured, call, places, results), results)
         for rewrite in self._passes():
             program = rewrite(program).verify()
         return captured, program
 
-    def _expanded(self, given: Expansion) -> Program:
+    def _expanded(self, given: Expansion, results: Results) -> Program:
         for_program = self._choose == "program" and self.mesh.size() > 1
-        return (chosen(given) if for_program else given.program()).verify()
+        return replace(chosen(given) if for_program else given.program(), owed=results.owed).verify()
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
         yield keep_gathered
@@ -367,7 +374,9 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
 # ---- building ---------------------------------------------------------------------------------
 
 
-def _given(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces) -> Expansion:
+def _given(
+    fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces, results: Results
+) -> Expansion:
     def spec_of_input(i: Slot | Argument | Draws) -> Spec | None:
         if isinstance(i, Draws):
             return None
@@ -378,6 +387,9 @@ def _given(fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, plac
 
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
+        asked = results.spec(slot, spec, mesh)
+        if asked is not None:
+            return asked
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
         if home is None and isinstance(slot, Slot):
             home = own_place(slot, spec.shape, places)

@@ -64,6 +64,7 @@ class Program:
     a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
+    owed: the results whose reductions the user has asked to leave.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Program:
     gathered: tuple[tuple[str, int], ...] = ()
     places: Mapping[str, Places] = field(default_factory=dict)
     certificate: Certificate | None = None
+    owed: frozenset[str] = frozenset()
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""
@@ -109,7 +111,7 @@ class Program:
 
         A pass over programs may be followed by it: `my_pass(program).verify()`. A compiled step does so.
         """
-        verify_graph(self.graph, self.constants, self.inputs, self.outputs)
+        verify_graph(self.graph, self.constants, self.inputs, self.outputs, self.owed)
         return self
 
     def __str__(self):

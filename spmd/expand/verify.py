@@ -55,10 +55,13 @@ class ProgramFault(RuntimeError):
         self.fault, self.node = fault, node
 
 
-def verify_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor], inputs: Named, outputs: Named) -> None:
+def verify_graph(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor], inputs: Named, outputs: Named,
+    owed: frozenset[str] = frozenset(),
+) -> None:  # fmt: skip
     """Raise a `ProgramFault` for the first node that is not right.
 
-    constants, inputs, outputs: as in `Program`.
+    constants, inputs, outputs, owed: as in `Program`.
 
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
     draw, blocks, output, partial output, home.
@@ -73,7 +76,7 @@ def verify_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor], inputs:
         elif node.op == "get_attr":
             found = _constant(node, constants)
         elif node.op == "output":
-            found = _outputs(node, inputs, outputs)
+            found = _outputs(node, inputs, outputs, owed)
         else:
             found = _call(node)
         for fault, why in found:
@@ -109,7 +112,7 @@ def _constant(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> Found:
         yield "constant", f"every rank has all of it, and it says {spec}"
 
 
-def _outputs(node: fx.Node, inputs: Named, outputs: Named) -> Found:
+def _outputs(node: fx.Node, inputs: Named, outputs: Named, owed: frozenset[str]) -> Found:
     homes = dict(inputs)
     if len(node.args[0]) != len(outputs):
         yield "output", f"{len(node.args[0])} values for {len(outputs)} outputs"
@@ -117,7 +120,7 @@ def _outputs(node: fx.Node, inputs: Named, outputs: Named) -> Found:
     for value, (name, spec) in zip(node.args[0], outputs, strict=True):
         if isinstance(value, fx.Node) and not _same(_spec(value), spec):
             yield "output", f"{name} is {spec}, and its value is {_spec(value)}"
-        if spec is not None and spec.partial:
+        if spec is not None and spec.partial and name not in owed:
             yield "partial output", f"{name} is {spec}: a reduction is owed"
         home = homes.get(name)
         if home is not None and spec is not None and home.shape == spec.shape and not spec.same_layout(home):

@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import spmd
 import spmd.expand.compile as compile_module
-from spmd import MeshTopoInfo, Shard
+from spmd import MeshTopoInfo, Partial, Shard
 from spmd.comm import C10dTransport
 from spmd.expand.bind import bind
 from spmd.expand.passes.bucket import bucket_all_reduces
@@ -273,6 +273,28 @@ def test_gathered_are_bytes_for_work_that_is_not_shared():
     program = compiled.program_for(torch.ones(2, 8), torch.eye(8))
     assert program.gathered == (("test_program.without_rule_of_two.default", 256),)
     assert [c.kind for c in program.collectives] == ["all_gather", "all_reduce"]
+
+
+def test_results_lie_where_the_user_wants_them():
+    """A sum that is owed is left on the ranks if asked, and then nothing is sent; other results are moved."""
+
+    def step(x, w):
+        return {"sum": x @ w, "rows": [x * 2, x.sum()]}
+
+    x, w = torch.arange(20.0).reshape(4, 5), torch.arange(15.0).reshape(5, 3)
+    with spmd.LocalTensorMode(4):
+        left = spmd.compile(step, mesh_of(4), inputs={"x": [Shard(1)], "w": [Shard(0)]}, outputs={"*": [Partial()]})
+        rows = {"sum": [Shard(0)], "rows.0": [Shard(0)], "rows.1": [Partial("avg")]}
+        moved = spmd.compile(step, mesh_of(4), inputs={"x": [Shard(1)], "w": [Shard(0)]}, outputs=rows)
+        for compiled, placements in ((left, [Partial()] * 3), (moved, [Shard(0), Shard(0), Partial("avg")])):
+            found = compiled(x, w)
+            found = [found["sum"], *found["rows"]]
+            assert [y.placements for y in found] == [(p,) for p in placements]
+            for y, want in zip(found, (x @ w, x * 2, x.sum()), strict=True):
+                assert torch.equal(y.full_tensor().reconcile(), want)
+        assert not left.program.collectives
+        with pytest.raises(ValueError, match=r"outputs 'loss' matches nothing. Near: rows"):
+            spmd.compile(step, mesh_of(4), outputs={"loss": [Shard(0)]})(x, w)
 
 
 # ---- binding it -------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from spmd.tensor.spec import Spec, spec_of
 
 PlacementsByAxis = Mapping[str, Placement] | Sequence[Placement]
 Patterns = Mapping[str, PlacementsByAxis]
+Placed = Mapping[str, tuple[Placement, ...]]
+"""Patterns that were checked, with placements in mesh order."""
 
 
 def in_mesh_order(mesh: DeviceMesh, placements: PlacementsByAxis, name: str) -> tuple[Placement, ...]:
@@ -42,17 +44,20 @@ def _axis(mesh: DeviceMesh, axis: str | int, name: str) -> int:
         raise ValueError(f"{name!r}: {error}") from None
 
 
-def check_patterns(mesh: DeviceMesh, patterns: Patterns, what: str) -> dict[str, tuple[Placement, ...]]:
+def check_patterns(
+    mesh: DeviceMesh, patterns: Patterns, what: str, *, may_be_partial: bool = False
+) -> dict[str, tuple[Placement, ...]]:
     """The patterns, with their placements in mesh order. Everything that can be checked without tensors is checked."""
     if not isinstance(patterns, Mapping):
         raise TypeError(f"{what} is a {type(patterns).__name__}; give a dict from name pattern to placements")
     placed = {name: in_mesh_order(mesh, placements, name) for name, placements in patterns.items()}
     for name, placements in placed.items():
-        wrong = [p for p in placements if not isinstance(p, Placement) or p.is_partial()]
+        wrong = [p for p in placements if not isinstance(p, Placement) or (p.is_partial() and not may_be_partial)]
         if wrong:
-            raise ValueError(
-                f"{what} {name!r}: {wrong[0]!r} is no placement for an input; use Shard(dim) or Replicate()"
+            kind = "a result; use Shard(dim), Replicate() or Partial()" if may_be_partial else (
+                "an input; use Shard(dim) or Replicate()"
             )
+            raise ValueError(f"{what} {name!r}: {wrong[0]!r} is no placement for {kind}")
     return placed
 
 

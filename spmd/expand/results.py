@@ -1,0 +1,40 @@
+"""Placements that users give for what a compiled step returns.
+
+    outputs={"loss": [Replicate()], "rows.*": [Partial()]}     of a step that returns {"loss": ..., "rows": [..., ...]}
+
+A result that is asked for as Partial is left as terms on the ranks; all others have their sums reduced.
+"""
+
+from __future__ import annotations
+
+from spmd._torch import pytree
+from spmd.expand.capture import Captured
+from spmd.expand.state import named_leaves
+from spmd.mesh import DeviceMesh
+from spmd.tensor.annotations.patterns import Placed, placed_spec, placements_for, require_matches
+from spmd.tensor.spec import Spec
+
+
+class Results:
+    """The results of one capture, by number, with the placements that were asked for."""
+
+    def __init__(self, captured: Captured, outputs: Placed) -> None:
+        tree = captured.tree
+        result, *_ = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+        paths = {number: path for path, number in named_leaves({"result": result})}
+        self.paths = {number: path for number, path in paths.items() if number in captured.outputs}
+        require_matches(outputs, list(self.paths.values()), "outputs")
+        asked = {number: placements_for(outputs, [path]) for number, path in self.paths.items()}
+        self.asked = {number: placements for number, placements in asked.items() if placements is not None}
+
+    def spec(self, number: object, spec: Spec, mesh: DeviceMesh) -> Spec | None:
+        """The spec that the result of this number is to have; None where nobody asked."""
+        if number not in self.asked:
+            return None
+        wanted = placed_spec(mesh, self.asked[number], spec, self.paths[number])
+        return spec.with_layout(wanted.dims, wanted.units, wanted.partial)
+
+    @property
+    def owed(self) -> frozenset[str]:
+        """The names, in a program, of the results that may be Partial."""
+        return frozenset(f"result {number}" for number in self.asked)
