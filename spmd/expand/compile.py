@@ -12,7 +12,6 @@ these arguments, or captures, expands and binds one. It runs the program on this
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
+from spmd.expand.signature import signature_of
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.verify_bound import verify_bound, writes
 from spmd.mesh import DeviceMesh
@@ -122,7 +122,7 @@ class CompiledStep:
         self._table = table
         self._inputs = check_patterns(mesh, inputs, "inputs")
         self._outputs = check_patterns(mesh, outputs, "outputs", may_be_partial=True)
-        self._signature = _signature(fn.forward if isinstance(fn, nn.Module) else fn)
+        self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
         self._site = caller()
@@ -267,17 +267,6 @@ class CompiledStep:
             return self.fn(*bound.args, **bound.kwargs)
 
 
-def _signature(fn: Callable) -> inspect.Signature:
-    """The parameters of a function. A builtin names none, and arguments are placed by name."""
-    try:
-        return inspect.signature(fn)
-    except ValueError:
-        raise TypeError(
-            f"compile: {fn!r} does not say what its arguments are called; write a function that calls it, such as "
-            "lambda x, weight: ..."
-        ) from None
-
-
 def _explained(error: AttributeError) -> AttributeError:
     """The error, with an explanation if a method of DTensor was called on a traced tensor."""
     if not isinstance(error.obj, torch.Tensor) or not hasattr(DTensor, str(error.name)):
@@ -387,9 +376,8 @@ def _given(
 
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
-        asked = results.spec(slot, spec, mesh)
-        if asked is not None:
-            return asked
+        if slot in results.asked:
+            return results.spec(slot, spec, mesh)
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
         if home is None and isinstance(slot, Slot):
             home = own_place(slot, spec.shape, places)

@@ -27,10 +27,8 @@ class Results:
         asked = {number: placements_for(outputs, [path]) for number, path in self.paths.items()}
         self.asked = {number: placements for number, placements in asked.items() if placements is not None}
 
-    def spec(self, number: object, spec: Spec, mesh: DeviceMesh) -> Spec | None:
-        """The spec that the result of this number is to have; None where nobody asked."""
-        if number not in self.asked:
-            return None
+    def spec(self, number: int, spec: Spec, mesh: DeviceMesh) -> Spec:
+        """The spec that the result of this number is to have, which was asked for."""
         wanted = placed_spec(mesh, self.asked[number], spec, self.paths[number])
         return spec.with_layout(wanted.dims, wanted.units, wanted.partial)
 
