@@ -131,6 +131,10 @@ class Bound:
             self._sweep(range(n), lambda i, j: j > i)
             self._sweep(range(n - 1, -1, -1), lambda i, j: j < i)
             self._remember()
+            self._spread()
+            for group in self.groups:
+                self._share_again(group)
+            self._remember()
         return self.least
 
     def _sweep(self, order, is_later) -> None:
@@ -140,6 +144,13 @@ class Bound:
             weight = 1 / max(len(later), len(self.incident[i]) - len(later), 1)
             for e, makes in later:
                 self._give(i, e, makes, cost, weight)
+
+    def _spread(self) -> None:
+        """Give to the edges of each variable what its options cost more than the cheapest: it is slack to share out."""
+        for i, incident in enumerate(self.incident):
+            cost = self._now(i)
+            for e, makes in incident:
+                self._give(i, e, makes, cost, 1 / len(incident))
 
     @staticmethod
     def _share_again(group: list[Edge]) -> None:

@@ -28,7 +28,7 @@ from spmd.tensor.call import READS_VALUE, TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.spec import Spec
 
-MOST_CLASSES = 150
+MOST_CLASSES = 320
 """Classes are refined until there are more than this."""
 
 

@@ -19,7 +19,7 @@ from spmd.expand.choose.bound import Bound
 from spmd.expand.choose.problem import Problem
 from spmd.expand.choose.search import LESS, decode, repair, settle
 
-ROUNDS = 10
+ROUNDS = 12
 SWEEPS = 3
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
@@ -51,7 +51,7 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
     at_least = _improve(bound, best, ROUNDS)
-    if best.us - at_least > LESS + ENOUGH * best.us and sum(map(len, bound.cost)) <= SMALL:
+    if best.us - at_least > LESS and sum(map(len, bound.cost)) <= SMALL:
         at_least = _split(problem, bound, best)
     return Solved(tuple(best.x), best.us, min(at_least, best.us))
 
