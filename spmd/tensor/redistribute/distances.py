@@ -73,7 +73,8 @@ class _WholeSpace(Space):
         self._ns = tuple([mesh.shape[a] for a in axes])
         self.starts_with_dim_0 = self.live_dims[:1] == [0]
         self._itemsize = spec.dtype.itemsize
-        self._wire_itemsize = AllReduce(axes).wire_itemsize(spec)
+        owing = max(specs, key=lambda s: len(s.partial))
+        self._wire_itemsize = AllReduce(axes).wire_itemsize(owing) if owing.partial else self._itemsize
         self.graph = graph_of(self).graph
 
     def bits(self, axes: Sequence[int]) -> int:
