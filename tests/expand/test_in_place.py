@@ -1,11 +1,13 @@
 """Memory is reused where it changes no result, and tensors that outlive a call have memory of their own."""
 
 import copy
+import weakref
 from unittest import mock
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spmd
 import spmd.expand.compile as compile_module
@@ -376,6 +378,40 @@ def test_a_parameter_keeps_its_memory():
         return len(kept), sum(written_into(v).op == "placeholder" for v in outputs)
 
     assert run_ranks(rank, 2) == [(8, 8)] * 2
+
+
+class Alive(TorchDispatchMode):
+    """How many results of products live at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.made, self.most = [], 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        if op is aten.mm.default:
+            self.made.append(weakref.ref(out))
+        self.most = max(self.most, sum(made() is not None for made in self.made))
+        return out
+
+
+def test_what_is_read_no_more_is_freed_while_the_program_runs():
+    """Of a chain of products two live at once: the one that is read and the one that is made."""
+
+    def step(x, w):
+        for _ in range(8):
+            x = x @ w
+        return x.sum()
+
+    def rank(r):
+        mesh = spmd.init_device_mesh("cpu", (2,))
+        compiled = spmd.compile(step, mesh, inputs={"x": [Shard(0)]})
+        compiled(torch.ones(4, 4), torch.ones(4, 4))
+        with Alive() as alive:
+            compiled(torch.ones(4, 4), torch.ones(4, 4))
+        return len(alive.made), alive.most
+
+    assert run_ranks(rank, 2) == [(8, 2)] * 2
 
 
 class Tail(nn.Module):
