@@ -19,6 +19,7 @@ from spmd.comm import (
     all_reduce_coalesced,
     all_to_all_single,
     broadcast,
+    check_metadata,
     checked,
     permute_tensor,
     reduce_scatter_tensor,
@@ -180,6 +181,20 @@ def test_simulated_ranks_compare_too() -> None:
         return str(error.value)
 
     assert all("rank 0 calls all_reduce('max')" in text for text in run_ranks(call, 4))
+
+
+def test_metadata_is_compared_on_request() -> None:
+    """Shapes and dtypes, of all tensors, on all ranks of the mesh."""
+
+    def call(rank: int) -> str:
+        mesh = DeviceMesh("cpu", FOUR)
+        check_metadata("the step", [X, X.half()], mesh)
+        with pytest.raises(RuntimeError) as error:
+            check_metadata("the step", [X, X[:3] if rank == 2 else X], mesh)
+        return str(error.value)
+
+    for text in run_ranks(call, 4):
+        assert re.search(r"rank 0 calls the step .*\[4, 6\] on cpu,\nbut rank 2 .*float32 \[3, 6\]", text), text
 
 
 def one_index_is_out_of_range(rank: int) -> str:
