@@ -1,0 +1,182 @@
+"""The memory that a rank needs while it runs a program: how much at most, when, and what is alive then.
+
+    print(program.memory())
+
+    4,194,304 bytes at most, at mm_3
+      parameter        1,048,576
+      optimizer        2,097,152
+      activation         786,432   relu_1 524,288, view_2 262,144
+      gathered           262,144   all_gather_2 262,144
+
+The graph that the rank runs is replayed on tensors without data. A node's result is new memory, or a view of memory
+that is there; memory is given back when the last node that shows it was read for the last time, as in the run. What
+a collective sends is held until it has been waited for. Inputs are held by the caller, all the time. Left out is what
+kernels and backends take for themselves while they run.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd._torch import pytree
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Memory that is alive: the node that made it, its kind, and its bytes."""
+
+    name: str
+    kind: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank, in bytes.
+
+    peak: the most at one time. at: the node that runs then. alive: what is alive then, the largest first. timeline:
+    for each node the bytes while it runs.
+    """
+
+    peak: int
+    at: str
+    alive: tuple[Alive, ...]
+    timeline: tuple[tuple[str, int], ...]
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """The bytes at the peak by kind: parameter, buffer, grad, optimizer, argument, activation, gathered, ..."""
+        found: Counter[str] = Counter()
+        for each in self.alive:
+            found[each.kind] += each.nbytes
+        return dict(found.most_common())
+
+    def __str__(self):
+        return "\n".join([f"{self.peak:,} bytes at most, at {self.at}", *map(self._line, self.by_kind)])
+
+    def _line(self, kind: str) -> str:
+        largest = [each for each in self.alive if each.kind == kind][:3]
+        text = ", ".join(f"{each.name} {each.nbytes:,}" for each in largest)
+        return f"  {kind:<12} {self.by_kind[kind]:>16,}   {text}"
+
+
+def memory_of_run(
+    graph: fx.Graph, coordinate: tuple[int, ...], device: torch.device, kinds: Sequence[str]
+) -> Memory:
+    """The memory of a run of the graph that is bound for the rank at `coordinate`.
+
+    Each tensor of the graph that a rank is given, or draws, says its spec in `meta["spec"]`. kinds: the kind of each
+    placeholder.
+    """
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    replay = _Replay(graph, coordinate, device, dict(zip(given, kinds, strict=True)))
+    timeline = tuple(replay.run())
+    name, peak = max(timeline, key=lambda entry: entry[1], default=("nothing", 0))
+    return Memory(peak, name, replay.alive_at_peak, timeline)
+
+
+class _Replay:
+    """Runs a graph on fake tensors and counts the memory that is alive."""
+
+    def __init__(self, graph: fx.Graph, at: tuple[int, ...], device: torch.device, kinds: Mapping[fx.Node, str]):
+        self.graph, self.at, self.device, self.kinds = graph, at, device, kinds
+        self.values: dict[fx.Node, Any] = {}
+        self.held: dict[fx.Node, set[int]] = {}
+        self.users: Counter[int] = Counter()
+        self.blocks: dict[int, Alive] = {}
+        self.storages: dict[int, Any] = {}  # keeps the identities of storages apart while they are alive
+        self.now = self.most = 0
+        self.alive_at_peak: tuple[Alive, ...] = ()
+
+    def run(self) -> Iterator[tuple[str, int]]:
+        """Replay the run. Yields the name of each node and the bytes that are alive while it runs."""
+        dying = _last_reads(self.graph)
+        with _torch.uncached_fake_mode(), torch.no_grad():
+            for node in self.graph.nodes:
+                if node.op == "output":
+                    return
+                self.values[node] = self._result(node)
+                self._take(node)
+                if node.op.startswith("call"):
+                    self._note_peak()
+                    yield node.name, self.now
+                for dead in dying.get(node, ()):
+                    self._release(dead)
+
+    def _result(self, node: fx.Node) -> Any:
+        """A node's result without data. What torch's ops do not make is made here: inputs and random numbers."""
+        spec = node.meta.get("spec")
+        if isinstance(node.target, _torch.OpOverload) or spec is None:
+            if node.op == "placeholder":
+                return 0.5  # a number: no size depends on it
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+            if node.target is _torch.c10d_functional.wait_tensor.default:  # the same memory
+                return args[0]
+            called = getattr(args[0], node.target) if node.op == "call_method" else node.target
+            return called(*(args[1:] if node.op == "call_method" else args), **kwargs)
+        if node.target is operator.getitem:
+            return self.values[node.args[0]][node.args[1]]
+        stride = spec.local_stride(self.at)
+        return torch.empty_strided(spec.local_shape(self.at), stride, dtype=spec.dtype, device=self.device)
+
+    def _take(self, node: fx.Node) -> None:
+        """Count the memory of a new value that was not there before."""
+        mine = self.held[node] = set()
+        for tensor in pytree.tree_leaves(self.values[node]):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                mine.add(key)
+                if key not in self.blocks:
+                    self.storages[key] = storage
+                    self.blocks[key] = Alive(node.name, self._kind(node), storage.nbytes())
+                    self.now += storage.nbytes()
+        self.users.update(mine)
+
+    def _release(self, node: fx.Node) -> None:
+        del self.values[node]
+        for key in self.held.pop(node):
+            self.users[key] -= 1
+            if not self.users[key]:
+                self.now -= self.blocks.pop(key).nbytes
+                del self.storages[key], self.users[key]
+
+    def _note_peak(self) -> None:
+        if self.now > self.most:
+            self.most = self.now
+            self.alive_at_peak = tuple(sorted(self.blocks.values(), key=lambda each: -each.nbytes))
+
+    def _kind(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return "constant"
+        return self.kinds.get(node) or ("sent" if may_send(node) else "activation")
+
+
+def may_send(node: fx.Node) -> bool:
+    """Whether the node launches a collective, or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that are read there for the last time. Inputs and constants are held by the caller."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op.startswith("call"):
+            readers = [node, *node.users]
+            readers += [wait for launch in node.users if _holds_operands(launch) for wait in launch.users]
+            found.setdefault(max(readers, key=order.__getitem__), []).append(node)
+    return found
+
+
+def _holds_operands(node: fx.Node) -> bool:
+    """Whether a collective reads its operand until it has been waited for; an all-reduce works on a copy."""
+    return may_send(node) and _torch.qualified_name(node.target).split("::")[1] not in ("all_reduce", "wait_tensor")
