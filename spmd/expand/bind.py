@@ -17,7 +17,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -26,13 +26,15 @@ from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.program import Program
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
 
 aten = torch.ops.aten
 

@@ -24,18 +24,16 @@ from spmd._torch import pytree
 from spmd.comm import agree, transport
 from spmd.comm.listen import is_heard, tell_of_program
 from spmd.comm.user_line import caller
-from spmd.expand.bind import bind
 from spmd.expand.capture import Argument, Captured, Draws, capture
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
+from spmd.expand.code import code_for
 from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
-from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
-from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -44,7 +42,6 @@ from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.signature import signature_of
 from spmd.expand.state import Slot, State, Tensors, named_leaves
-from spmd.expand.verify_bound import verify_bound, writes
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, check_patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -236,6 +233,7 @@ class CompiledStep:
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self._outputs)
         program = self._expanded(_given(self.fn, self.mesh, captured, call, places, results), results)
+        program = replace(program, kinds=tuple(map(_kind, captured.inputs)))
         for rewrite in self._passes():
             program = rewrite(program).verify()
         return captured, program
@@ -390,6 +388,11 @@ def _given(
     )  # fmt: skip
 
 
+def _kind(i: Slot | Argument | Draws) -> str:
+    """The kind of an input, as `Program.kinds` has it."""
+    return i.kind if isinstance(i, Slot) else "draws" if isinstance(i, Draws) else "argument"
+
+
 # ---- running ----------------------------------------------------------------------------------
 
 
@@ -408,11 +411,7 @@ class _BoundProgram:
 
     @classmethod
     def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _BoundProgram:
-        slots = [i if isinstance(i, Slot) and i.kind != "grad" else None for i in captured.inputs]
-        owned = [slot is not None and slot in captured.outputs for slot in slots]
-        at = {i: k for k, i in enumerate(captured.inputs)}
-        homes = [at.get(o) if isinstance(o, Slot) else None for o in captured.outputs]
-        run = transport().bound(lambda: _bound_here(program, mesh, owned, homes))
+        run = transport().bound(lambda: code_for(program, mesh.get_coordinate(), transport()).module)
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         unread = {n for n in placeholders if not n.users}
         dropped = tuple(
@@ -480,20 +479,6 @@ class _BoundProgram:
         for slot, t in before.items():
             if slot.kind == "parameter":
                 t.grad = new.get(Slot("grad", slot.path))
-
-
-def _bound_here(program: Program, mesh: DeviceMesh, owned: list[bool], homes: list[int | None]) -> Callable[..., Any]:
-    """The verified code of this rank."""
-    written: set[str] = set()
-    passes = (
-        lambda graph: written.update(n.name for n in graph.nodes if writes(n)),
-        lambda graph: reuse_memory(graph, owned),
-        lambda graph: unshare_outputs(graph, homes),
-    )
-    at, by = mesh.get_coordinate(), transport()
-    module = bind(program, at, by, passes)
-    verify_bound(module.graph, program, at, by, owned, homes, frozenset(written))
-    return module
 
 
 def _parameter(tensors: Tensors, slot: Slot) -> torch.Tensor:

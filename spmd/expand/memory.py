@@ -10,13 +10,12 @@
 
 The graph that the rank runs is replayed on tensors without data. A node's result is new memory, or a view of memory
 that is there; memory is given back when the last node that shows it was read for the last time, as in the run. What
-a collective sends is held until it has been waited for. Inputs are held by the caller, all the time. Left out is what
-kernels and backends take for themselves while they run.
+a collective sends is held until it has been waited for, on a device that runs behind its program; gloo does not hold
+it. Inputs are held by the caller, all the time. Left out is what kernels and backends take for themselves.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,13 @@ from torch import fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.tensor.call import READS_VALUE
+from spmd.tensor.recipes.random import Draw
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Memory that is alive: the node that made it, its kind, and its bytes."""
+    """Memory that is alive: the input or the node that made it, its kind, and its bytes."""
 
     name: str
     kind: str
@@ -69,25 +70,31 @@ class Memory:
 
 
 def memory_of_run(
-    graph: fx.Graph, coordinate: tuple[int, ...], device: torch.device, kinds: Sequence[str]
+    module: fx.GraphModule, coordinate: tuple[int, ...], device: torch.device, inputs: Sequence[tuple[str, str]]
 ) -> Memory:
-    """The memory of a run of the graph that is bound for the rank at `coordinate`.
+    """The memory of a run of the code that is bound for the rank at `coordinate`.
 
-    Each tensor of the graph that a rank is given, or draws, says its spec in `meta["spec"]`. kinds: the kind of each
-    placeholder.
+    Each tensor that a rank is given, or draws, says its spec in the node's `meta["spec"]`. inputs: of each placeholder
+    the name and the kind.
     """
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    replay = _Replay(graph, coordinate, device, dict(zip(given, kinds, strict=True)))
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    replay = _Replay(module.graph, coordinate, device, dict(zip(given, inputs, strict=True)))
     timeline = tuple(replay.run())
     name, peak = max(timeline, key=lambda entry: entry[1], default=("nothing", 0))
     return Memory(peak, name, replay.alive_at_peak, timeline)
 
 
+NUMBER = 0.5
+"""Stands for any number: no size depends on it."""
+
+
 class _Replay:
     """Runs a graph on fake tensors and counts the memory that is alive."""
 
-    def __init__(self, graph: fx.Graph, at: tuple[int, ...], device: torch.device, kinds: Mapping[fx.Node, str]):
-        self.graph, self.at, self.device, self.kinds = graph, at, device, kinds
+    def __init__(
+        self, graph: fx.Graph, at: tuple[int, ...], device: torch.device, inputs: Mapping[fx.Node, tuple[str, str]]
+    ):
+        self.graph, self.at, self.device, self.inputs = graph, at, device, inputs
         self.values: dict[fx.Node, Any] = {}
         self.held: dict[fx.Node, set[int]] = {}
         self.users: Counter[int] = Counter()
@@ -98,7 +105,7 @@ class _Replay:
 
     def run(self) -> Iterator[tuple[str, int]]:
         """Replay the run. Yields the name of each node and the bytes that are alive while it runs."""
-        dying = _last_reads(self.graph)
+        dying = _last_reads(self.graph, holds_operands=self.device.type != "cpu")
         with _torch.uncached_fake_mode(), torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "output":
@@ -112,18 +119,28 @@ class _Replay:
                     self._release(dead)
 
     def _result(self, node: fx.Node) -> Any:
-        """A node's result without data. What torch's ops do not make is made here: inputs and random numbers."""
-        spec = node.meta.get("spec")
-        if isinstance(node.target, _torch.OpOverload) or spec is None:
-            if node.op == "placeholder":
-                return 0.5  # a number: no size depends on it
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
-            if node.target is _torch.c10d_functional.wait_tensor.default:  # the same memory
-                return args[0]
-            called = getattr(args[0], node.target) if node.op == "call_method" else node.target
-            return called(*(args[1:] if node.op == "call_method" else args), **kwargs)
-        if node.target is operator.getitem:
-            return self.values[node.args[0]][node.args[1]]
+        """A node's result without data."""
+        if node.op == "placeholder":
+            return self._input(node)
+        if node.op == "get_attr" or isinstance(node.target, Draw):
+            return self._block(node)
+        if node.target in READS_VALUE:
+            return NUMBER
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if node.target is _torch.c10d_functional.wait_tensor.default:  # the same memory
+            return args[0]
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+    def _input(self, node: fx.Node) -> Any:
+        """A block, or a number. The old gradients are freed before the run, if nothing reads them."""
+        if node.meta.get("spec") is None or (self.inputs[node][1] == "grad" and not node.users):
+            return NUMBER
+        return self._block(node)
+
+    def _block(self, node: fx.Node) -> torch.Tensor:
+        spec = node.meta["spec"]
         stride = spec.local_stride(self.at)
         return torch.empty_strided(spec.local_shape(self.at), stride, dtype=spec.dtype, device=self.device)
 
@@ -137,7 +154,7 @@ class _Replay:
                 mine.add(key)
                 if key not in self.blocks:
                     self.storages[key] = storage
-                    self.blocks[key] = Alive(node.name, self._kind(node), storage.nbytes())
+                    self.blocks[key] = Alive(*self._named(node), storage.nbytes())
                     self.now += storage.nbytes()
         self.users.update(mine)
 
@@ -154,10 +171,11 @@ class _Replay:
             self.most = self.now
             self.alive_at_peak = tuple(sorted(self.blocks.values(), key=lambda each: -each.nbytes))
 
-    def _kind(self, node: fx.Node) -> str:
+    def _named(self, node: fx.Node) -> tuple[str, str]:
+        """The name and the kind of memory that a node makes."""
         if node.op == "get_attr":
-            return "constant"
-        return self.kinds.get(node) or ("sent" if may_send(node) else "activation")
+            return node.name, "constant"
+        return self.inputs.get(node) or (node.name, "sent" if may_send(node) else "activation")
 
 
 def may_send(node: fx.Node) -> bool:
@@ -165,18 +183,16 @@ def may_send(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
-def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that are read there for the last time. Inputs and constants are held by the caller."""
+def _last_reads(graph: fx.Graph, holds_operands: bool) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that are read there for the last time. Inputs and constants are held by the caller.
+
+    holds_operands: whether what a collective sends is held until it has been waited for.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if node.op.startswith("call"):
             readers = [node, *node.users]
-            readers += [wait for launch in node.users if _holds_operands(launch) for wait in launch.users]
+            readers += [wait for user in node.users if holds_operands and may_send(user) for wait in user.users]
             found.setdefault(max(readers, key=order.__getitem__), []).append(node)
     return found
-
-
-def _holds_operands(node: fx.Node) -> bool:
-    """Whether a collective reads its operand until it has been waited for; an all-reduce works on a copy."""
-    return may_send(node) and _torch.qualified_name(node.target).split("::")[1] not in ("all_reduce", "wait_tensor")

@@ -3,6 +3,7 @@
     print(program)                the program as code, with specs in the margin
     program.collectives           the collectives it sends: kind, axis, bytes, modelled time
     program.comm_time()           modelled microseconds of all collectives, one after the other
+    program.memory()              what a rank needs at most, when, and what is alive then
     program.verify()              raises if a value does not follow from its operands (after each pass)
 
 A program is an fx graph of local ops and moves. Each node has its spec in `node.meta["spec"]`: a `Spec`, a tuple of
@@ -22,11 +23,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd.comm import C10dTransport
 from spmd.expand.choose.certificate import Certificate
+from spmd.expand.code import code_for
 from spmd.expand.local_ops import op_text
+from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.places.places import Places
 from spmd.expand.verify import verify_graph
-from spmd.mesh import DeviceMesh, MeshTopoInfo
+from spmd.mesh import DeviceMesh, MeshTopoInfo, as_rank
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -64,7 +68,8 @@ class Program:
     a cheaper row would leave all to one. With each the bytes, whole, of the operands that are gathered for it. What is
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
-    owed: the results whose reductions the user has asked to leave.
+    owed: the results whose reductions the user has asked to leave. kinds: for each input what it is: parameter, buffer,
+    grad, optimizer, hyper, argument, or draws (where random numbers begin).
     """
 
     name: str
@@ -77,6 +82,7 @@ class Program:
     places: Mapping[str, Places] = field(default_factory=dict)
     certificate: Certificate | None = None
     owed: frozenset[str] = frozenset()
+    kinds: tuple[str, ...] = ()
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""
@@ -100,6 +106,17 @@ class Program:
         if topology is None:
             return sum(c.us for c in self.collectives)
         return sum(s.priced(topology) for _, s in self.steps() if s.sends)
+
+    def memory(self, coordinate: tuple[int, ...] | None = None) -> Memory:
+        """The memory that the rank at the coordinate needs while it runs the program, with what is alive at its peak.
+
+        The default is the first rank, which has the largest blocks. No process group is needed.
+        """
+        at = coordinate or (0,) * self.mesh.ndim
+        with as_rank(self.mesh.rank_at(at)):
+            code = code_for(self, at, C10dTransport())
+        inputs = [(name, kind) for (name, _), kind in zip(self.inputs, self.kinds, strict=True)]
+        return memory_of_run(code.module, at, torch.device(self.mesh.device_type), inputs)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -13,18 +13,20 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.passes.aliasing import Memory, base_of, memory_of, written_into
-from spmd.expand.program import Program
 from spmd.expand.verify import ProgramFault
 from spmd.tensor.redistribute.all_ranks import of_rank
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
 
 COLLECTIVES = frozenset({
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",

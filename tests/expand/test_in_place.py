@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spmd
-import spmd.expand.compile as compile_module
+import spmd.expand.code as code_module
 from spmd import Replicate, Shard
 from spmd.expand.passes.aliasing import written_into
 from spmd.expand.passes.in_place import reuse_memory
@@ -213,8 +213,8 @@ def test_writes_are_those_of_one_device(step, reuse):
             model.p.grad.to_local().zero_()
             same(values(model.q.grad), grads[-1], "the other gradient")
 
-    keep = mock.patch.object(compile_module, "reuse_memory", lambda graph, owned: 0)
-    with keep if not reuse else mock.patch.object(compile_module, "reuse_memory", reuse_memory):
+    keep = mock.patch.object(code_module, "reuse_memory", lambda graph, owned: 0)
+    with keep if not reuse else mock.patch.object(code_module, "reuse_memory", reuse_memory):
         run_ranks(rank, 4)
 
 

@@ -1,0 +1,130 @@
+"""The memory that a program says it needs is what its ranks need: all tensors counted as they come and go."""
+
+from __future__ import annotations
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import ways
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spmd
+from spmd import FullyShard, Shard
+from spmd._torch import pytree
+from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, tokens, train_step
+
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+PLANS = {
+    "data parallel": ((4, 1), {}, None), "tensor parallel": ((1, 4), {"params": GPT_PLAN}, None),
+    "both": ((2, 2), {"params": GPT_PLAN}, None), "fully sharded": ((4, 1), {"fully_shard": FullyShard("dp")}, None),
+    "fully sharded, tensor parallel": ((2, 2), {"params": GPT_PLAN, "fully_shard": FullyShard("dp")}, None),
+    "uneven": ((4, 1), {}, 6),
+}  # fmt: skip
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the bytes of all tensors that ops make, from when they are made until nobody holds them."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive: dict[int, tuple[weakref.ref, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        self.note(out)
+        if op.namespace == "_c10d_functional" and op is not wait_tensor:  # how long the network takes does not count
+            wait_tensor(out)
+        return out
+
+    def note(self, values) -> None:
+        for x in pytree.tree_leaves(values):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
+
+
+def measured(name: str, kind: str) -> tuple[int, int]:
+    """What a later step of a training needs at most on this rank: predicted, and counted while it runs."""
+    shape, plan, batch = PLANS[name]
+    torch.manual_seed(0)
+    mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    if kind == "gpt":
+        model, data = gpt(n_layer=1, n_embd=16), tokens(batch or 8, 1)[0]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        model, data = Net(hidden=64), rows(batch or 8, 1)[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        plan = plan | ({"params": NET} if "params" in plan else {})
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, **plan)
+    for _ in range(2):  # until there are gradients, and the state of the optimiser
+        step(model, optimizer, *data)
+    bound, counts = step._last, []
+    run = bound.module
+
+    def module(*inputs):
+        counts.append(_Counted())
+        with counts[-1]:
+            counts[-1].note(inputs)
+            return run(*inputs)
+
+    with mock.patch.object(bound, "module", module):
+        for _ in range(5):
+            step(model, optimizer, *data)
+    # A thread of the network may hold for a moment longer what it has sent: of several runs the least is the rank's.
+    return step.program.memory(mesh.get_coordinate()).peak, min(counted.most for counted in counts)
+
+
+@pytest.mark.parametrize("name, kind", [*((name, "net") for name in PLANS), ("fully sharded, tensor parallel", "gpt")])
+def test_a_rank_needs_what_its_program_says(name, kind, gloo4):
+    for predicted, counted in ways.run("gloo", gloo4, measured, name, kind):
+        assert abs(predicted - counted) <= 0.005 * counted, (predicted, counted)
+
+
+def test_what_is_alive_is_said_by_name_and_kind():
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    model = Net(hidden=64)
+    step = spmd.compile(train_step, mesh, params=NET, inputs=INPUTS)
+    memory = step.program_for(model, torch.optim.SGD(model.parameters(), lr=0.1), *rows(8, 1)[0]).memory()
+    kinds = memory.by_kind
+    blocks = [64 * 4 // 2, 64 // 2, 64, 64, 64 * 3 // 2, 3]  # elements of the parameters on a rank
+    assert kinds["parameter"] == 4 * sum(blocks) and sum(kinds.values()) == memory.peak
+    assert memory.peak == max(nbytes for _, nbytes in memory.timeline)
+    assert "model.up.weight 512" in str(memory) and str(memory).startswith(f"{memory.peak:,} bytes at most, at ")
+
+
+def test_the_rank_with_the_largest_blocks_is_the_default():
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    step = spmd.compile(lambda x: (x * 2).relu(), mesh, inputs={"x": {"dp": Shard(0)}})
+    program = step.program_for(torch.ones(5, 4))
+    peaks = [program.memory((i,)).peak for i in range(4)]
+    assert peaks == [96, 96, 48, 0] and program.memory().peak == peaks[0]
+
+
+def test_memory_is_given_back_at_the_last_read():
+    """A chain of ops needs its input, an operand and a result, however long it is."""
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+
+    def chain(x):
+        for _ in range(10):
+            x = x.sin()
+        return x
+
+    step = spmd.compile(chain, mesh)
+    assert step.program_for(torch.ones(4)).memory().peak == 3 * 16
+
+
+class _Forked(nn.Module):
+    def forward(self, x):
+        return x.view(2, 2).t() + x.view(2, 2)
+
+
+def test_views_take_no_memory():
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    assert spmd.compile(_Forked(), mesh).program_for(torch.ones(4)).memory().peak == 2 * 16
