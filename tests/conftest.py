@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from workers import Pool
+
+LONG = (
+    "cli/test_demo.py", "tensor/test_sweep.py", "comm/test_adjoint.py", "tensor/eager/test_dispatch.py",
+    "tensor/test_oracle.py", "sim/test_ways.py", "tensor/test_fuzz.py", "cli/test_calibrate.py", "docs/",
+)  # fmt: skip
+"""Files with tests of many seconds. They come first, so that none of them is left to one core at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the long files to the front; all else stays in order."""
+    root = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+        return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
