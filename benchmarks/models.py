@@ -1,6 +1,6 @@
 """Do stock models train compiled, unpatched, with the numbers of one device?
 
-    python benchmarks/models.py                      # all models, three plans, float64, simulated ranks
+    python benchmarks/models.py                      # all models, all plans, float64, simulated ranks
     python benchmarks/models.py --only llama vit     # some
     python benchmarks/models.py --short              # a few, for CI
 
@@ -8,7 +8,8 @@ Each model is one of `transformers`, in a small configuration with random weight
 backward, SGD with momentum - is compiled on four simulated ranks
 
     dp      the batch sharded, parameters replicated
-    fsdp    the batch sharded, every parameter and its optimiser state Shard(0)
+    rows    the batch sharded, every parameter and its optimiser state Shard(0)
+    fsdp    the batch sharded, every parameter stored in shards and gathered to compute with
     tp      the model's own `base_model_tp_plan`, where it has one, on 2 x 2
 
 and run twice. Models are in float64, though many compute their norms and losses in float32 whatever they are given;
@@ -230,10 +231,12 @@ def tensor_parallel(model: nn.Module) -> dict[str, dict] | None:
 
 
 def plans(model: nn.Module) -> dict[str, tuple[tuple[int, ...], tuple[str, ...], dict]]:
-    """For each plan the mesh, its axes, and the placements of parameters."""
-    found = {"dp": ((4,), ("dp",), {}), "fsdp": ((4,), ("dp",), {"*": {"dp": Shard(0)}})}
+    """For each plan the mesh, its axes, and what the compiler is told of parameters."""
+    line = (4,), ("dp",)
+    found = {"dp": (*line, {}), "fsdp": (*line, {"fully_shard": "dp"})}
+    found |= {"rows": (*line, {"params": {"*": {"dp": Shard(0)}}})}
     own = tensor_parallel(model)
-    return found if own is None else found | {"tp": ((2, 2), ("dp", "tp"), own)}
+    return found if own is None else found | {"tp": ((2, 2), ("dp", "tp"), {"params": own})}
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -241,14 +244,14 @@ def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) if b.numel() else 0.0
 
 
-def run(stock: Stock, shape: tuple[int, ...], axes: tuple[str, ...], params: dict) -> tuple[float, float, float]:
+def run(stock: Stock, shape: tuple[int, ...], axes: tuple[str, ...], said: dict) -> tuple[float, float, float]:
     """How far losses and parameters are from one device, and the seconds of the first call."""
     alone, given = made(stock), batches(stock)
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     want = [train_step(alone, optimizer, batch) for batch in given]
     with spmd.LocalTensorMode(4):
         mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        step = spmd.compile(train_step, mesh, params=params, inputs={"batch.*": {"dp": Shard(0)}})
+        step = spmd.compile(train_step, mesh, **said, inputs={"batch.*": {"dp": Shard(0)}})
         model = made(stock)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         began = time.perf_counter()
@@ -267,9 +270,9 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 def row(name: str, verbose: bool) -> tuple[list[list[str]], bool]:
     rows, good = [], True
-    for plan, (shape, axes, params) in plans(made(STOCK[name])).items():
+    for plan, (shape, axes, said) in plans(made(STOCK[name])).items():
         try:
-            loss, parameter, seconds = run(STOCK[name], shape, axes, params)
+            loss, parameter, seconds = run(STOCK[name], shape, axes, said)
             fine = max(loss, parameter) < STOCK[name].tolerance()
             cells = [f"{loss:.0e}", f"{parameter:.0e}", f"{seconds:.1f}", "" if fine else "DIFFERS"]
         except Exception as error:

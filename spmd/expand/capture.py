@@ -14,7 +14,7 @@ import contextlib
 import operator
 import os
 import traceback
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
-from spmd.expand.phases import Phases, fill_phases, mark_gradient
+from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
@@ -236,7 +236,9 @@ class _FlatFunction:
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
                 try:
-                    with _Normalise(self.phases), KeepProducts(), _torch.assignable_data(), _torch.seen_as_compiling():
+                    with contextlib.ExitStack() as within:
+                        for mode in self._modes():
+                            within.enter_context(mode)
                         result = self.call(passed)
                     after = self.state.tensors()
                     self._note_changes(constants, python, numbers)
@@ -247,6 +249,14 @@ class _FlatFunction:
         now = opened(passed)
         changed = {name: x for name, x in now.items() if differs(arguments[name], x)}
         return self._flat_outputs((opened(result), changed), after)
+
+    def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
+        """What is on while the step runs."""
+        yield new_values_noted(self.state.parameters())
+        yield _Normalise(self.phases)
+        yield KeepProducts()
+        yield _torch.assignable_data()
+        yield _torch.seen_as_compiling()
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":
@@ -454,6 +464,7 @@ def _remove_noops(graph: fx.Graph) -> None:
         if node.target in _torch.PROFILER_OPS:
             graph.erase_node(node)
         elif node.target in RETURNS_OPERAND:
+            node.args[0].meta |= {key: value for key, value in node.meta.items() if key == NEW_VALUE}
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()

@@ -84,7 +84,6 @@ def expand(
     for node in graph.nodes:
         if node.op == "placeholder":
             expander.placeholder(node, next(specs)[1])
-            reads.begin(node)
         elif node.op == "get_attr":
             expander.constant(node)
         elif node.op == "output":
@@ -93,6 +92,7 @@ def expand(
         elif not reads.write(node):
             expander.call(node)
         expander.move_to_final_spec(node)
+        reads.begin(node)
     _remove_unread(expander.graph)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
     gathered = tuple(expander.gathered)

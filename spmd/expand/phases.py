@@ -1,21 +1,29 @@
-"""Which pass of a step made each node of its capture, and where gradients were made.
+"""Which pass of a step made each node of its capture, where gradients were made, and where parameters got new values.
 
     phase 0, 2, ...   forward passes, and at the end the update
     phase 1, 3, ...   backward passes: autograd's engine ran
     gradient(g, "model.up.weight")    the engine hands over the gradient of a parameter
+    meta[NEW_VALUE]                   an optimiser's step has ended, and this is the parameter of that path now
 
-Both are noted while the step runs, so no name of an op plays a role. `gradient` is an op of our own: it gives its
+All are noted while the step runs, so no name of an op plays a role. `gradient` is an op of our own: it gives its
 operand as a new tensor, so that a write into the gradient, such as clipping, is no write into a view of something else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spmd import _torch
+
+NEW_VALUE = "new value of"
 
 _library = torch.library.Library("spmd", "FRAGMENT")
 _library.define("gradient(Tensor gradient, str parameter) -> Tensor")
@@ -43,6 +51,25 @@ def mark_gradient(parameter: torch.Tensor, path: str) -> None:
     """Mark each gradient that a backward pass makes of this parameter. It may be a traced tensor alone."""
     if parameter.requires_grad:
         parameter.register_hook(lambda gradient: mark(gradient, path))
+
+
+@contextlib.contextmanager
+def new_values_noted(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, where an optimiser's step ends, the nodes of its parameters' new values get the paths of these."""
+    paths, thread = {id(p): path for path, p in parameters.items()}, threading.get_ident()
+
+    def note(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        mode = _torch.proxy_mode() if threading.get_ident() == thread else None
+        for p in (p for group in optimizer.param_groups for p in group["params"] if mode is not None):
+            proxy = _torch.proxy_of(_torch.from_functional(p), mode.tracer) if id(p) in paths else None
+            if isinstance(proxy, fx.Proxy):
+                proxy.node.meta[NEW_VALUE] = paths[id(p)]
+
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @dataclass

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.places.reads import PARAMETER
 from spmd.expand.program import Program
 from spmd.tensor.redistribute.plan import Step
 
@@ -50,8 +51,7 @@ def gathered_bytes(program: Program) -> list[int]:
 
 
 def _parameters(program: Program) -> dict[fx.Node, str]:
-    named = zip(program.graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-    return {node: name for node, (name, _) in named if name in program.places}
+    return {node: node.meta[PARAMETER] for node in program.graph.nodes if PARAMETER in node.meta}
 
 
 def _moved(parameters: set[fx.Node], graph: fx.Graph) -> Iterator[fx.Node]:

@@ -70,7 +70,8 @@ class FullyShard:
         shard = sharded_over(computed, self.axes)
         state = shard if self.state is None else sharded_over(shard, self.state)
         stored = shard if self.level == 3 else computed
-        return Places(stored, computed, state, state, self.level > 1, self.reshard_after_forward)
+        reshard = self.reshard_after_forward if self.level == 3 else False  # what is kept whole is not gathered twice
+        return Places(stored, computed, state, state, self.level > 1, reshard)
 
 
 def _names(axes: Axes) -> tuple[str, ...]:

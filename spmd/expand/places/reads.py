@@ -30,6 +30,9 @@ from spmd.tensor.redistribute.plan import Plan, plan
 STORED, COMPUTED, STATE = "stored", "computed", "state"
 """At which of its places a parameter is read."""
 
+PARAMETER = "parameter"
+"""In the metadata of a node of a program: the path of the parameter whose value it is."""
+
 
 class Writer(Protocol):
     """What this needs of the expander. local: the value of each node of the captured graph."""
@@ -50,7 +53,7 @@ class Writer(Protocol):
 class Reads:
     """The values that follow parameters, and what was written for their readers.
 
-    places: of the placeholders of parameters. operand: for each value that follows a parameter, the operand that it
+    places: of parameters and of their new values. operand: for each value that follows a parameter, the operand that it
     follows it by; itself for a parameter. roots: values that exist as they are stored, parameters and arithmetic on
     them, with their nodes in the program. All others are views. made: by value, place and phase.
     """
@@ -63,9 +66,10 @@ class Reads:
     made: dict[tuple, fx.Node] = field(default_factory=dict)
 
     def begin(self, node: fx.Node) -> None:
-        """Follow a placeholder, if it is a parameter that is computed with or updated elsewhere than it is stored."""
+        """Follow a parameter, or its new value, if it is computed with or updated elsewhere than it is stored."""
         if node in self.places and not self.places[node].is_one:
             self.operand[node], self.roots[node] = node, self.writer.local[node]
+            self.roots[node].meta[PARAMETER] = self.roles.parameters[node]
 
     def write(self, node: fx.Node) -> bool:
         """Let a node read its operands where it has to. Returns whether it is written, or will be when it is read."""
@@ -120,8 +124,8 @@ class Reads:
         """The spec of n at a place; of a view with several results, the specs of all."""
         source = self.operand[n]
         if source is n:
-            found = getattr(self.places[n], place)
-            return self.places[n].stored if found is None else found
+            found = None if place == STORED else getattr(self.places[n], place)
+            return self.roots[n].meta["spec"] if found is None else found
         if n in self.roots:  # arithmetic: laid out as its operand
             return self._layout(source, place)
         above = self._layout(source, place)

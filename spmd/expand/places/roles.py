@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.places import Places
 from spmd.expand.state import Slot
 from spmd.tensor.spec import Spec
@@ -37,7 +38,8 @@ def in_backward(node: fx.Node) -> bool:
 class Roles:
     """The roles of a captured graph.
 
-    parameters: the path of each placeholder that is a parameter. gradients: by the path of a parameter, the values of
+    parameters: the path of each placeholder that is a parameter, and of each value that an optimiser's step has given
+    to one. gradients: by the path of a parameter, the values of
     its gradient in order: one for each backward pass, and the sums of several.
     """
 
@@ -49,11 +51,12 @@ class Roles:
     def of(cls, graph: fx.Graph, inputs: Sequence[object], outputs: Sequence[object]) -> Roles:
         """inputs, outputs: what each placeholder and each output is; a `Slot` for a tensor of the state."""
         returned = list(zip(graph.output_node().args[0], outputs, strict=True))
-        new = {n for n, o in returned if _is(o, "parameter") and n.op == "call_function"}
+        versions = {n: n.meta[NEW_VALUE] for n in graph.nodes if NEW_VALUE in n.meta and n.op == "call_function"}
+        new = {n for n, o in returned if _is(o, "parameter") and n.op == "call_function"} | set(versions)
         seen = [n for n, o in returned if not _is(o, "parameter", "optimizer", "hyper") and n not in new]
         compute = _ancestors([*seen, *filter(in_backward, graph.nodes)], new)
         named = [(n, i) for n, i in zip(placeholders(graph), inputs, strict=True) if isinstance(i, Slot)]
-        parameters = {n: i.path for n, i in named if i.kind == "parameter"}
+        parameters = {n: i.path for n, i in named if i.kind == "parameter"} | versions
         grads = {n: i.path for n, i in named if i.kind == "grad"}
         return cls(frozenset(compute), parameters, _gradients(graph, grads))
 

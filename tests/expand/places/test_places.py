@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import optim
 
 from spmd import FullyShard, Replicate, Shard
@@ -75,6 +76,28 @@ def test_at_level_1_one_gather_brings_the_new_parameter():
     trained = [p for p in model.parameters() if p.requires_grad and p.ndim and p is not model.unused]
     assert len(gathers) == len(trained)
     assert all(c.spec.dims != ((),) * c.spec.ndim for c in gathers)
+
+
+def two_updates(model, optimizer, x, y):
+    """Two updates in one step: the second reads what the first has made."""
+    for part, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(part).flatten(0, 1), wanted.flatten())
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("level, gathers", [(1, 2), (3, 4)])
+def test_new_values_have_the_places_of_their_parameters(level, gathers):
+    """A parameter that is updated twice in one step is gathered for the readers of its second value, too."""
+    check({"dp": 2}, OPTIMIZERS["sgd"], two_updates, 2, fully_shard=FullyShard("dp", level))
+    model = seeded(Odd)
+    batch = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
+    said = {"fully_shard": FullyShard("dp", level)}
+    program = planned(two_updates, model, optim.SGD(model.parameters(), 0.1), {"dp": 2}, batch, **said)
+    found = [c for c in program.collectives if c.kind == "all_gather" and c.spec.shape == (10, 6)]
+    assert len(found) == gathers
 
 
 def test_an_open_parameter_is_read_as_it_is_stored():
