@@ -42,9 +42,14 @@ def copied(program: Program) -> Program:
 
 
 def gathered_bytes(program: Program) -> list[int]:
-    """For each node of the program, in order: the bytes of gathered parameters that a rank holds when it has run."""
+    """For each node of the program, in order: the bytes that a rank holds of parameters gathered to compute with.
+
+    A new parameter that is gathered because it is kept whole does not count.
+    """
     order = {n: i for i, n in enumerate(program.graph.nodes)}
-    return _profile([_Gathered.of(n, order) for n in _moved(set(_parameters(program)), program.graph)], len(order))
+    moved = _moved(set(_parameters(program)), program.graph)
+    read = [n for n in moved if any(user.op != "output" for user in n.users)]
+    return _profile([_Gathered.of(n, order) for n in read], len(order))
 
 
 # ---- which values are gathered parameters -----------------------------------------------------
