@@ -77,10 +77,11 @@ class TurnsOff(NotesFirst):
 @pytest.mark.parametrize("kind", [NotesFirst, TurnsOff])
 def test_what_a_model_does_once_is_done_once(kind):
     """The first step has the numbers of a first step on one device, the others those of the others."""
-    want = trained(kind(), train_step)
+    fresh = kind()  # made once: ranks are threads, and would seed one generator while others draw from it
+    want = trained(copy.deepcopy(fresh), train_step)
 
     def rank(r):
-        model = kind()
+        model = copy.deepcopy(fresh)
         step = spmd.compile(train_step, line(), inputs={"x": {"dp": Shard(0)}})
         for got, expected in zip(trained(model, step), want, strict=True):
             torch.testing.assert_close(got, expected)
