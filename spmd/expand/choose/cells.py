@@ -55,7 +55,7 @@ class Cells:
 
 
 def cells_of(graph: fx.Graph, sources: dict[fx.Node, Spec]) -> Cells:
-    """The cells of a graph and their classes. sources: the specs of placeholders and constants."""
+    """The cells of a graph and their classes. sources: the specs of values that are given, and of gradients' places."""
     every = _cells(graph)
     writer = {value: cell for cell in every for value in cell.writes}
     found = Cells(every, writer)
@@ -159,8 +159,13 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
 def _own(cell: Cell) -> Hashable:
     """The ops of a cell with their arguments; values are written by their places in the cell."""
     place = {n: i for i, n in enumerate((*cell.reads, *cell.nodes))}
-    return tuple((n.target, *(frozen(fx.map_arg(a, lambda x: _Place(place.get(x, -1)))) for a in (n.args, n.kwargs)))
-                 for n in cell.nodes)  # fmt: skip
+
+    def written(n: fx.Node) -> Hashable:
+        if n.target is MARK:  # its argument is the name of a parameter, which tells no two layers apart
+            return n.target
+        return (n.target, *(frozen(fx.map_arg(a, lambda x: _Place(place.get(x, -1)))) for a in (n.args, n.kwargs)))
+
+    return tuple(map(written, cell.nodes))
 
 
 class _Place(int):
@@ -170,7 +175,7 @@ class _Place(int):
 def _shapes(cell: Cell, sources: dict[fx.Node, Spec]) -> Hashable:
     """The shapes of what a cell reads and writes, and the specs of what is given."""
     return (tuple(sources.get(x) or value_shape(x) for x in cell.reads),
-            tuple((value_shape(x), _port(x)) for x in cell.writes))  # fmt: skip
+            tuple((sources.get(x) or value_shape(x), _port(x)) for x in cell.writes))  # fmt: skip
 
 
 def _port(value: fx.Node) -> int:

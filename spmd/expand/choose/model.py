@@ -86,7 +86,7 @@ class Model:
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
-        self.cells: Cells = cells_of(graph, sources)
+        self.cells: Cells = cells_of(graph, {**sources, **self.gradients})
         self.choosers = self._choosers()
         self._admit_given()
         for chooser in self.choosers:
