@@ -36,6 +36,7 @@ from spmd.sim import LocalTensor, LocalTensorMode
 from spmd.tensor.cache import forget_decisions
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+from spmd.tensor.redistribute.boxes import cut_one
 from spmd.tensor.spec import Spec, spec_of
 from tests.tensor.single import mesh_of, weights
 
@@ -129,9 +130,7 @@ def pieces(given: Given, mesh: DeviceMesh) -> tuple[Spec, dict[tuple[int, ...], 
 
 
 def _block(part: torch.Tensor, spec: Spec, at: tuple[int, ...], turned: bool) -> torch.Tensor:
-    for d in range(part.ndim):
-        part = part.narrow(d, *spec.block(d, at))
-    part = part.clone(memory_format=torch.contiguous_format)
+    part = cut_one(part, part.shape, spec.box(at))
     order = tuple(range(part.ndim))[::-1]
     return part.permute(order).contiguous().permute(order) if turned else part
 
@@ -547,10 +546,12 @@ class Writer:
 
     def _placements(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Placement, ...]:
         units = [self.rng.choice([u for u in (1, 1, 1, 2, 3) if n % u == 0]) for n in shape]
+        sizes = [n // unit for n, unit in zip(shape, units, strict=True)]
+        blocks = [self.rng.choice([b for b in (1, 1, 1, 2, 3) if n % b == 0]) for n in sizes]
         kind = self.rng.choice(kinds_of(dtype))
         out = []
         for _ in self.mesh.shape:
-            shards = [Shard(d, units[d]) for d in range(len(shape))]
+            shards = [Shard(d, units[d], blocks[d]) for d in range(len(shape))]
             partial = Partial(self.rng.choice(("sum", "avg")) if kind == "avg" else kind)
             out.append(self.rng.choice([Replicate(), partial, *shards, *shards]))
         return tuple(out)

@@ -115,7 +115,7 @@ def _check_all_blocks_are_saved(name: str, spec: Spec) -> None:
         return
     box = {rank: spec.box(spec.mesh.coordinate_of(rank)) for rank in spec.mesh.ranks}
     saved = {box[rank] for rank in box.keys() - missing}
-    lost = sorted(rank for rank in missing if box[rank] not in saved and all(stop > start for start, stop in box[rank]))
+    lost = sorted(rank for rank in missing if box[rank] not in saved and volume(box[rank]))
     if lost:
         raise RuntimeError(
             f"checkpoint: {name} is {spec}, and the blocks of ranks {lost[:8]} would not be saved, because only ranks "
