@@ -217,7 +217,7 @@ def _only_last_is_shorter(lengths: Sequence[int]) -> bool:
 def _running_extremum(x: torch.Tensor, dim: int, scan: Callable, is_better: Callable, best: Callable):
     """`cummax` or `cummin` and its indices. NaN is better than all numbers; of equal values the last one counts."""
     dim = dim % x.ndim if x.ndim else 0
-    if x.dtype == torch.bool or not x.ndim:
+    if x.dtype == torch.bool or x.is_complex() or not x.ndim:
         return NotImplemented
     lengths, parts = block_lengths(x, dim), split_into_blocks(x, dim, _worst(x.dtype, best))
     if parts is None or not _only_last_is_shorter(lengths):
