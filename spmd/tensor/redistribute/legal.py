@@ -150,6 +150,11 @@ def _reduce_scatter(move: Move, before: Spec, after: Spec) -> str:
     return _owed(move, before, after) or message or _inside(before, after)
 
 
+def _reduce_in_order(move: Move, before: Spec, after: Spec) -> str:
+    """A number has no dim to scatter: each rank receives all of its terms."""
+    return _reduce_scatter(move, before, after) if before.ndim else _all_reduce(move, before, after)
+
+
 def _margin(move: Margin, before: Spec, after: Spec) -> str:
     if isinstance(move, MarginSum):  # the other way
         before, after = after, before
@@ -165,6 +170,6 @@ def _margin(move: Margin, before: Spec, after: Spec) -> str:
 
 _FAULTS = {
     Slice: _slice, View: _view, ToPartial: _to_partial, Scale: _scale, AllGather: _all_gather, Exchange: _exchange,
-    Margin: _margin, AllReduce: _all_reduce, ReduceScatter: _reduce_scatter, ReduceInOrder: _reduce_scatter,
+    Margin: _margin, AllReduce: _all_reduce, ReduceScatter: _reduce_scatter, ReduceInOrder: _reduce_in_order,
     Move: lambda move, before, after: "",
 }  # fmt: skip
