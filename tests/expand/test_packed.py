@@ -57,6 +57,20 @@ def test_a_compiled_step_trains_as_on_one_device(heads, shape):
     case(heads).check(shape, rtol=1e-10, atol=1e-10)
 
 
+class Stored(Case):
+    """The same with parameters in shards over dp, inside those of tp."""
+
+    def compiled(self, mesh):
+        return spmd.compile(self.step, mesh, params=self.params, inputs=self.inputs, fully_shard="dp")
+
+
+def test_packed_parameters_are_stored_in_shards():
+    stored = Stored(model=lambda: Block(4).double(), batches=batches(4), params=PLAN)
+    places = stored.check((2, 2), lambda step, *_: str(step.program.places["model.qkv.weight"].stored), rtol=1e-10,
+                          atol=1e-10)  # fmt: skip
+    assert places in ("f64[3x16@tp,dp, 16]", "f64[3x16@tp, 16@dp]")
+
+
 def test_eager_and_compiled_send_the_all_reduces_of_megatron():
     """One for each row-parallel layer forward, and one for each column-parallel layer backward.
 
