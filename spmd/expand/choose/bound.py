@@ -78,7 +78,6 @@ class Bound:
             self.incident[e.maker].append((e, True))
             self.incident[e.reader].append((e, False))
         self.least = -np.inf
-        self.at_least: list[np.ndarray] = [c.copy() for c in self.cost]
 
     # ---- edges ----------------------------------------------------------------------------------
     def _add(self, v: int, value: Value) -> None:
@@ -174,7 +173,6 @@ class Bound:
         total = self.cost[i].copy()
         for e, makes in self.incident[i]:
             total += e.to_maker()[e.made] if makes else e.to_reader()[e.needed]
-        self.at_least[i] = total
         return total
 
     @staticmethod

@@ -24,7 +24,7 @@ from spmd import _torch
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.places.roles import MARK
 from spmd.tensor.cache import frozen
-from spmd.tensor.call import READS_VALUE, TensorMeta, is_pointwise
+from spmd.tensor.call import TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.spec import Spec
 
@@ -200,6 +200,3 @@ def _readers(cells: Cells) -> dict[fx.Node, list[tuple[Cell | None, int]]]:
             if any(r.op == "output" for r in x.users):
                 found.setdefault(x, []).append((None, 0))
     return found
-
-
-__all__ = ["READS_VALUE", "Cell", "Cells", "cells_of", "is_tensor", "value_shape"]

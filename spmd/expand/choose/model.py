@@ -34,7 +34,7 @@ from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, rows
-from spmd.tensor.spec import Spec, replicated
+from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
 
@@ -429,6 +429,3 @@ class Model:
 
 def _fixed(layouts: Layouts, spec: Spec) -> End:
     return End(FIXED, np.array([layouts.number(spec)]))
-
-
-__all__ = ["Model", "replicated"]

@@ -24,9 +24,6 @@ from spmd.tensor.lower.price import fullest
 from spmd.tensor.placement import Placement, Shard
 from spmd.tensor.rules.rule import Row
 
-MOST_ROWS = {1: 24, 2: 12, 3: 7}
-"""The most rows an axis that are combined over so many axes; over more axes 5."""
-
 
 @dataclass(frozen=True)
 class Way:
