@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from spmd import _torch
-from spmd.tensor.index_counts import Counts
+from spmd.tensor.rules.index_counts import Counts
 from spmd.tensor.spec import Spec
 
 SAFE_LOCALLY = {

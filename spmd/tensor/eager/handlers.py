@@ -33,10 +33,10 @@ from spmd.tensor.eager.in_place import replicating_plans, strided
 from spmd.tensor.eager.local_functions import local_function
 from spmd.tensor.eager.operands import EagerCall, replicated_spec, tensors_of, with_tensors
 from spmd.tensor.eager.view_copies import BITS, ViewCopy, block, in_stride_order, note_write
-from spmd.tensor.index_counts import Counts
 from spmd.tensor.lower import Lowering
 from spmd.tensor.recipes import random
 from spmd.tensor.redistribute.plan import Plan, plan
+from spmd.tensor.rules.index_counts import Counts
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.rules.random_ops import RANDOM_FILLS
 from spmd.tensor.spec import Spec

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 
 from spmd.comm.chunk import Unit, lengths, unit_over, unit_times
 from spmd.tensor.call import Call
-from spmd.tensor.index_counts import Counts
 from spmd.tensor.lower.price import FORBIDDEN, FREE, Price, leaves_all_to_one, matches, price
 from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of
+from spmd.tensor.rules.index_counts import Counts
 from spmd.tensor.rules.rule import Row, Rule, rows
 from spmd.tensor.spec import Spec, commute, contiguous
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from spmd import _torch
 from spmd.comm.chunk import split_unit
 from spmd.tensor.call import Call, dims_of
-from spmd.tensor.index_counts import place_within
 from spmd.tensor.rules.families import broadcast, dims_whole, pointwise, rearranged, reshaped
+from spmd.tensor.rules.index_counts import place_within
 from spmd.tensor.rules.laws import COPIES, COPIES_FROM_ALL, FILLS_CONSTANT, FILLS_ZERO, REPLACES
 from spmd.tensor.rules.networks import is_zero
 from spmd.tensor.rules.rule import CountArguments, Dims, Factor, Rule, laws
