@@ -40,7 +40,7 @@ Side = tuple[int, ...]
 def split_unit(unit: Unit) -> tuple[int, int]:
     """Of how many blocks a dim with this unit is, and the unit inside a block.
 
-    >>> split_unit(8), split_unit(Packed(3, 8))
+    >>> split_unit(8), tuple(split_unit(Packed(3, 8)))
     ((1, 8), (3, 8))
     """
     return unit if isinstance(unit, Packed) else (1, unit)
