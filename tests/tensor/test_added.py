@@ -34,10 +34,11 @@ def test_it_is_what_one_device_adds(name, places):
 
 def test_messages_of_edges_are_not_gathered():
     """As in a graph network with many edges on four ranks: only the sums at its few nodes are sent, once."""
+    given = smooth(1000, 3).detach()
     with spmd.LocalTensorMode(4) as mode:
         mesh = mesh_of((4,))
         edges = placed(torch.arange(1000) % 5, [S0], mesh)
-        messages = placed(smooth(1000, 3).detach(), [S0], mesh)
+        messages = placed(given, [S0], mesh)
         nodes = placed(torch.zeros(5, 3, dtype=torch.float64), [R], mesh)
         assert str(nodes.index_add(0, edges, messages)._spec) == "f64[5, 3] +sum@dp"
         assert not mode.sent

@@ -57,8 +57,9 @@ def test_a_view_that_had_to_be_copied_is_read_up_to_date():
 
 
 def test_nothing_is_sent():
+    given = smooth(8, 8).detach()
     with spmd.LocalTensorMode(4) as mode:
-        x = placed(smooth(8, 8).detach(), [S0, S1], mesh_of((2, 2)))
+        x = placed(given, [S0, S1], mesh_of((2, 2)))
         lie = [str(y._spec) for y in (x.tril(), x.triu(1), x.trace(), x.diag())]
         assert lie == ["f64[8@dp, 8@tp]", "f64[8@dp, 8@tp]", "f64[] +sum@dp +sum@tp", "f64[8] +sum@dp +sum@tp"]
         assert not mode.sent
