@@ -12,6 +12,7 @@ Every other module imports them from here, so that one place shows what a new ve
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
+    optimizers              hooks of an optimiser's step
     ops                     schemas and overloads
     simulated_distributed   torch.distributed in a simulation
     checkpoints             torch.distributed.checkpoint
@@ -66,6 +67,7 @@ from spmd._torch.functionalize import (
     from_functional,
     functional_mode_of,
     to_functional,
+    write_functional,
 )  # fmt: skip
 from spmd._torch.groups import (
     FakeWork,
@@ -131,6 +133,7 @@ from spmd._torch.ops import (
     written,
     written_positions,
 )  # fmt: skip
+from spmd._torch.optimizers import step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.symbols import Symbols, is_symbol, symbolic_number, unknown_value_errors
@@ -153,6 +156,7 @@ from spmd._torch.traces import (
     proxy_mode,
     proxy_of,
     seen_as_compiling,
+    stand_in,
     traced_tensors,
     track,
 )

@@ -23,6 +23,14 @@ def from_functional(x: torch.Tensor) -> torch.Tensor:
     return torch._from_functional_tensor(x.elem)
 
 
+def write_functional(x: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a functional tensor have this value, as after a write in place; tensors that share its memory see it."""
+    with torch.no_grad():
+        torch._functionalize_replace(x.elem, value)
+        torch._functionalize_commit_update(x.elem)
+        torch._functionalize_sync(x.elem)
+
+
 def functional_mode_of(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """The mode in which ops on x may run, where x is a functional tensor that was left by its mode."""
     return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx.experimental import proxy_tensor
+from torch.utils import _python_dispatch
 
 from spmd._torch.tensors import memory_of
 
@@ -29,6 +30,13 @@ def proxy_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Ten
 def traced_tensors(by: torch.fx.Tracer) -> list[tuple[torch.Tensor, torch.fx.Node]]:
     """The tensors of the trace that are alive, each with the last node that gave or wrote it."""
     return [(x, slot.proxy.node) for x, slot in by.tensor_tracker.items()]
+
+
+def stand_in(like: torch.Tensor, node: torch.fx.Node, by: torch.fx.Tracer) -> torch.Tensor:
+    """A fake tensor like this one, in memory of its own, for which the node stands in the trace."""
+    with _python_dispatch._disable_current_modes(), like.fake_mode:
+        new = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return track(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
 
 
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:

@@ -32,6 +32,8 @@ from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
+from spmd.expand.stamp.optimizers import updates_stamped
+from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call
@@ -156,9 +158,18 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
-def _trace(
-    fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None
-) -> Captured:
+def _trace(*given: Any) -> Captured:
+    """With stamps, or without where they cannot be shown to be right."""
+    try:
+        return _traced(*given, updates_stamped)
+    except Coupled:
+        return _traced(*given, contextlib.nullcontext)
+
+
+def _traced(
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
+    stamped: Callable[[], contextlib.AbstractContextManager],
+) -> Captured:  # fmt: skip
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     mode = symbols.fake_mode()
@@ -170,7 +181,7 @@ def _trace(
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     flat = _FlatFunction(call, args, state, slots, tuple(inputs))
     try:
-        with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts):
+        with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts), stamped():
             table = decompositions | DENSE_VIEWS
             gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)

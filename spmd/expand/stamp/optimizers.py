@@ -1,0 +1,244 @@
+"""Updates of parameters of one kind are captured once and stamped.
+
+    96 weights f32[256, 256] with the same options and state    ->    the step is traced for two, and stamped for 94
+
+While a step of an optimiser of torch runs in a capture, its groups hold two parameters of each kind alone. Afterwards
+the nodes that it left are divided: those that read the one parameter, its gradient and its state, and those that read
+the other. If they are apart and alike, the update of a parameter reads nothing of another parameter, and the nodes are
+written again for all others of the kind. If not, `Coupled` is raised, and the capture begins again without stamps.
+
+A kind is what the code of torch's optimisers can tell apart: the group, the metadata of parameter, gradient and
+state, and the state that is no tensor. An optimiser of the user's may do as it likes by name or number of a parameter;
+it is traced in full. So is a step with a closure or with hooks, which would see the groups, and a differentiable one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from spmd import _torch
+from spmd.expand.guards import guard_key
+from spmd.expand.stamp.parts import Coupled, Part, differing, parts_of, stamp
+
+TRACED = 2
+"""How many parameters of a kind are traced: two show that neither reads what is the other's."""
+
+
+@contextlib.contextmanager
+def updates_stamped() -> Iterator[None]:
+    """Inside, in a capture by this thread, steps of optimisers are traced for two parameters of each kind.
+
+    Raises Coupled if they are found to depend on each other: then the capture is to be done without.
+    """
+    narrowed: dict[int, _Narrowed] = {}
+    thread = threading.get_ident()
+
+    def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        mode = _torch.proxy_mode() if threading.get_ident() == thread else None
+        if mode is not None and id(optimizer) in narrowed:
+            raise Coupled("a step calls a step of the same optimiser")
+        if mode is not None and _is_of_torch_alone(optimizer, args, kwargs):
+            narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer)
+
+    def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        if threading.get_ident() == thread and id(optimizer) in narrowed:
+            narrowed.pop(id(optimizer)).stamp()
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield
+        if narrowed:
+            raise Coupled("a step of an optimiser was left by an error, and the error was caught")
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_of_torch_alone(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
+    """Whether the step that begins is torch's own code, and none of the user's runs in it."""
+    own = type(optimizer).__module__, inspect.unwrap(type(optimizer).step).__module__
+    return (
+        all(name.startswith("torch.optim.") for name in own)
+        and all(hook.__module__.startswith("spmd.") for hook in _torch.step_hooks(optimizer))
+        and len(args) == 1
+        and not any(x is not None for x in kwargs.values())
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+    )
+
+
+# ---- one step ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A parameter with what is its own: itself, its gradient and its state, by name, with their nodes."""
+
+    parameter: torch.Tensor
+    tensors: dict[str, torch.Tensor]
+    nodes: dict[str, fx.Node]
+
+    @property
+    def pattern(self) -> tuple[int, ...]:
+        """Which of the tensors have one node."""
+        nodes = list(self.nodes.values())
+        return tuple(map(nodes.index, nodes))
+
+
+def _tensors(optimizer: Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
+    state = optimizer.state.get(p, {})
+    return {".": p, ".grad": p.grad} | {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
+
+
+def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
+    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
+    return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    """A step of an optimiser whose groups hold two parameters of each kind. groups: all parameters of each group.
+
+    kinds: the parameters of each kind; of a kind of more than two, all but the first two are to be stamped. last: the
+    last node before the step.
+    """
+
+    optimizer: Optimizer
+    tracer: fx.Tracer
+    groups: list[list[torch.Tensor]]
+    kinds: list[list[_Own]]
+    last: fx.Node | None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, tracer: fx.Tracer) -> _Narrowed:
+        kinds = _kinds(optimizer, tracer)
+        left_out = {id(own.parameter) for kind in kinds for own in kind[TRACED:]}
+        groups = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in left_out]
+        return cls(optimizer, tracer, groups, kinds, next(iter(reversed(tracer.graph.nodes)), None))
+
+    def stamp(self) -> None:
+        """Give the groups all their parameters again, and update those that the step did not see."""
+        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group["params"] = params
+        kinds = [kind for kind in self.kinds if len(kind) > TRACED]
+        if not kinds:
+            return
+        traced = [_Traced.of(own, self.optimizer, self.tracer) for kind in self.kinds for own in kind[:TRACED]]
+        parts = parts_of(self._new_nodes(), [each.sides for each in traced])
+        by_parameter = {id(each.own.parameter): pair for pair in zip(traced, parts, strict=True) for each in pair[:1]}
+        for kind in kinds:
+            (one, part), (other, part_of_other) = (by_parameter[id(own.parameter)] for own in kind[:TRACED])
+            _check_alike(one, part, other, part_of_other, self.tracer)
+            for own in kind[TRACED:]:
+                self._update(own, one, part)
+
+    def _new_nodes(self) -> list[fx.Node]:
+        """The nodes that the step has made."""
+        node = self.last.next if self.last is not None else next(iter(self.tracer.graph.nodes))
+        found = []
+        while node.op != "root":
+            found.append(node)
+            node = node.next
+        return found
+
+    def _update(self, own: _Own, like: _Traced, part: Part) -> None:
+        """Write the nodes of the part again for another parameter, and give its tensors their values."""
+        env = {a: own.nodes[name] for name, a in like.own.nodes.items()}
+        stamp(part, self.tracer.graph, env)
+        state, written = self.optimizer.state, []
+        for name, value in like.changed.items():
+            node = env.get(like.nodes[name], like.nodes[name])
+            new = _torch.stand_in(_torch.from_functional(value), node, self.tracer)
+            if name in own.tensors:
+                _torch.write_functional(own.tensors[name], new)
+                written.append(own.tensors[name])
+            else:
+                state[own.parameter][name] = _torch.to_functional(new)
+        torch.autograd.graph.increment_version(written)
+        kept = state.get(like.own.parameter, {})
+        others = {k: x for k, x in kept.items() if not isinstance(x, torch.Tensor)}
+        if others:
+            state[own.parameter].update(others)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A parameter that the step has updated. nodes: of its tensors now. changed: those that have new values."""
+
+    own: _Own
+    nodes: dict[str, fx.Node]
+    changed: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, own: _Own, optimizer: Optimizer, tracer: fx.Tracer) -> _Traced:
+        now = _tensors(optimizer, own.parameter)
+        nodes = {name: _node(x, tracer) for name, x in now.items() if x is not None}
+        replaced = any(now.get(name) is not x for name, x in own.tensors.items())
+        if replaced or None in nodes.values():
+            raise Coupled("the step gave a parameter another gradient or other tensors of state")
+        changed = {name: x for name, x in now.items() if nodes[name] is not own.nodes.get(name)}
+        return cls(own, nodes, changed)
+
+    @property
+    def sides(self) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
+        return list(self.own.nodes.values()), [self.nodes[name] for name in self.changed]
+
+
+def _check_alike(one: _Traced, part: Part, other: _Traced, part_of_other: Part, tracer: fx.Tracer) -> None:
+    if list(one.changed) != list(other.changed):
+        raise Coupled("the step changed other tensors of one parameter than of another of its kind")
+    with _torch.no_modes():
+        where = differing(part, part_of_other, lambda name: getattr(tracer.root, name))
+    if where:
+        raise Coupled(f"the updates of two parameters of one kind differ: {where}")
+
+
+# ---- kinds ------------------------------------------------------------------------------------
+
+
+def _kinds(optimizer: Optimizer, tracer: fx.Tracer) -> list[list[_Own]]:
+    """The parameters that have a gradient, by kind. Each alone if some of them share tensors or memory."""
+    found: dict[Hashable, list[_Own]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            tensors = _tensors(optimizer, p)
+            nodes = {name: _node(x, tracer) for name, x in tensors.items()}
+            if None in nodes.values():
+                return []
+            own = _Own(p, tensors, nodes)
+            found.setdefault(_kind(number, optimizer, own), []).append(own)
+    owns = [own for kind in found.values() for own in kind]
+    return list(found.values()) if _are_apart(owns) else []
+
+
+def _kind(group: int, optimizer: Optimizer, own: _Own) -> Hashable:
+    others = {k: x for k, x in optimizer.state.get(own.parameter, {}).items() if not isinstance(x, torch.Tensor)}
+    return group, own.pattern, guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
+
+
+def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.device, x.requires_grad, x.is_leaf, tuple(x.shape), x.stride()
+
+
+def _are_apart(owns: Sequence[_Own]) -> bool:
+    """Whether no tensor, node or memory is of two parameters."""
+    of: dict[Any, int] = {}
+    for i, own in enumerate(owns):
+        memories = (_torch.memory_of(x) for x in own.tensors.values())
+        if any(of.setdefault(key, i) != i for key in chain(own.nodes.values(), memories)):
+            return False
+    return True
