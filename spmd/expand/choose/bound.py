@@ -1,64 +1,113 @@
 """A lower bound on the objective of a problem, and what each option costs at least.
 
-The problem is taken apart: each variable by itself, and each reader of a value by itself with its maker. Potentials
-move cost between the parts, so that their least costs add up to as much as possible (the dual of the linear relaxation;
-sequential reweighted message passing: V. Kolmogorov, "A new look at reweighted message passing", 2015). Whatever the
-potentials are, the sum of the least costs is a bound: no assignment costs less.
+The problem is taken apart: each variable by itself, and the moves of each value by themselves. They meet in *ports*: an
+end of a value, where a variable has a layout for each of its options. Potentials, one for each layout of a port, move
+cost between the two, so that the least costs of all parts add up to as much as possible (the dual of a linear
+relaxation; sequential reweighted message passing: V. Kolmogorov, "A new look at reweighted message passing", 2015).
+Whatever the potentials are, the sum of the least costs is a bound: no assignment costs less.
 
-Readers that need a value alike share one move. So the cost of a move is shared out among the readers, in parts that add
-up to it, and what a reader does not use of its part goes to the others.
+The moves of a value stay in one piece (`moves.py`), with all of its readers. Where the cost of a move is shared out
+among the readers instead, the bound stops some per cent below; so it comes to the cost of the best assignment on nearly
+all models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from spmd.expand.choose.problem import FIXED, Problem, Value
+from spmd.expand.choose.moves import MOST_READERS, NEVER, OneReader, Readers
+from spmd.expand.choose.problem import FIXED, End, Problem, Value
 
 
 @dataclass(eq=False)
-class Edge:
-    """A value and one of its readers. share: [layout made, layout needed], this reader's part of the cost.
+class Part:
+    """The moves of a value. ends: what each end adds to their cost, by layout: less what is at the port's potential.
 
-    maker, reader: the variables. rows, columns: the layouts that `share` has numbers for. made, needed: for each option
-    of the maker its row of `share`, for each of the reader its column. out, into: potentials that the maker and the
-    reader have moved to this edge. limit: what all edges of the value pay together, for each of all layouts.
+    version: how often the ends changed.
     """
 
-    value: int
-    maker: int
-    reader: int
-    made: np.ndarray
-    needed: np.ndarray
-    rows: np.ndarray
-    columns: np.ndarray
-    share: np.ndarray
-    out: np.ndarray
-    into: np.ndarray
-    limit: np.ndarray
+    moves: OneReader | Readers
+    ends: list[np.ndarray]
+    ports: list[Port] = field(default_factory=list)
+    version: int = 0
 
-    def to_maker(self) -> np.ndarray:
-        """The least cost for each layout made; moves all of it away from the edge."""
-        found = (self.share + self.into).min(1)
-        self.out = -found
-        return found
+    def least(self) -> float:
+        """The least cost of the moves, by the potentials as they are."""
+        return float(self.moves.least_at(self.ends, 0).min())
 
-    def to_reader(self) -> np.ndarray:
-        """The least cost for each layout needed; moves all of it away from the edge."""
-        found = (self.share + self.out[:, None]).min(0)
-        self.into = -found
-        return found
-
-    def rest(self) -> np.ndarray:
-        """The cost that is left on the edge."""
-        return self.share + self.out[:, None] + self.into
+    def shrink(self) -> None:
+        """Forget the layouts that no option has."""
+        used = [end < NEVER / 2 for end in self.ends]
+        kept = [np.nonzero(each)[0] for each in (used[0], np.any(used[1:], axis=0))]
+        if (len(kept[0]), len(kept[1])) == self.moves.costs.shape:
+            return
+        self.moves = replace(self.moves, costs=self.moves.costs[np.ix_(*kept)])
+        self.ends = [end[kept[slot > 0]] for slot, end in enumerate(self.ends)]
+        self.version += 1
+        for port in self.ports:
+            layouts = kept[port.slot > 0]
+            port.potential, port.at = port.potential[layouts], np.searchsorted(layouts, port.at)
+            port.sort()
 
 
-NOT_WANTED = -1e15
-"""In the place of potentials: a reader never needs this layout."""
+@dataclass(eq=False)
+class Port:
+    """Where a variable meets a value, at one of its ends. at: the layout of each option, as a number of this port.
+
+    potential: cost that has moved from the value to the variable, by layout. here: the layouts that some option has.
+    order, starts: the options sorted by layout, and where each of `here` begins. seen: the version of the part when
+    all that it can give had been taken.
+    """
+
+    part: Part
+    slot: int
+    variable: int
+    at: np.ndarray
+    potential: np.ndarray
+    here: np.ndarray = field(init=False)
+    order: np.ndarray = field(init=False)
+    starts: np.ndarray = field(init=False)
+    seen: int = -1
+
+    def __post_init__(self) -> None:
+        self.sort()
+
+    def sort(self) -> None:
+        """Bring `here`, `order` and `starts` in line with `at`."""
+        self.order = np.argsort(self.at, kind="stable")
+        self.here, self.starts = np.unique(self.at[self.order], return_index=True)
+
+    def take(self) -> None:
+        """Move all that the value can give to the variable."""
+        part = self.part
+        if self.seen == part.version:
+            return
+        found = np.zeros(len(self.potential))
+        found[self.here] = part.moves.least_at(part.ends, self.slot)[self.here]
+        self._move(found)
+        self.seen = part.version
+
+    def give(self, cost: np.ndarray, share: float) -> None:
+        """Move this share of the variable's cost, by option, to the value."""
+        found = np.zeros(len(self.potential))
+        found[self.here] = -share * np.minimum.reduceat(cost[self.order], self.starts)
+        self._move(found)
+
+    def restrict(self, keep: np.ndarray) -> None:
+        """Keep the options of a mask."""
+        self.at = self.at[keep]
+        before = self.here
+        self.sort()
+        self.part.ends[self.slot][np.setdiff1d(before, self.here)] = NEVER
+        self.part.version += 1
+
+    def _move(self, found: np.ndarray) -> None:
+        self.potential = self.potential + found
+        self.part.ends[self.slot] = self.part.ends[self.slot] - found
+        self.part.version += 1
 
 
 class Bound:
@@ -67,168 +116,129 @@ class Bound:
     def __init__(self, problem: Problem, allowed: Sequence[np.ndarray]) -> None:
         self.problem, self.allowed = problem, list(allowed)
         self.cost = [w[a] for w, a in zip(problem.work, self.allowed, strict=True)]
-        self.cost.append(np.zeros(1))  # of what is fixed
-        self.allowed.append(np.zeros(1, int))
-        self.edges: list[Edge] = []
-        self.groups: list[list[Edge]] = []
-        for v, value in enumerate(problem.values):
-            self._add(v, value)
-        self.incident: list[list[tuple[Edge, bool]]] = [[] for _ in self.cost]
-        for e in self.edges:
-            self.incident[e.maker].append((e, True))
-            self.incident[e.reader].append((e, False))
+        self.constant = 0.0
+        self.parts: list[Part] = []
+        self.ports: list[list[Port]] = [[] for _ in self.cost]
+        for value in problem.values:
+            self._add(value)
+        self.order = _order(problem)
+        self._turns()
         self.least = -np.inf
 
-    # ---- edges ----------------------------------------------------------------------------------
-    def _add(self, v: int, value: Value) -> None:
-        """The edges of a value. If it has one reader and an end is fixed, it is part of the other end's cost."""
-        made = self._layouts(value.maker)
-        rows, row_of = np.unique(made, return_inverse=True)
-        needs = [np.unique(self._layouts(end), return_inverse=True) for end in value.readers]
-        share = self._shares(value, [columns for columns, _ in needs])
-        limit = value.weight * value.costs[rows]
-        group = []
-        for end, (columns, column_of) in zip(value.readers, needs, strict=True):
-            table = share[rows][:, columns]
-            if end.variable == value.maker.variable != FIXED:
-                self._alone(end.variable, table[row_of, column_of])
-                limit[:, columns] -= table
-            elif len(needs) == 1 and value.maker.variable == FIXED:
-                self._alone(end.variable, table[0][column_of])
-            elif len(needs) == 1 and end.variable == FIXED:
-                self._alone(value.maker.variable, table[row_of, 0])
-            else:
-                ends = value.maker.variable % len(self.cost), end.variable % len(self.cost)  # what is fixed comes last
-                zeros = np.zeros(len(rows)), np.zeros(len(columns))
-                group.append(Edge(v, *ends, row_of, column_of, rows, columns, table, *zeros, limit))
-        for e in group:
-            e.limit = limit
-        self.edges += group
-        if len(group) > 1:
-            self.groups.append(group)
+    # ---- parts ----------------------------------------------------------------------------------
+    def _add(self, value: Value) -> None:
+        """The parts of a value. What one variable alone decides is part of its cost."""
+        readers = {(end.variable, self._layouts(end).tobytes()): end for end in value.readers}
+        ends = list(readers.values())
+        variables = {end.variable for end in (value.maker, *ends)} - {FIXED}
+        if len(variables) <= 1:
+            self._alone(value, variables)
+            return
+        pieces = [ends[k : k + MOST_READERS] for k in range(0, len(ends), MOST_READERS)]
+        costs = value.weight * value.costs
+        if len(pieces) > 1:  # each pays an equal part of what several of them may need
+            wanted = [np.isin(np.arange(len(costs)), [t for e in p for t in self._layouts(e)]) for p in pieces]
+            costs = costs / np.maximum(np.sum(wanted, axis=0), 1)
+        for piece in pieces:
+            self._part(costs, value.maker, piece)
 
-    def _alone(self, i: int, cost: np.ndarray) -> None:
-        """Add to the cost of a variable by itself."""
-        self.cost[i] = self.cost[i] + cost
+    def _alone(self, value: Value, variables: set[int]) -> None:
+        for i in variables:
+            self.cost[i] = self.cost[i] + value.weight * self.problem.of_value(value, i, ())[self.allowed[i]]
+        if not variables:
+            self.constant += value.cost(())
 
-    def _layouts(self, end) -> np.ndarray:
+    def _part(self, costs: np.ndarray, maker: End, readers: Sequence[End]) -> None:
+        made, needed = self._layouts(maker), [self._layouts(end) for end in readers]
+        rows, columns = np.unique(made), np.unique(np.concatenate(needed))
+        table = costs[np.ix_(rows, columns)]
+        part = Part(OneReader(table) if len(readers) == 1 else Readers(table, len(readers)), [])
+        for slot, (end, layouts) in enumerate(zip((maker, *readers), (made, *needed), strict=True)):
+            known = columns if slot else rows
+            at = np.searchsorted(known, layouts)
+            adds = np.full(len(known), NEVER)
+            adds[at] = 0.0
+            part.ends.append(adds)
+            if end.variable != FIXED:
+                port = Port(part, slot, end.variable, at, np.zeros(len(known)))
+                part.ports.append(port)
+                self.ports[end.variable].append(port)
+        self.parts.append(part)
+
+    def _layouts(self, end: End) -> np.ndarray:
         return end.layouts[:1] if end.variable == FIXED else end.layouts[self.allowed[end.variable]]
 
-    @staticmethod
-    def _shares(value: Value, needs: list[np.ndarray]) -> np.ndarray:
-        """The cost of each move, in equal parts for the readers that may need it."""
-        wanted = np.zeros(len(value.costs))
-        for each in needs:
-            wanted[each] += 1
-        return value.weight * value.costs / np.maximum(wanted, 1)
+    def _turns(self) -> None:
+        """For each variable the ports whose values are met again later, in each direction of a sweep.
+
+        A variable with one port has given all of its cost to it, once and for all.
+        """
+        at = {i: k for k, i in enumerate(self.order)}
+        self.turns: tuple[list, list] = ([], [])
+        for i in self.order:
+            if len(self.ports[i]) == 1:
+                self.ports[i][0].give(self.now(i), 1.0)
+                continue
+            met = [(p, [at[q.variable] for q in p.part.ports if q is not p]) for p in self.ports[i]]
+            self.turns[0].append((i, [p for p, others in met if max(others, default=-1) > at[i]]))
+            self.turns[1].append((i, [p for p, others in met if min(others, default=len(at)) < at[i]]))
+        self.turns[1].reverse()
 
     # ---- sweeps ---------------------------------------------------------------------------------
     def improve(self, sweeps: int) -> float:
         """Sweep forward and backward over the variables. Returns the best bound so far."""
         for _ in range(sweeps):
-            n = len(self.cost)
-            self._sweep(range(n), lambda i, j: j > i)
-            self._sweep(range(n - 1, -1, -1), lambda i, j: j < i)
-            self._remember()
-            self._spread()
-            for group in self.groups:
-                self._share_again(group)
-            self._remember()
+            for turn in self.turns:
+                for i, later in turn:
+                    cost = self.collected(i)
+                    for port in later:
+                        port.give(cost, 1 / len(later))
+        self.least = max(self.least, self.value_now())
         return self.least
 
-    def _sweep(self, order, is_later) -> None:
-        for i in order:
-            cost = self._collect(i)
-            later = [(e, makes) for e, makes in self.incident[i] if is_later(i, e.reader if makes else e.maker)]
-            weight = 1 / max(len(later), len(self.incident[i]) - len(later), 1)
-            for e, makes in later:
-                self._give(i, e, makes, cost, weight)
+    def collected(self, i: int) -> np.ndarray:
+        """The cost of each option of a variable with all that its values can give to it."""
+        cost = self.cost[i].copy()
+        for port in self.ports[i]:
+            port.take()
+            cost += port.potential[port.at]
+        return cost
 
-    def _spread(self) -> None:
-        """Give to the edges of each variable what its options cost more than the cheapest: it is slack to share out."""
-        for i, incident in enumerate(self.incident):
-            cost = self._now(i)
-            for e, makes in incident:
-                self._give(i, e, makes, cost, 1 / len(incident))
+    def value_now(self) -> float:
+        """The bound by the potentials as they are."""
+        alone = [float(self.now(i).min()) for i in range(len(self.cost))]
+        return self.constant + sum(alone) + sum([part.least() for part in self.parts])
 
-    @staticmethod
-    def _share_again(group: list[Edge]) -> None:
-        """Share out the costs of a value's moves again, so that its readers have equally much left of them.
-
-        That level is found as water finds it: readers whose potentials give more than the level pay nothing.
-        """
-        limit = group[0].limit
-        moved = np.full((len(group), *limit.shape), NOT_WANTED)
-        for e, own in zip(group, moved, strict=True):
-            own[:, e.columns] = -e.out[:, None] - e.into
-        ordered = -np.sort(-moved, axis=0)
-        levels = (limit - ordered.cumsum(0)) / np.arange(1, len(group) + 1)[:, None, None]
-        pays = levels + ordered > 0
-        level = np.take_along_axis(levels, np.maximum(pays.sum(0) - 1, 0)[None], 0)[0]
-        for e, own in zip(group, moved, strict=True):
-            e.share = np.maximum(level + own, 0)[:, e.columns]
-
-    def _collect(self, i: int) -> np.ndarray:
-        """All cost that its edges can give to a variable, with its own cost, for each option."""
-        total = self.cost[i].copy()
-        for e, makes in self.incident[i]:
-            total += e.to_maker()[e.made] if makes else e.to_reader()[e.needed]
-        return total
-
-    @staticmethod
-    def _give(i: int, e: Edge, makes: bool, cost: np.ndarray, weight: float) -> None:
-        index, size = (e.made, len(e.out)) if makes else (e.needed, len(e.into))
-        least = np.full(size, np.inf)
-        np.minimum.at(least, index, cost)
-        if makes:
-            e.out = e.out + weight * least
-        else:
-            e.into = e.into + weight * least
-
-    def _now(self, i: int) -> np.ndarray:
+    def now(self, i: int) -> np.ndarray:
         """The cost of each option of a variable by itself."""
-        total = self.cost[i].copy()
-        for e, makes in self.incident[i]:
-            total -= e.out[e.made] if makes else e.into[e.needed]
-        return total
-
-    def _remember(self) -> None:
-        alone = [self._now(i) for i in range(len(self.cost))]
-        found = sum([float(c.min()) for c in alone]) + sum([float(e.rest().min()) for e in self.edges])
-        if found > self.least:
-            self.least = found
+        cost = self.cost[i].copy()
+        for port in self.ports[i]:
+            cost += port.potential[port.at]
+        return cost
 
     # ---- options left -------------------------------------------------------------------------
     def prune(self, most: float) -> int:
         """Drop all options with which every assignment costs more than `most`. Returns how many are left in all."""
-        slack = most - self.value_now() + 1e-6 + 1e-9 * abs(most)  # rounding drops no option
-        excess = [self.excess(i) for i in range(len(self.cost))]
-        masks = [each <= max(slack, each.min()) for each in excess]
-        if not all(mask.all() for mask in masks):
-            self.restrict(masks)
+        slack = max(0.0, most - self.least) + 1e-6 + 1e-9 * abs(most)  # rounding drops no option
+        for i in self.order:
+            cost = self.collected(i)
+            keep = cost - cost.min() <= slack
+            if not keep.all():
+                self.allowed[i], self.cost[i] = self.allowed[i][keep], self.cost[i][keep]
+                for port in self.ports[i]:
+                    port.restrict(keep)
+            if len(self.ports[i]) == 1:
+                self.ports[i][0].give(self.now(i), 1.0)
+        for part in self.parts:
+            part.shrink()
         return sum(map(len, self.cost))
 
-    def restrict(self, masks: Sequence[np.ndarray]) -> None:
-        """Keep the options of these masks, and what the edges know about them."""
-        self.allowed = [a[m] for a, m in zip(self.allowed, masks, strict=True)]
-        self.cost = [c[m] for c, m in zip(self.cost, masks, strict=True)]
-        for e in self.edges:
-            rows, e.made = np.unique(e.made[masks[e.maker]], return_inverse=True)
-            columns, e.needed = np.unique(e.needed[masks[e.reader]], return_inverse=True)
-            e.rows, e.columns, e.limit = e.rows[rows], e.columns[columns], e.limit[rows]
-            e.share, e.out, e.into = e.share[np.ix_(rows, columns)], e.out[rows], e.into[columns]
 
-    # ---- what options cost ----------------------------------------------------------------------
-    def excess(self, i: int) -> np.ndarray:
-        """How much the bound grows if the variable takes each option, at least, by the potentials as they are."""
-        total = self._now(i)
-        for e, makes in self.incident[i]:
-            rest = e.rest()
-            least = rest.min()
-            total = total + (rest.min(1)[e.made] if makes else rest.min(0)[e.needed]) - least
-        return total - self._now(i).min()
-
-    def value_now(self) -> float:
-        """The bound by the potentials as they are."""
-        alone = [float(self._now(i).min()) for i in range(len(self.cost))]
-        return sum(alone) + sum([float(e.rest().min()) for e in self.edges])
+def _order(problem: Problem) -> list[int]:
+    """The variables in order; those without work, where a value is held, come after what makes it."""
+    makers = {v.readers[0].variable: v.maker.variable for v in problem.values if len(v.readers) == 1}
+    key: dict[int, tuple[int, ...]] = {}
+    for i, work in enumerate(problem.work):
+        before = makers.get(i, FIXED)
+        key[i] = (*key[before], i) if not work.any() and before in key else (i,)
+    return sorted(key, key=key.__getitem__)

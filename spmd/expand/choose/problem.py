@@ -73,10 +73,11 @@ class Problem:
         """For each option of a variable the part of the objective that depends on it, all else as in x."""
         total = self.work[i].copy()
         for v in dict.fromkeys([*self.made_by[i], *[v for v, _ in self.read_by[i]]]):
-            total += self.values[v].weight * self._of_value(self.values[v], i, x)
+            total += self.values[v].weight * self.of_value(self.values[v], i, x)
         return total
 
-    def _of_value(self, value: Value, i: int, x: Sequence[int]) -> np.ndarray:
+    def of_value(self, value: Value, i: int, x: Sequence[int]) -> np.ndarray:
+        """For each option of a variable what the moves of one such value cost, all else as in x."""
         mine = [end.layouts for end in value.readers if end.variable == i]
         others = sorted({end.at(x) for end in value.readers if end.variable != i})
         if value.maker.variable == i:

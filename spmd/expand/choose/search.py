@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from spmd.expand.choose.bound import Bound
+from spmd.expand.choose.moves import NEVER
 from spmd.expand.choose.problem import Problem
 
 LESS = 1e-9
@@ -40,20 +41,19 @@ def settle(problem: Problem, x: list[int], start: Iterable[int] | None = None, m
 
 def decode(bound: Bound) -> list[int]:
     """An assignment by the potentials of a bound: each variable takes what is cheapest beside those before it."""
-    x = [-1] * len(bound.cost)
-    for i in range(len(x)):
-        total = bound._now(i)
-        for e, makes in bound.incident[i]:
-            other = e.reader if makes else e.maker
-            rest = e.rest()
-            if x[other] < 0:
-                total = total + (rest.min(1)[e.made] if makes else rest.min(0)[e.needed])
-            elif makes:
-                total = total + rest[:, e.needed[x[other]]][e.made]
-            else:
-                total = total + rest[e.made[x[other]]][e.needed]
-        x[i] = int(total.argmin())
-    return [int(bound.allowed[i][option]) for i, option in enumerate(x[:-1])]
+    x = [0] * len(bound.cost)
+    ends = {part: list(part.ends) for part in bound.parts}
+    for i in bound.order:
+        cost = bound.now(i)
+        for port in bound.ports[i]:
+            cost += port.part.moves.least_at(ends[port.part], port.slot)[port.at]
+        best = int(cost.argmin())
+        x[i] = int(bound.allowed[i][best])
+        for port in bound.ports[i]:
+            taken = np.full(len(port.potential), NEVER)
+            taken[port.at[best]] = ends[port.part][port.slot][port.at[best]]
+            ends[port.part][port.slot] = taken
+    return x
 
 
 def repair(problem: Problem, x: list[int], order: Sequence[int], options: Sequence[np.ndarray]) -> list[int]:

@@ -85,14 +85,14 @@ def _improve(bound: Bound, best: _Best, rounds: int) -> float:
 def _split(problem: Problem, bound: Bound, best: _Best) -> float:
     """Fix the most doubtful variable to each of its options in turn, and so on, until no part can be better."""
     best.take(repair(problem, best.x, range(len(problem.work)), bound.allowed))
-    waiting = [bound.allowed[:-1]]
+    waiting = [bound.allowed]
     for _ in range(MOST_SPLITS):
         if not waiting:
             return best.us
         part = Bound(problem, waiting.pop())
         if _improve(part, best, 4) >= best.us - 1e-6 - 1e-9 * best.us:
             continue
-        allowed = part.allowed[:-1]
+        allowed = part.allowed
         open_ = [i for i, each in enumerate(allowed) if len(each) > 1]
         if not open_:
             best.take([int(each[0]) for each in allowed])
