@@ -21,6 +21,9 @@ import numpy as np
 from spmd.expand.choose.moves import MOST_READERS, NEVER, OneReader, Readers
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
 
+GIVE_ALL = 4
+"""Sweeps in which variables keep nothing back."""
+
 
 @dataclass(eq=False)
 class Part:
@@ -123,7 +126,7 @@ class Bound:
             self._add(value)
         self.order = _order(problem)
         self._turns()
-        self.least = -np.inf
+        self.least, self.sweeps = -np.inf, 0
 
     # ---- parts ----------------------------------------------------------------------------------
     def _add(self, value: Value) -> None:
@@ -182,17 +185,24 @@ class Bound:
             met = [(p, [at[q.variable] for q in p.part.ports if q is not p]) for p in self.ports[i]]
             self.turns[0].append((i, [p for p, others in met if max(others, default=-1) > at[i]]))
             self.turns[1].append((i, [p for p, others in met if min(others, default=len(at)) < at[i]]))
+        self.most = [max(len(a), len(b)) for (_, a), (_, b) in zip(*self.turns, strict=True)]
         self.turns[1].reverse()
 
     # ---- sweeps ---------------------------------------------------------------------------------
     def improve(self, sweeps: int) -> float:
-        """Sweep forward and backward over the variables. Returns the best bound so far."""
+        """Sweep forward and backward over the variables. Returns the best bound so far.
+
+        In the first sweeps variables give all that they have. That is faster at the beginning and slower at the end
+        than to keep back what the way back can give.
+        """
         for _ in range(sweeps):
-            for turn in self.turns:
-                for i, later in turn:
+            self.sweeps += 1
+            for turn, most in zip(self.turns, (self.most, self.most[::-1]), strict=True):
+                for (i, later), ports in zip(turn, most, strict=True):
                     cost = self.collected(i)
+                    share = 1 / (len(later) if self.sweeps <= GIVE_ALL else ports) if later else 0.0
                     for port in later:
-                        port.give(cost, 1 / len(later))
+                        port.give(cost, share)
         self.least = max(self.least, self.value_now())
         return self.least
 

@@ -422,8 +422,7 @@ class Model:
         rows = chooser.options.pin(option, self.axes, self.mesh.ndim).rows
         given = [row.outs[0] for row in rows]
         return {
-            node: Pin(tuple(by_out[p] for p in given))
-            for node, by_out in zip(cell.nodes, chooser.members, strict=True)
+            node: Pin(tuple(by_out[p] for p in given)) for node, by_out in zip(cell.nodes, chooser.members, strict=True)
         }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -88,7 +88,7 @@ class _Sets:
     by_size: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _sets(number: int) -> _Sets:
     every = np.arange(1 << number)
     bits = (every[:, None] >> np.arange(number)) & 1

@@ -19,8 +19,8 @@ from spmd.expand.choose.bound import Bound
 from spmd.expand.choose.problem import Problem
 from spmd.expand.choose.search import LESS, decode, repair, settle
 
-ROUNDS = 12
-SWEEPS = 3
+ROUNDS = 16
+SWEEPS = 4
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
 
@@ -75,7 +75,7 @@ def _improve(bound: Bound, best: _Best, rounds: int) -> float:
     for _ in range(rounds):
         at_least = bound.improve(SWEEPS)
         best.take(settle(problem, decode(bound)))
-        if best.us - at_least <= LESS + ENOUGH * best.us or at_least - before < 1e-5 * best.us:
+        if best.us - at_least <= LESS + ENOUGH * best.us or at_least - before < 0.01 * (best.us - at_least):
             break
         before = at_least
         bound.prune(best.us)
