@@ -10,6 +10,9 @@ try:
     from spmd import debug
     from spmd.comm import CommTensor, mesh_broadcast, mesh_scatter, shard_dim_alltoall
     from spmd.expand.compile import CompiledStep, compile
+    from spmd.expand.kept.archive import UnreadableStep
+    from spmd.expand.kept.library import StaleStep
+    from spmd.expand.kept.load import load_step
     from spmd.expand.places.fully_shard import FullyShard
     from spmd.expand.places.places import Places
     from spmd.expand.precision import MixedPrecision
@@ -37,8 +40,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "FullyShard", "ImplicitCommunicationError",
     "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "MixedPrecision", "Partial", "Placement", "Places", "Program",
-    "Replicate", "Shard", "compile", "debug", "deterministic", "distribute_module", "distribute_tensor", "empty",
-    "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh", "local_map", "manual_seed",
+    "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "debug", "deterministic", "distribute_module",
+    "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh",
+    "load_step", "local_map", "manual_seed",
     "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "register_rule",
     "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

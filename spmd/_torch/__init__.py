@@ -136,7 +136,7 @@ from spmd._torch.ops import (
 from spmd._torch.optimizers import step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
-from spmd._torch.symbols import Symbols, is_symbol, symbolic_number, unknown_value_errors
+from spmd._torch.symbols import Conditions, Symbols, is_symbol, symbolic_number, unknown_value_errors
 from spmd._torch.tensors import (
     LOADS_STATE,
     NO_KEYS,

@@ -41,12 +41,12 @@ def find_closed_over(fn: Callable) -> Held:
     Raises TypeError for a learning-rate scheduler, and for a parameter that is held by itself or in a list: a trace
     runs on other tensors, which the list would not have.
     """
-    search = _Search(_package(getattr(fn, "__module__", None)))
+    search = _Search(package_of(getattr(fn, "__module__", None)))
     search.function(fn)
     return search.found
 
 
-class _Names(NamedTuple):
+class Names(NamedTuple):
     """The names in the code of a function and of the functions inside it: of globals, and of attributes."""
 
     globals: tuple[str, ...]
@@ -54,7 +54,7 @@ class _Names(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> _Names:
+def names_in(code: types.CodeType) -> Names:
     globals_, attributes = set(), set()
     for i in dis.get_instructions(code):
         if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -63,9 +63,9 @@ def _names(code: types.CodeType) -> _Names:
             attributes.add(i.argval)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            globals_.update(_names(inner).globals)
-            attributes.update(_names(inner).attributes)
-    return _Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
+            globals_.update(names_in(inner).globals)
+            attributes.update(names_in(inner).attributes)
+    return Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
 
 
 class _Search:
@@ -84,7 +84,7 @@ class _Search:
         elif isinstance(fn, types.MethodType):
             self.method(fn.__func__, fn.__self__, "self")
         elif isinstance(fn, types.FunctionType):
-            names = _names(fn.__code__)
+            names = names_in(fn.__code__)
             variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             variables |= {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
@@ -99,12 +99,12 @@ class _Search:
         """Look through a method, and the attributes of its object that it names."""
         if isinstance(fn, types.FunctionType) and (id(owner), fn.__code__) not in self.seen:
             self.seen.add((id(owner), fn.__code__))
-            self.value(name, owner, _names(fn.__code__))
+            self.value(name, owner, names_in(fn.__code__))
             if isinstance(owner, nn.Module):
-                self.attributes(name, owner, _names(fn.__code__))
+                self.attributes(name, owner, names_in(fn.__code__))
             self.function(fn)
 
-    def value(self, name: str, value: Any, names: _Names) -> None:
+    def value(self, name: str, value: Any, names: Names) -> None:
         """Take a module or an optimiser; look through containers, functions and objects of the user."""
         if (id(value), names) in self.seen or isinstance(value, type):
             return
@@ -124,11 +124,11 @@ class _Search:
         elif isinstance(value, types.SimpleNamespace) or self.is_of_user(value):
             self.attributes(name, value, names)
 
-    def items(self, name: str, items: dict, names: _Names) -> None:
+    def items(self, name: str, items: dict, names: Names) -> None:
         for key, value in items.items() if len(items) <= MOST_ITEMS else ():
             self.value(f"{name}.{key}", value, names)
 
-    def attributes(self, name: str, owner: Any, names: _Names) -> None:
+    def attributes(self, name: str, owner: Any, names: Names) -> None:
         """Look through the attributes and methods of an object, or of a module of Python, that the code names."""
         for attribute in sorted(names.attributes):
             if attribute in vars(owner):
@@ -143,10 +143,10 @@ class _Search:
 
     def is_foreign(self, module: str | None) -> bool:
         """Whether the code of a module is no user's: it knows none of the user's models."""
-        return _package(module) != self.home and _is_installed(_package(module))
+        return package_of(module) != self.home and is_installed(package_of(module))
 
 
-_NO_NAMES = _Names((), ())
+_NO_NAMES = Names((), ())
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -157,12 +157,12 @@ def _is_set(cell: types.CellType) -> bool:
     return True
 
 
-def _package(module: str | None) -> str:
+def package_of(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     if package in ("", "torch", "spmd") or package in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(package), "__file__", None) or ""

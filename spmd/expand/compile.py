@@ -12,6 +12,7 @@ these arguments, or captures, expands and binds one. It runs the program on this
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,14 @@ from spmd.expand.capture import Argument, Captured, Draws, capture
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.code import code_for
-from spmd.expand.given_specs import AllPlaces, block_of, input_spec, own_place, places_of, state_specs
+from spmd.expand.expansion import expansion_of, kind_of
+from spmd.expand.given_specs import block_of, input_spec, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
+from spmd.expand.kept import archive
+from spmd.expand.kept.key import key_of_call
+from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
+from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.kept.settings import settings_text
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
@@ -40,15 +47,16 @@ from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
+from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
-from spmd.tensor.annotations.patterns import Patterns, check_patterns, placements_for, require_matches
+from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
 from spmd.tensor.modes import deterministic, explicit
 from spmd.tensor.recipes import stream
-from spmd.tensor.spec import Spec, reduced_spec
+from spmd.tensor.spec import Spec
 
 
 def compile(
@@ -63,6 +71,7 @@ def compile(
     bucket_mb: float | None = 25.0,
     choose: str = "op",
     outputs: Patterns | None = None,
+    cache: str | os.PathLike | None = None,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -86,6 +95,9 @@ def compile(
     outputs: placements of the tensors that fn returns, by path: "loss", "0.logits", "result" for one tensor alone.
     Partial() leaves the terms of a sum on the ranks. By default they lie as they were computed, with sums reduced.
 
+    cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
+    flags, placements and versions takes them from there, and captures nothing.
+
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
     Returns a `CompiledStep`. Its first call turns the parameters, buffers and optimiser state into DTensors. Tensors
@@ -96,12 +108,10 @@ def compile(
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
-    if bucket_mb is not None and bucket_mb < 0:
-        raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
-    if choose not in ("op", "program"):
-        raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
-    table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
-    return CompiledStep(fn, mesh, table, inputs or {}, outputs or {}, bucket_mb, choose)
+    settings = Settings.of(
+        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose
+    )  # fmt: skip
+    return CompiledStep(fn, mesh, settings, library_at(cache))
 
 
 MOST_PROGRAMS = 64
@@ -111,17 +121,13 @@ MOST_PROGRAMS = 64
 class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
-    def __init__(
-        self, fn: Callable, mesh: DeviceMesh, table: PlacesTable, inputs: Patterns, outputs: Patterns,
-        bucket_mb: float | None, choose: str,
-    ) -> None:  # fmt: skip
-        self.fn, self.mesh, self.bucket_mb, self._choose = fn, mesh, bucket_mb, choose
-        self._table = table
-        self._inputs = check_patterns(mesh, inputs, "inputs")
-        self._outputs = check_patterns(mesh, outputs, "outputs", may_be_partial=True)
+    def __init__(self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE) -> None:
+        self.fn, self.mesh, self.settings, self._library = fn, mesh, settings, library
+        self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
         self._last: _BoundProgram | None = None
+        self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
         self._check_every = calls_between_checks()
 
@@ -139,6 +145,17 @@ class CompiledStep:
         A call with other shapes, or with new optimiser state, makes another program.
         """
         return [b.program for bounds in self._bound.values() for b in bounds]
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the programs that are kept into one file, for `spmd.load_step`: texts and tensors, no pickled code.
+
+        All ranks have the same programs, so one rank may do it. Raises CannotKeep, a ValueError, where a program has
+        something that another process could not find, such as a `local_map` of a function that has no name.
+        """
+        kept = [entry_or_reason(b.wanted, b.captured, b.program) for bs in self._bound.values() for b in bs]
+        if self._last is None:
+            raise RuntimeError("there is no program to save yet: it is made at the first call")
+        archive.write(path, settings_text(self.settings), archive.all_kept([*self._for_one_call, *kept]))
 
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments would run.
@@ -199,14 +216,21 @@ class CompiledStep:
         """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
         text, error = "", None
         try:
-            captured, program = self._capture_and_expand(call)
+            key, modules = key_of_call(self, call), call.state.modules
+            wanted = Wanted(self._title, key, call.numbers, self.mesh, modules)
+            found = self._library.find(wanted)
+            captured, program = found or self._capture_and_expand(call)
             text = str(program) + _random_state(captured)
         except Exception as e:
             error = e
         agree(text, self.mesh, self._title, error)
-        bound = _BoundProgram.of(program, captured, self.mesh)
-        if not captured.changes:  # what changes Python state is right for this call alone
+        bound = _BoundProgram.of(program, captured, self.mesh, wanted)
+        if captured.changes:  # what changes Python state is right for this call alone
+            self._for_one_call.append(entry_or_reason(wanted, captured, program))
+        else:
             self._keep_program(call.key, bound)
+        if found is None:
+            self._library.add(wanted, captured, program)
         return bound
 
     def _keep_program(self, key: tuple, bound: _BoundProgram) -> None:
@@ -231,26 +255,26 @@ class CompiledStep:
         except AttributeError as error:
             raise _explained(error) from error
         places = places_of(call.state, call.tensors, self._table)
-        results = Results(captured, self._outputs)
-        program = self._expanded(_given(self.fn, self.mesh, captured, call, places, results), results)
-        program = replace(program, kinds=tuple(map(_kind, captured.inputs)))
+        results = Results(captured, self.settings.outputs)
+        program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)
+        program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
         for rewrite in self._passes():
             program = rewrite(program).verify()
         return captured, program
 
     def _expanded(self, given: Expansion, results: Results) -> Program:
-        for_program = self._choose == "program" and self.mesh.size() > 1
+        for_program = self.settings.choose == "program" and self.mesh.size() > 1
         return replace(chosen(given) if for_program else given.program(), owed=results.owed).verify()
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
         yield keep_gathered
-        if self.bucket_mb is not None:
+        if (most := self.settings.bucket_mb) is not None:
             yield compute_numbers_late
-            yield lambda program: bucket_all_reduces(program, min(1.0, self.bucket_mb), self.bucket_mb)
+            yield lambda program: bucket_all_reduces(program, min(1.0, most), most)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named, closed_over = self._by_name(args, kwargs), find_closed_over(self.fn)
-        return _Call.of(named, closed_over, self._table, self._inputs, first)
+        return _Call.of(named, closed_over, self._table, self.settings.inputs, first)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -358,41 +382,6 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
     return layout, arguments, tuple(state.constants().items())
 
 
-# ---- building ---------------------------------------------------------------------------------
-
-
-def _given(
-    fn: Callable, mesh: DeviceMesh, captured: Captured, call: _Call, places: AllPlaces, results: Results
-) -> Expansion:
-    def spec_of_input(i: Slot | Argument | Draws) -> Spec | None:
-        if isinstance(i, Draws):
-            return None
-        return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
-
-    inputs = [(str(i), spec_of_input(i)) for i in captured.inputs]
-    names = [str(o) if isinstance(o, Slot) else f"result {o}" for o in captured.outputs]
-
-    def output_spec(i: int, spec: Spec) -> Spec:
-        slot = captured.outputs[i]
-        if slot in results.asked:
-            return results.spec(slot, spec, mesh)
-        home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
-        if home is None and isinstance(slot, Slot):
-            home = own_place(slot, spec.shape, places)
-        return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)
-
-    name = getattr(fn, "__name__", "step")
-    return Expansion(
-        name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
-        (captured.inputs, captured.outputs), places,
-    )  # fmt: skip
-
-
-def _kind(i: Slot | Argument | Draws) -> str:
-    """The kind of an input, as `Program.kinds` has it."""
-    return i.kind if isinstance(i, Slot) else "draws" if isinstance(i, Draws) else "argument"
-
-
 # ---- running ----------------------------------------------------------------------------------
 
 
@@ -400,17 +389,19 @@ def _kind(i: Slot | Argument | Draws) -> str:
 class _BoundProgram:
     """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
 
-    dropped: the gradients that the program gets and does not read. They are freed before it runs.
+    dropped: the gradients that the program gets and does not read. They are freed before it runs. wanted: the
+    call that it was made for.
     """
 
     program: Program
     captured: Captured
     module: Callable[..., Any]
     dropped: tuple[Slot, ...]
+    wanted: Wanted
     _holds_cache: dict[tuple, bool] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, captured: Captured, mesh: DeviceMesh) -> _BoundProgram:
+    def of(cls, program: Program, captured: Captured, mesh: DeviceMesh, wanted: Wanted) -> _BoundProgram:
         run = transport().bound(lambda: code_for(program, mesh.get_coordinate(), transport()).module)
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         unread = {n for n in placeholders if not n.users}
@@ -419,7 +410,7 @@ class _BoundProgram:
             for i, n in zip(captured.inputs, placeholders, strict=True)
             if n in unread and isinstance(i, Slot) and i.kind == "grad"
         )
-        return cls(program, captured, run, dropped)
+        return cls(program, captured, run, dropped, wanted._replace(modules={}))  # it shall keep no model alive
 
     def holds(self, numbers: dict[str, float]) -> bool:
         """Whether the trace took the branches that it would take with these numbers."""

@@ -33,7 +33,7 @@ class PythonState:
         own = [vars(module) for module in modules]
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
-        self.before: Contents = [(box, _copied(box)) for each in own for box in _boxes(each, seen, MAX_DEPTH)]
+        self.before: Contents = [(box, _copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
         self._tensors = {id(x) for x in self._reached_tensors()}
 
     def restore(self) -> None:
@@ -72,20 +72,18 @@ def made(changes: Contents) -> Iterator[None]:
         put(before)
 
 
-def _boxes(value: Any, seen: set[int], depth: int) -> Iterator[Container]:
-    """The containers that a value reaches, itself included, each once."""
+def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator[tuple[tuple, Container]]:
+    """The containers that a value reaches, itself included, each once, with the keys and places that lead there."""
     if id(value) in seen or isinstance(value, (COMPARED_BY_VALUE, COMPARED_BY_ID)) or not depth:
         return
     seen.add(id(value))
     if isinstance(value, Container):
-        yield value
-        inside = _values(value)
-    elif isinstance(value, (tuple, frozenset)):
-        inside = value
-    else:
-        inside = [vars(value)] if hasattr(value, "__dict__") else []
-    for x in inside:
-        yield from _boxes(x, seen, depth - 1)
+        yield steps, value
+    inside = value
+    if not isinstance(value, (dict, list, set, tuple, frozenset)):
+        inside = {"__dict__": vars(value)} if hasattr(value, "__dict__") else {}
+    for step, x in inside.items() if isinstance(inside, dict) else enumerate(inside):
+        yield from boxes(x, seen, depth - 1, (*steps, step))
 
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:

@@ -389,7 +389,8 @@ def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
     """
     found = _SPEC.fullmatch(text.strip())
     kinds = {name: dtype for dtype, name in DTYPES.items()}
-    if not found or found[1] not in kinds:
+    dtype = kinds.get(found[1], getattr(torch, found[1], None)) if found else None
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{text!r} is no spec; one reads like f32[8@dp, 16@tp] +sum@pp")
     entries = _DIM.findall(found[2])
     dims = [tuple(mesh.axis(a) for a in axes.split(",") if a) for _, _, axes, _ in entries]
@@ -398,7 +399,7 @@ def parse_spec(text: str, mesh: DeviceMesh) -> Spec:
     if bad:
         raise ValueError(f"{text!r}: {bad[0]} is no reduce kind; use one of {', '.join(REDUCE_OPS)}")
     return Spec.of(
-        mesh, [int(blocks or 1) * int(size) for blocks, size, _, _ in entries], kinds[found[1]], dims=dims,
+        mesh, [int(blocks or 1) * int(size) for blocks, size, _, _ in entries], dtype, dims=dims,
         units=tuple(joined_unit(int(blocks or 1), int(unit or 1)) for blocks, _, _, unit in entries),
         partial=[(mesh.axis(a), kind) for kind, a in partial],
     )

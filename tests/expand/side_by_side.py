@@ -110,7 +110,7 @@ def shared_programs() -> Iterator[None]:
     real, made, lock = CompiledStep._capture_and_expand, {}, threading.Lock()
 
     def expanded(self, call):
-        key = self.fn, self.mesh, self.bucket_mb, call.key, tuple(call.numbers.items())
+        key = self.fn, self.mesh, self.settings.bucket_mb, call.key, tuple(call.numbers.items())
         with lock:
             if key not in made:
                 made[key] = real(self, call)

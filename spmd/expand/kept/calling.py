@@ -1,0 +1,42 @@
+"""How a program is called, as text, and back: what its inputs and outputs are, and which numbers it is right for.
+
+    inputs: [Slot('parameter', 'model.up.weight', '', ''), ..., Argument(path='x'), Draws(count=2)]
+    outputs: [0, Slot('parameter', 'model.up.weight', '', ''), ...]
+    tree: (Leaf(), {})
+    conditions: ('n0 > 0.5',)
+    changes: [('model', (), {'ready': True}, ())]
+
+It is what is left of a capture (`spmd.expand.capture.Captured`) when its graph has become a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx, nn
+
+from spmd import _torch
+from spmd.expand.capture import Captured
+from spmd.expand.kept import changes
+from spmd.expand.kept.notation import Reader, lines_of, read_lines
+from spmd.expand.kept.trees import as_tree, as_value
+from spmd.mesh import DeviceMesh
+
+FIELDS = ("inputs", "outputs", "leaves", "fixed")
+
+
+def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
+    """What a call has to know of the program of a capture. modules: those that the step is given, by path."""
+    conditions = _torch.Conditions.of(captured.symbols)
+    said = {name: getattr(captured, name) for name in FIELDS}
+    said |= {"tree": as_value(captured.tree), "names": conditions.names, "conditions": conditions.texts}
+    return lines_of(said | {"changes": changes.as_value(captured.changes, modules)})
+
+
+def read_calling(text: str, mesh: DeviceMesh, modules: Mapping[str, nn.Module]) -> Captured:
+    """A capture without its graph, which is not needed to run the program. ValueError for other text."""
+    said = read_lines(text, Reader(mesh), (*FIELDS, "tree", "names", "conditions", "changes"))
+    symbols = _torch.Conditions(said["names"], said["conditions"])
+    inputs, outputs, leaves, fixed = (said[name] for name in FIELDS)
+    made = changes.contents_of(said["changes"], modules)
+    return Captured(fx.Graph(), {}, inputs, outputs, leaves, as_tree(said["tree"]), symbols, fixed, made)

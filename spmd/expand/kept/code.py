@@ -1,0 +1,248 @@
+"""The code that a step runs, and the values that it reads beside its arguments, as entries of a key.
+
+    code of train               a digest of the file: the step, the classes of its modules, and all files of the user
+                                that these import
+    code of transformers        the version of an installed package
+    value train.SCALE           a global, a closed-over variable or an attribute that code of the user names
+
+A capture runs code and reads values, and the program is right for no others. Which code it runs is known without
+running it: files of the user are read with everything that they import, whether or not it plays a role. A changed
+comment counts as a change. Left out: code that is found in other ways, such as plugins by name.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import spmd.expand.kept as here
+from spmd.expand.closed_over import MOST_ITEMS, is_installed, names_in, package_of
+from spmd.expand.kept.described import code_text, described, digest, qualified, shortened
+from spmd.expand.kept.notation import MAIN, CannotKeep, module_name
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def code_entries(fn: Callable, objects: Iterable[Any]) -> dict[str, str]:
+    """The entries for a step and for the modules, optimisers and other objects that it is given."""
+    roots = [fn, *_classes(objects)]
+    return dict(sorted((*_files(roots), *_Values().of(fn, roots).items())))
+
+
+@functools.lru_cache(maxsize=1)
+def version_of_spmd() -> str:
+    """The version of spmd with a digest of its sources: programs of other sources may be other programs."""
+    root = Path(here.__file__).parents[2]
+    files = sorted(root.rglob("*.py"))
+    return f"sources {digest(*(part for f in files for part in (str(f.relative_to(root)), f.read_bytes())))}"
+
+
+def _classes(objects: Iterable[Any]) -> list[type]:
+    """The classes of objects and of the modules in modules, each once, with those that they inherit from."""
+    found: dict[type, None] = {}
+    for x in objects:
+        for each in x.modules() if isinstance(x, nn.Module) else (x,):
+            found |= dict.fromkeys(type(each).__mro__)
+    return [kind for kind in found if kind is not object]
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def _files(roots: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """An entry for each file of the user, and for each installed package, whose code the roots are."""
+    open_ = sorted({name for root in roots if (name := _module_of(root))})
+    seen = set(open_)
+    while open_:
+        name = open_.pop()
+        if is_installed(package_of(name)):
+            if (version := _version(package_of(name))) is not None:
+                yield f"code of {package_of(name)}", version
+            continue
+        path = _path_of(name)
+        if path is None:
+            continue
+        text, imported = _read(path, os.stat(path).st_mtime_ns, name)
+        yield f"code of {module_name(name)}", text
+        new = [n for n in imported if n not in seen]
+        seen.update(new)
+        open_ += new
+
+
+def _module_of(x: Any) -> str | None:
+    """The Python module of a function, a bound method, a partial or an object that is called."""
+    while isinstance(x, functools.partial):
+        x = x.func
+    return getattr(x, "__module__", None) or getattr(type(x), "__module__", None)
+
+
+def _path_of(name: str) -> str | None:
+    """The source file of a Python module; None for one without."""
+    if name in sys.modules:
+        path = getattr(sys.modules[name], "__file__", None)
+    else:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, AttributeError, ValueError):
+            spec = None
+        path = spec.origin if spec is not None else None
+    return path if path and path.endswith(".py") and os.path.isfile(path) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(path: str, changed: int, name: str) -> tuple[str, tuple[str, ...]]:
+    """A digest of a file, and the names of what it imports. changed: when it was written, for the cache."""
+    source = Path(path).read_bytes()
+    module = sys.modules.get(name)
+    package = getattr(module, "__package__", None) or name.rpartition(".")[0]
+    try:
+        imported = sorted(set(_imports(ast.parse(source), package)))
+    except SyntaxError:
+        imported = []
+    return digest(source), tuple(imported)
+
+
+def _imports(tree: ast.AST, package: str) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            at = "." * node.level + (node.module or "")
+            try:
+                of = importlib.util.resolve_name(at, package) if node.level else at
+            except ImportError:
+                continue
+            yield of
+            yield from (f"{of}.{alias.name}" for alias in node.names if f"{of}.{alias.name}" in sys.modules)
+
+
+@functools.lru_cache(maxsize=256)
+def _version(package: str) -> str | None:
+    """The version of an installed package; None for torch, spmd and Python's own, which have other entries or none."""
+    if package in ("", "torch", "spmd") or package in sys.stdlib_module_names:
+        return None
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return getattr(sys.modules.get(package), "__version__", None)
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+
+class _Values:
+    """The plain values that code of the user names. Code is looked through once, with all functions that it names."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+        self.seen: set[tuple] = set()
+
+    def of(self, fn: Callable, roots: Iterable[Any]) -> dict[str, str]:
+        """The values that the step and the methods of classes read."""
+        self.value("step", fn, ())
+        for root in roots:
+            if isinstance(root, type):
+                self.methods(root)
+        return self.found
+
+    def methods(self, kind: type) -> None:
+        """Look through the code of a class of the user."""
+        if not _is_of_user(kind) or (kind,) in self.seen:
+            return
+        self.seen.add((kind,))
+        for x in vars(kind).values():
+            for fn in (x, getattr(x, "__func__", None), *(getattr(x, name, None) for name in ("fget", "fset", "func"))):
+                if isinstance(fn, types.FunctionType):
+                    self.function(fn)
+
+    def function(self, fn: types.FunctionType) -> None:
+        """Look through a function of the user: what it names, what is bound to it, and the file where it has none."""
+        if not _is_of_user(fn) or (fn,) in self.seen:
+            return
+        self.seen.add((fn,))
+        names, where = names_in(fn.__code__), qualified(fn)
+        if _path_of(fn.__module__ or "") is None:  # typed in, or made by exec
+            self.found[f"code of {where}"] = code_text(fn.__code__)
+        given = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
+        for name, x in given.items():
+            self.value(f"{module_name(fn.__module__)}.{name}", x, names.attributes)
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        bound = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+        bound |= fn.__kwdefaults__ or {}
+        bound |= {f"default {i}": x for i, x in enumerate(fn.__defaults__ or ())}
+        for name, x in bound.items():
+            self.value(f"{where}.{name}", x, names.attributes)
+
+    def value(self, path: str, x: Any, names: tuple[str, ...]) -> None:
+        """Note a plain value; look through functions, and through what the names of attributes reach."""
+        if isinstance(x, PLAIN):
+            self.found[f"value {path}"] = shortened(described(x))
+            return
+        if (id(x), names) in self.seen or isinstance(x, (torch.Tensor, nn.Module, Optimizer)):
+            return
+        self.seen.add((id(x), names))
+        if isinstance(x, (list, tuple, dict, set, frozenset)):
+            for key, y in _items(x) if len(x) <= MOST_ITEMS else ():
+                self.value(f"{path}.{key}", y, names)
+        elif isinstance(x, functools.partial):
+            for name, y in {"function": x.func, "args": x.args, "keywords": x.keywords}.items():
+                self.value(f"{path}.{name}", y, names)
+        elif isinstance(x, types.MethodType):
+            self.function(x.__func__)
+            self.value(path, x.__self__, names_in(x.__func__.__code__).attributes if _has_code(x.__func__) else names)
+        elif isinstance(x, types.FunctionType):
+            self.function(x)
+            self.value(path, getattr(x, "__wrapped__", None), names)
+        elif isinstance(x, type):
+            self.methods(x)
+        elif _is_of_user(x):
+            self.attributes(path, x, names)
+
+    def attributes(self, path: str, x: Any, names: tuple[str, ...]) -> None:
+        """Look through the attributes of an object, or of a Python module of the user, that the code names."""
+        if not isinstance(x, types.ModuleType):
+            self.methods(type(x))
+        own = getattr(x, "__dict__", {})
+        for name in names:
+            if name in own:
+                self.value(f"{path}.{name}", own[name], names)
+
+
+def _has_code(x: Any) -> bool:
+    return isinstance(x, types.FunctionType)
+
+
+def _items(x: Any) -> Iterable[tuple[Any, Any]]:
+    """The items of a container; of a set its plain values, in an order that does not depend on the process."""
+    if isinstance(x, dict):
+        return x.items()
+    return enumerate(x if isinstance(x, (list, tuple)) else sorted((y for y in x if isinstance(y, PLAIN)), key=repr))
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _is_of_user(x: Any) -> bool:
+    """Whether a function, a class, an object or a Python module is the user's, and no installed package's."""
+    name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or type(x).__module__
+    return name == MAIN or not is_installed(package_of(name))
+
+
+__all__ = ["CannotKeep", "code_entries", "version_of_spmd"]

@@ -1,0 +1,158 @@
+"""Values described by their contents, as text that is equal in another process exactly where the values are equal.
+
+    {"rate": 0.5, "act": F.gelu}      "{'rate': 0.5, 'act': function torch._C._nn.gelu}"
+
+A guard (`spmd.expand.guards`) compares within a process, and may go by identity. This goes by content: a function is
+its place, what is bound to it and its code, a tensor its numbers. No address and no order of a set is in the text.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd import _torch
+from spmd.expand.guards import ById
+from spmd.expand.kept.notation import CannotKeep, module_name, spec_text
+from spmd.expand.state import Slot
+from spmd.tensor.annotations.block_function import BlockFunction
+from spmd.tensor.spec import Spec
+
+LONGEST = 200
+"""Longer texts of one value are replaced by a digest."""
+
+
+def described(value: Any) -> str:
+    """The value as text. CannotKeep for one that says nothing of its contents.
+
+    >>> described([1, {"b": {2, 1}}]), described(torch.ones(2))
+    ("[1, {'b': {1, 2}}]", 'f32[2] 4d4f4a8a4ae7a4e8')
+    """
+    return _described(value, ())
+
+
+def digest(*parts: str | bytes) -> str:
+    """Sixteen hexadecimal digits that are equal for equal parts."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()[:16]
+
+
+def shortened(text: str) -> str:
+    """The text, or a digest of it where it is long."""
+    return text if len(text) <= LONGEST else f"{text[:40]}... {digest(text)}"
+
+
+def qualified(x: Any) -> str:
+    """The name of a class or function, with its Python module."""
+    return f"{module_name(getattr(x, '__module__', None))}.{getattr(x, '__qualname__', type(x).__qualname__)}"
+
+
+def _described(x: Any, around: tuple[int, ...]) -> str:
+    """around: the identities of the values that this one is inside of."""
+    if isinstance(x, ById):
+        return _described(x.value, around)
+    for kinds, text in _TEXTS:
+        if isinstance(x, kinds):
+            return text(x)
+    if id(x) in around:
+        return f"itself, {len(around) - around.index(id(x))} up"
+
+    def inner(y: Any) -> str:
+        return _described(y, (*around, id(x)))
+
+    for kinds, describe in _CONTAINERS:
+        if isinstance(x, kinds):
+            return describe(x, inner)
+    attributes = _attributes(x)
+    if attributes is not None:
+        return f"{qualified(type(x))}({', '.join(f'{k}={inner(v)}' for k, v in attributes.items())})"
+    text = repr(x)
+    if re.search(r"\b0x[0-9a-f]+", text):
+        raise CannotKeep(f"a {qualified(type(x))} says nothing of its contents, so it cannot be compared")
+    return text
+
+
+def _attributes(x: Any) -> dict[str, Any] | None:
+    slots = [name for kind in type(x).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
+    found = {name: getattr(x, name) for name in slots if hasattr(x, name) and name not in ("__dict__", "__weakref__")}
+    return found | vars(x) if hasattr(x, "__dict__") else found or None
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def tensor_text(x: torch.Tensor) -> str:
+    """Dtype, shape and numbers of a tensor. The numbers of DTensors differ between ranks, and are left out."""
+    spec = getattr(x, "_spec", None)
+    if spec is not None or x.is_meta:
+        return spec_text(spec) if spec is not None else f"meta {x.dtype} {list(x.shape)}"
+    flat = x.detach().cpu().contiguous().view(-1)
+    return f"{x.dtype}{list(x.shape)} {digest(flat.view(torch.uint8).numpy().tobytes() if x.numel() else b'')}"
+
+
+def code_text(code: types.CodeType) -> str:
+    """A digest of what a function does, wherever its lines stand."""
+    inner = [code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return digest(code.co_code, *inner, *code.co_names, *code.co_varnames)
+
+
+def _function(fn: types.FunctionType, inner: Callable[[Any], str]) -> str:
+    cells = [inner(c.cell_contents) for c in fn.__closure__ or () if _is_set(c)]
+    bound = [inner(fn.__defaults__ or ()), inner(fn.__kwdefaults__ or {}), *cells]
+    return f"function {qualified(fn)} {digest(code_text(fn.__code__), *bound)}"
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _module(x: nn.Module, inner: Callable[[Any], str]) -> str:
+    tensors = [f"{name}: {list(t.shape)} {t.dtype}" for name, t in (*x.named_parameters(), *x.named_buffers())]
+    parts = [f"{name}: {qualified(type(m))}" for name, m in x.named_modules()]
+    return f"module {digest(*parts, *tensors)}"
+
+
+_TEXTS: list[tuple[Any, Callable[[Any], str]]] = [
+    ((bool, int, str, bytes, type(None), complex), repr),
+    (float, float.__repr__),
+    (Slot, str),
+    (Spec, spec_text),
+    (torch.Tensor, tensor_text),
+    (np.ndarray, lambda x: f"array {x.dtype} {x.shape} {digest(np.ascontiguousarray(x).tobytes())}"),
+    ((torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, _torch.OpOverload), str),
+    (type, lambda x: f"type {qualified(x)}"),
+    (types.ModuleType, lambda x: f"module {module_name(x.__name__)}"),
+    (types.BuiltinFunctionType, lambda x: f"function {qualified(x)}"),
+]
+"""Values that contain no others."""
+
+_CONTAINERS: list[tuple[Any, Callable[[Any, Callable[[Any], str]], str]]] = [
+    (tuple, lambda x, inner: f"({', '.join(map(inner, x))})"),
+    (list, lambda x, inner: f"[{', '.join(map(inner, x))}]"),
+    (dict, lambda x, inner: f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in x.items())}}}"),
+    ((set, frozenset), lambda x, inner: f"{{{', '.join(sorted(map(inner, x)))}}}"),
+    (types.FunctionType, _function),
+    (types.MethodType, lambda x, inner: f"{inner(x.__func__)} of {qualified(type(x.__self__))}"),
+    (functools.partial, lambda x, inner: f"partial {inner(x.func)} {inner(x.args)} {inner(x.keywords)}"),
+    (BlockFunction, lambda x, inner: f"local_map {inner(x.func)} {inner((x.ins, x.outs, x.grads, x.redistributes))}"),
+    (nn.Module, _module),
+    (Optimizer, lambda x, inner: f"optimiser {qualified(type(x))}"),
+]
+"""Values that contain others, and how they are described by the descriptions of these."""

@@ -1,0 +1,48 @@
+"""What the user says to `spmd.compile` beside the function and the mesh, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spmd.expand.places.fully_shard import FullyShard
+from spmd.expand.places.table import PlacesTable, Sharding
+from spmd.expand.precision import MixedPrecision
+from spmd.mesh import DeviceMesh
+from spmd.tensor.annotations.patterns import Patterns, Placed, check_patterns
+from spmd.tensor.placement import Placement
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `spmd.compile` under their names, with placements in the order of the mesh."""
+
+    params: Mapping[str, tuple[Placement, ...] | None]
+    stored: Placed
+    fully_shard: Mapping[str, FullyShard | None]
+    mixed_precision: MixedPrecision | None
+    inputs: Placed
+    outputs: Placed
+    bucket_mb: float | None
+    choose: str
+
+    @classmethod
+    def of(
+        cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, fully_shard: Sharding,
+        mixed_precision: MixedPrecision | None, inputs: Patterns | None, outputs: Patterns | None,
+        bucket_mb: float | None, choose: str,
+    ) -> Settings:  # fmt: skip
+        """The settings, with everything checked that can be checked without tensors."""
+        if bucket_mb is not None and bucket_mb < 0:
+            raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
+        if choose not in ("op", "program"):
+            raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
+        table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
+        inputs = check_patterns(mesh, inputs or {}, "inputs")
+        outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
+        said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
+        return cls(*said, inputs, outputs, bucket_mb, choose)
+
+    def table(self, mesh: DeviceMesh) -> PlacesTable:
+        """Which places each parameter has on a mesh."""
+        return PlacesTable(mesh, self.params, self.stored, self.fully_shard, self.mixed_precision)

@@ -1,0 +1,345 @@
+"""A program is used again for what it was made for, in any process, and for nothing else; what differs is named."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn, optim
+
+import spmd
+from spmd import CompiledStep, LocalTensorMode, Replicate, Shard, StaleStep, UnreadableStep
+from spmd.expand.kept import archive
+from spmd.expand.kept.library import Folder
+
+ROOT = Path(__file__).parents[3]
+
+SOURCE = """
+    import torch
+    from torch import nn
+    from {helper} import bent
+
+    SCALE = 2.0
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down, self.p = nn.Linear(4, 8), nn.Linear(8, 2), 0.5
+
+        def forward(self, x):
+            return self.down(bent(self.up(x))) * SCALE * self.p
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+"""
+HELPER = """
+    import torch
+
+    def bent(x):
+        return torch.relu(x)
+"""
+PARAMS = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
+INPUTS = {"x": {"dp": Shard(0)}}
+
+
+@pytest.fixture
+def user(tmp_path, monkeypatch):
+    """The user's two files, imported; the second is imported by the first."""
+    names = f"train_{tmp_path.name}", f"helper_{tmp_path.name}"
+    (tmp_path / f"{names[0]}.py").write_text(textwrap.dedent(SOURCE).format(helper=names[1]))
+    (tmp_path / f"{names[1]}.py").write_text(textwrap.dedent(HELPER))
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield importlib.import_module(names[0])
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def mesh_of(*shape, names=("dp", "tp")) -> spmd.DeviceMesh:
+    return spmd.DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape).tolist(), mesh_dim_names=names)
+
+
+def started(user, width=4):
+    torch.manual_seed(0)
+    model = user.Net()
+    model.up = nn.Linear(width, 8)
+    return model, optim.SGD(model.parameters(), lr=0.1)
+
+
+def called(step, user, rows=4, width=4, before=lambda model, optimizer: None):
+    model, optimizer = started(user, width)
+    before(model, optimizer)
+    return step(model, optimizer, torch.ones(rows, width)).full_tensor().reconcile()
+
+
+def count_captures():
+    real = CompiledStep._capture_and_expand
+    return mock.patch.object(CompiledStep, "_capture_and_expand", autospec=True, side_effect=real)
+
+
+@pytest.fixture
+def saved(user, tmp_path):
+    path = tmp_path / "step.spmd"
+    with LocalTensorMode(4):
+        step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS)
+        called(step, user)
+        step.save(path)
+    return path
+
+
+# ---- what differs is named --------------------------------------------------------------------
+
+
+def rewritten(user, name, old, new):
+    file = Path(sys.modules[name].__file__)
+    source = file.read_text()
+    assert old in source
+    file.write_text(source.replace(old, new))
+    os.utime(file, ns=(1, 1))  # another time, however fast this is
+
+
+def changed_line(user, patch):
+    rewritten(user, user.__name__, "* self.p", "/ self.p")
+    return {}
+
+
+def changed_helper(user, patch):
+    rewritten(user, user.bent.__module__, "torch.relu(x)", "torch.tanh(x)")
+    return {}
+
+
+def changed_global(user, patch):
+    patch.setattr(user, "SCALE", 3.0)
+    return {}
+
+
+def changed_attribute(user, patch):
+    return {"before": lambda model, optimizer: setattr(model, "p", 0.25)}
+
+
+def changed_flag(user, patch):
+    return {"before": lambda model, optimizer: model.eval()}
+
+
+def changed_class(user, patch):
+    return {"before": lambda model, optimizer: setattr(model, "down", nn.Bilinear(8, 8, 2))}
+
+
+def changed_option(user, patch):
+    return {"before": lambda model, optimizer: optimizer.param_groups[0].update(nesterov=True)}
+
+
+def other_rows(user, patch):
+    return {"rows": 6}
+
+
+def other_width(user, patch):
+    return {"width": 5}
+
+
+MUTATIONS = {
+    changed_line: "code of train_.*: it has changed",
+    changed_helper: "code of helper_.*: it has changed",
+    changed_global: r"value train_.*\.SCALE: '2.0' was saved, and here it is '3.0'",
+    changed_attribute: r"model\.p: '0.5' was saved, and here it is '0.25'",
+    changed_flag: r"model\.training: 'True' was saved, and here it is 'False'",
+    changed_class: r"model\.down: 'type torch.nn.modules.linear.Linear' was saved, and here it is '.*Bilinear'",
+    changed_option: r"optimizer\.param_groups\.0\.nesterov: 'False' was saved, and here it is 'True'",
+    other_rows: r"argument x: .*f32\[4@dp, 4\].* was saved, and here it is .*f32\[6@dp, 4\]",
+    other_width: r"parameter model\.up\.weight: 'f32\[8@tp, 4\], requires gradient' was saved, and here .*\[8@tp, 5\]",
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
+def test_a_call_that_nothing_was_saved_for_names_what_differs(mutate, user, saved, monkeypatch):
+    with LocalTensorMode(4):
+        step = spmd.load_step(saved, user.step, mesh_of(2, 2))
+        with pytest.raises(StaleStep, match=MUTATIONS[mutate]):
+            called(step, user, **mutate(user, monkeypatch))
+
+
+def test_what_differs_before_any_call(user, saved, monkeypatch):
+    with pytest.raises(StaleStep, match=r"mesh tp: '2' was saved, and here there is none"):
+        spmd.load_step(saved, user.step, mesh_of(2, 2, names=("dp", "cp")))
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with pytest.raises(StaleStep, match=r"torch: '2.*' was saved, and here it is '2.99.0'"):
+        spmd.load_step(saved, user.step, mesh_of(2, 2))
+
+
+def test_other_placements_are_other_programs(user, tmp_path):
+    """A tensor that is placed otherwise is another input."""
+    with LocalTensorMode(4):
+        mesh = mesh_of(2, 2)
+        compiled = spmd.compile(user.step, mesh, params=PARAMS)
+        model, optimizer = started(user)
+        compiled(model, optimizer, spmd.distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Replicate()]))
+        compiled.save(tmp_path / "step.spmd")
+        step = spmd.load_step(tmp_path / "step.spmd", user.step, mesh)
+        with pytest.raises(StaleStep, match=r"argument x: .*4@dp, 4.* was saved, and here .*f32\[4, 4@tp\]"):
+            model, optimizer = started(user)
+            step(model, optimizer, spmd.distribute_tensor(torch.ones(4, 4), mesh, [Replicate(), Shard(1)]))
+
+
+# ---- other numbers of ranks -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (1, 2), (3, 1)], ids=str)
+def test_other_numbers_of_ranks(user, saved, shape):
+    """Nothing in this program was made for a number of ranks, as long as there is more than one, or it says so."""
+    with LocalTensorMode(torch.Size(shape).numel()):
+        step = spmd.load_step(saved, user.step, mesh_of(*shape))
+        if 1 in shape:
+            with pytest.raises(StaleStep, match="f32"):
+                called(step, user)
+            return
+        compiled = spmd.compile(user.step, mesh_of(*shape), params=PARAMS, inputs=INPUTS)
+        torch.testing.assert_close(called(step, user), called(compiled, user))
+
+
+def rowed(x):
+    return x.cumsum(0)
+
+
+def test_what_was_made_for_a_number_of_ranks_says_so(tmp_path):
+    with LocalTensorMode(4):
+        step = spmd.compile(rowed, mesh_of(2, 2), inputs=INPUTS)
+        step(torch.ones(8, 4))
+        step.save(tmp_path / "step.spmd")
+    with LocalTensorMode(8), pytest.raises(StaleStep, match=r"does not fit other numbers of ranks, dp from 2 to 4"):
+        spmd.load_step(tmp_path / "step.spmd", rowed, mesh_of(4, 2))(torch.ones(8, 4))
+
+
+# ---- a folder ---------------------------------------------------------------------------------
+
+
+def test_a_second_start_captures_nothing(user, tmp_path):
+    folder = tmp_path / "cache"
+    with LocalTensorMode(4), count_captures() as captures:
+        texts = []
+        for _ in range(2):
+            step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=folder)
+            called(step, user)
+            texts.append(str(step.program))
+        assert captures.call_count == 1 and texts[0] == texts[1]
+        called(spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=folder), user, rows=6)
+        assert captures.call_count == 2 and len(list(folder.iterdir())) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "bits", "text", "line"])
+def test_a_damaged_file_is_told_and_replaced(user, tmp_path, damage):
+    with LocalTensorMode(4), count_captures() as captures:
+        step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=tmp_path / "cache")
+        called(step, user)
+        (file,) = (tmp_path / "cache").iterdir()
+        damaged(file, damage)
+        again = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=tmp_path / "cache")
+        with pytest.warns(UserWarning, match="it is not used|is not used, and will be replaced"):
+            called(again, user)
+        assert captures.call_count == 2
+        called(spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=tmp_path / "cache"), user)
+        assert captures.call_count == 2
+    file.write_bytes(b"nothing")
+    with pytest.raises(UnreadableStep, match="is no saved step, or it is damaged"):
+        spmd.load_step(file, user.step, mesh_of(2, 2))
+
+
+def damaged(file: Path, how: str) -> None:
+    data = file.read_bytes()
+    if how == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    elif how == "bits":
+        with zipfile.ZipFile(file) as z:
+            at = z.getinfo("0/program.txt").header_offset + 60
+        file.write_bytes(data[:at] + bytes(x ^ 255 for x in data[at : at + 8]) + data[at + 8 :])
+    else:  # a program that no other process would run: sound as an archive
+        settings, (entry,) = archive.read(file)
+        text = entry.program.replace("all_reduce(", "no_such_move(" if how == "text" else "slice(", 1)
+        assert text != entry.program
+        archive.write(file, settings, [archive.Entry(entry.key, text, entry.calling, entry.constants)])
+
+
+def test_many_write_at_once(user, saved, tmp_path):
+    """Every reader sees a whole file, and nothing is left behind."""
+    settings, entries = archive.read(saved)
+    file = tmp_path / "shared" / "x.spmd"
+    file.parent.mkdir()
+    archive.write(file, settings, entries)
+
+    def work(i):
+        archive.write(file, settings, entries)
+        return archive.read(file)[1] == entries
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(12)))
+    assert [f.name for f in file.parent.iterdir()] == ["x.spmd"]
+
+
+def test_a_folder_has_a_bound(user, saved, tmp_path):
+    """The files that were used last are kept."""
+    (entry,) = archive.read(saved)[1]
+    folder = Folder(tmp_path / "cache", most_bytes=0)
+    folder.path.mkdir()
+    files = [folder.path / f"{i}.spmd" for i in range(3)]
+    for i, file in enumerate(files):
+        archive.write(file, "", [entry])
+        os.utime(file, (100 - i, 100 - i))
+    folder.most_bytes = 2 * files[0].stat().st_size
+    folder._trim(keep=files[2])
+    assert sorted(folder.path.iterdir()) == [files[0], files[1], files[2]][:2] + [files[2]]
+
+
+SCRIPT = """
+    import sys
+    from unittest import mock
+    import torch, spmd
+    from spmd import CompiledStep, LocalTensorMode
+    from {train} import Net, step
+    from tests.expand.kept.test_library import INPUTS, PARAMS, called, count_captures, mesh_of
+    import {train} as user
+
+    with LocalTensorMode(4), count_captures() as captures:
+        compiled = spmd.compile(step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS)
+        loss = called(compiled, user)
+    print(captures.call_count, compiled.program.fingerprint, loss.item())
+"""
+
+
+def test_another_process_with_another_hash_seed(user, tmp_path):
+    """A folder in the environment; the second process, of another hash seed, makes the same program of the files."""
+    with LocalTensorMode(4):
+        step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=tmp_path / "cache")
+        loss = called(step, user)
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).format(train=user.__name__))
+    for seed, folder in ((1, tmp_path / "cache"), (2, "")):
+        path = os.pathsep.join([str(ROOT), str(tmp_path)])
+        environment = os.environ | {"PYTHONPATH": path, "SPMD_CACHE": str(folder), "PYTHONHASHSEED": str(seed)}
+        done = subprocess.run(
+            [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=120
+        )
+        captures, fingerprint, theirs = done.stdout.split() or [done.stderr] * 3
+        assert (fingerprint, float(theirs)) == (step.program.fingerprint, loss.item())
+        assert int(captures) == (0 if folder else 1)
+
+
+def test_a_file_is_text_and_tensors(saved):
+    """No part is a pickle but that of torch's tensors, which loads no code."""
+    with zipfile.ZipFile(saved) as z:
+        names = sorted(z.namelist())
+        assert names == ["0/calling.txt", "0/constants.pt", "0/key.json", "0/program.txt", "step.json"]
+        key, program = json.loads(z.read("0/key.json")), z.read("0/program.txt").decode()
+    assert key["mesh dp"] == "2" and key["torch"] == torch.__version__
+    assert "= all_reduce('tp')(" in program and "bucket(all_reduce('dp'))([" in program
