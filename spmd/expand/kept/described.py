@@ -35,7 +35,7 @@ def described(value: Any) -> str:
     """The value as text. CannotKeep for one that says nothing of its contents.
 
     >>> described([1, {"b": {2, 1}}]), described(torch.ones(2))
-    ("[1, {'b': {1, 2}}]", 'f32[2] 4d4f4a8a4ae7a4e8')
+    ("[1, {'b': {1, 2}}]", 'torch.float32[2] 403efa70111d24d5')
     """
     return _described(value, ())
 

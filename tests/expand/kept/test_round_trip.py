@@ -148,7 +148,8 @@ CASES = {
         },
     ),
     "chosen for the program": Case(
-        train_step, trained(Net, momentum), rows(8), {"params": {"down.*": None}, "inputs": INPUTS, "choose": "program"},
+        train_step, trained(Net, momentum), rows(8),
+        {"params": {"down.*": None}, "inputs": INPUTS, "choose": "program"},
     ),
     "packed": Case(train_step, trained(Packed), rows(8), {"params": PACKED, "inputs": INPUTS, "bucket_mb": None}),
     "halos": Case(train_step, trained(Image), IMAGES, {"inputs": {"x": {"dp": Shard(0), "tp": Shard(3)}}}),
