@@ -175,8 +175,8 @@ def _traced(
     mode = symbols.fake_mode()
     slots = state.tensors()
     leaves = dict(named_leaves(args))
-    inputs: dict[Slot | Argument, Any] = {slot: _fake_of(mode, t) for slot, t in slots.items()}
-    inputs |= {Argument(path): _fake_of(mode, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    inputs: dict[Slot | Argument, Any] = {slot: _fake_of(mode, t, mesh) for slot, t in slots.items()}
+    inputs |= {Argument(path): _fake_of(mode, x, mesh) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     flat = _FlatFunction(call, args, state, slots, tuple(inputs))
@@ -326,11 +326,12 @@ class _FlatFunction:
         return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def _fake_of(mode, t: torch.Tensor) -> torch.Tensor:
+def _fake_of(mode, t: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
     """A fake global tensor, with the strides that the tensor has after it is placed on the mesh."""
     stride = contiguous(t.shape) if spec_of_value(t) is None else t.stride()
+    device = mesh.device_type if t.is_meta and mesh is not None else t.device  # a model on meta is made on the mesh
     with mode:
-        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=device)
 
 
 def _check_hooks(state: State) -> None:

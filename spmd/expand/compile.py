@@ -54,6 +54,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
+from spmd.tensor.eager.meta_models import Init, check_initialisers, initialise, is_to_be_made, made_empty
 from spmd.tensor.modes import deterministic, explicit
 from spmd.tensor.recipes import stream
 from spmd.tensor.spec import Spec
@@ -72,6 +73,7 @@ def compile(
     choose: str = "op",
     outputs: Patterns | None = None,
     cache: str | os.PathLike | None = None,
+    init: Init = True,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -98,6 +100,10 @@ def compile(
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
 
+    init: for models on the meta device, of which each rank makes its blocks: True runs the initialisers of the modules
+    (`reset_parameters`, `_init_weights`) on these; a function is then called with each module; False leaves the memory
+    as it is.
+
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
     Returns a `CompiledStep`. Its first call turns the parameters, buffers and optimiser state into DTensors. Tensors
@@ -111,7 +117,7 @@ def compile(
     settings = Settings.of(
         mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose
     )  # fmt: skip
-    return CompiledStep(fn, mesh, settings, library_at(cache))
+    return CompiledStep(fn, mesh, settings, library_at(cache), init)
 
 
 MOST_PROGRAMS = 64
@@ -121,8 +127,10 @@ MOST_PROGRAMS = 64
 class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
-    def __init__(self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE) -> None:
-        self.fn, self.mesh, self.settings, self._library = fn, mesh, settings, library
+    def __init__(
+        self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE, init: Init = True
+    ) -> None:
+        self.fn, self.mesh, self.settings, self._library, self._init = fn, mesh, settings, library, init
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
@@ -175,7 +183,7 @@ class CompiledStep:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
         self._last = bound
         _check_explicit(self._title, bound.program)
-        tensors = call.placed_state(self.mesh)
+        tensors = call.placed_state(self._init)
         if self._check_every and calls % self._check_every == 0:
             check_equal(self._call_title, self.mesh, call.leaves, tensors)
         result, changed = bound.run(call.state, tensors, call.placed_leaves(), call.numbers)
@@ -188,6 +196,8 @@ class CompiledStep:
         try:
             call = self._call(args, kwargs, first=self._last is None)
             check_can_become(self._title, call.held())
+            if self.mesh.device_type != "meta":
+                check_initialisers(call.state.modules, self._init)
             return call, None
         except Exception as error:
             return None, error
@@ -352,14 +362,18 @@ class _Call:
         key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
         return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
 
-    def placed_state(self, mesh: DeviceMesh) -> Tensors:
-        """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first."""
-        if any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
+    def placed_state(self, init: Init) -> Tensors:
+        """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first, and those on
+        the meta device are made there. init: as in `compile`."""
+        fresh = {slot for slot, t in self.tensors.items() if is_to_be_made(t, self.specs[slot])}
+        if fresh or any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
             with torch.inference_mode(False):  # the state outlives the mode
-                new = {slot: placed(t, self.specs[slot]) for slot, t in self.tensors.items()}
+                makers = {slot: made_empty if slot in fresh else placed for slot in self.tensors}
+                new = {slot: makers[slot](t, self.specs[slot]) for slot, t in self.tensors.items()}
                 for slot, t in self.held():
                     become(t, new[slot])
             self.state.install(new | dict(self.held()))
+            initialise(self.state.modules, [t for slot, t in self.held() if slot in fresh], init)
             self.tensors = self.state.tensors()
         return self.tensors
 

@@ -8,9 +8,9 @@
 
     model = distribute_module(model, mesh, params={"*.up.weight": {"tp": Shard(0)}})
 
-Tensors that the partition function leaves plain are replicated. Each tensor stays the object that it is for everybody
-who holds it, under all its names. After a failure the module is as it was before: its parameters, buffers, submodules,
-hooks and attributes.
+Of a model on the meta device each rank makes its blocks (`meta_models`). Tensors that the partition function leaves
+plain are replicated. Each tensor stays the object that it is for everybody who holds it, under all its names. After a
+failure the module is as it was before: its parameters, buffers, submodules, hooks and attributes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from spmd.mesh import DeviceMesh, current_mesh
 from spmd.tensor.annotations.patterns import Patterns, check_patterns, placed_spec, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
+from spmd.tensor.eager.meta_models import Init, check_initialisers, initialise, is_to_be_made, made_empty
 from spmd.tensor.placement import Placement
 from spmd.tensor.spec import Spec
 
@@ -47,6 +48,7 @@ def distribute_module(
     output_fn: HookFn | None = None,
     *,
     params: Patterns | None = None,
+    init: Init = True,
 ) -> nn.Module:
     """Put a module on a mesh, in place, and return it.
 
@@ -54,6 +56,9 @@ def distribute_module(
     partition_fn: called as `partition_fn(name, submodule, device_mesh)` for the module and all its submodules. It may
     replace parameters and buffers by DTensors. The rest is replicated, with the values of the first rank.
     params: placements of parameters by name pattern, `{"*.up.weight": {"tp": Shard(0)}}`, as `spmd.compile` takes them.
+    init: for tensors on the meta device, of which each rank makes its block and runs the initialisers of their modules
+    (`reset_parameters`, `_init_weights`) on it: True for these alone, or a function that is then called with each
+    module. False leaves the memory as it is, for a checkpoint that is loaded next.
     input_fn, output_fn: called before and after each forward as `input_fn(module, inputs, device_mesh)`, with the tuple
     of positional arguments, and `output_fn(module, outputs, device_mesh)`. If they return something else than None, it
     replaces the inputs or the outputs.
@@ -77,7 +82,7 @@ def distribute_module(
         raise RuntimeError("distribute_module: this module is distributed already; call it once")
     patterns, before = check_patterns(mesh, params or {}, "params"), _Snapshot(module)
     try:
-        _place(_partition(module, mesh, partition_fn, patterns))
+        _place(_partition(module, mesh, partition_fn, patterns, init), module, init)
     except BaseException:
         before.restore()
         raise
@@ -191,6 +196,11 @@ class _Placing(NamedTuple):
         return f"{', '.join(place.name for place in self.places)}: {self.spec}{gradient}"
 
     @property
+    def is_to_be_made(self) -> bool:
+        """Whether the tensor has no numbers yet."""
+        return is_to_be_made(self.tensor, self.spec)
+
+    @property
     def grad(self) -> torch.Tensor | None:
         """The gradient, also if partition_fn left it in the tensor that it replaced."""
         own = self.tensor.grad
@@ -198,7 +208,7 @@ class _Placing(NamedTuple):
 
     def placed(self) -> DTensor:
         """What the kept object becomes: with the gradient, and the attributes that the user set on the tensor."""
-        out = placed(self.tensor, self.spec)
+        out = made_empty(self.tensor, self.spec) if self.is_to_be_made else placed(self.tensor, self.spec)
         if out is self.kept:
             return out
         if out is self.tensor:
@@ -211,8 +221,9 @@ class _Placing(NamedTuple):
 
 
 def _partition(
-    module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn | None, patterns: dict[str, tuple[Placement, ...]]
-) -> list[_Placing]:
+    module: nn.Module, mesh: DeviceMesh, partition_fn: PartitionFn | None, patterns: dict[str, tuple[Placement, ...]],
+    init: Init,
+) -> list[_Placing]:  # fmt: skip
     """Call partition_fn, and find where every tensor goes. If one rank fails, or the ranks differ, all ranks raise."""
     before, found, failed = list(_named_tensors(module)), [], None
     try:
@@ -221,6 +232,8 @@ def _partition(
         _tie_again(before)
         _check_on(mesh, module)
         found = _placings(module, mesh, patterns, before)
+        if mesh.device_type != "meta":
+            check_initialisers({"module": module}, init)
         moving = [p for p in found if p.kept is not p.tensor or getattr(p.tensor, "_spec", None) is not p.spec]
         check_can_become("distribute_module", ((p.places[0].name, p.kept) for p in moving))
     except Exception as error:
@@ -254,12 +267,14 @@ def _full_name(place: _NamedTensor) -> str:
     return f"module.{place.name}"
 
 
-def _place(found: list[_Placing]) -> None:
-    """Place all tensors, then put them into the objects that were there before."""
+def _place(found: list[_Placing], module: nn.Module, init: Init) -> None:
+    """Place all tensors, then put them into the objects that were there before. Initialise those without numbers."""
+    fresh = [p.kept for p in found if p.is_to_be_made]
     for placing, new in [(p, p.placed()) for p in found]:
         become(placing.kept, new)
         for place in placing.places:
             place.table[place.key] = placing.kept
+    initialise({"module": module}, fresh, init)
 
 
 def _tie_again(before: list[_NamedTensor]) -> None:
