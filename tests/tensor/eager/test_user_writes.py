@@ -133,8 +133,15 @@ def _on_two_ranks(fn):
         return None if out is None else [t.local[mode.ranks[0]] for t in out]
 
 
+@pytest.fixture(scope="module")
+def little_to_collect():
+    """Whatever is there already is not looked at when garbage is collected after each test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.mark.parametrize("fn", PARTED, ids=lambda fn: fn.__name__)
-def test_parted_copies_are_an_error(fn):
+def test_parted_copies_are_an_error(fn, little_to_collect):
     """A write through to_local that another tensor of the same memory would not show is an error when that is read."""
     with pytest.raises(RuntimeError, match=r"written through to_local\(\)"):
         _on_two_ranks(fn)
