@@ -28,8 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests and torch consist of stays: the garbage collector, a fifth of the time, looks at the rest, and less
-    often."""
+    """The garbage collector, which took a fifth of the time, need not look at what tests and torch consist of."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
