@@ -136,7 +136,15 @@ from spmd._torch.ops import (
 from spmd._torch.optimizers import step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
-from spmd._torch.symbols import Conditions, Symbols, is_symbol, symbolic_number, unknown_value_errors
+from spmd._torch.symbols import (
+    Conditions,
+    Symbols,
+    is_symbol,
+    known_value,
+    symbolic_min_max,
+    symbolic_number,
+    unknown_value_errors,
+)
 from spmd._torch.tensors import (
     LOADS_STATE,
     NO_KEYS,

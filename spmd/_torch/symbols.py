@@ -1,4 +1,4 @@
-"""Numbers that stay symbols in a trace, such as a learning rate.
+"""Numbers that stay symbols in a trace: a learning rate, a count of steps in a tensor, the norm of a gradient.
 
 torch.fx.experimental.symbolic_shapes imports sympy, which takes as long as a third of torch: only a capture needs it,
 so it is imported by the first one, and not with spmd.
@@ -7,8 +7,13 @@ so it is imported by the first one, and not with spmd.
 from __future__ import annotations
 
 import ast
+import builtins
+import contextlib
+import functools
 import math
 import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +30,12 @@ def _symbolic_shapes() -> ModuleType:
     return symbolic_shapes
 
 
+def _sympy() -> ModuleType:
+    import sympy  # see above
+
+    return sympy
+
+
 def unknown_value_errors() -> tuple[type[Exception], ...]:
     """UNKNOWN_SHAPE, and the error where Python code asks an unknown value for a branch or a size: for `except`."""
     return (*UNKNOWN_SHAPE, _symbolic_shapes().GuardOnDataDependentSymNode)
@@ -33,7 +44,8 @@ def unknown_value_errors() -> tuple[type[Exception], ...]:
 class _SymbolSafeFakes(FakeTensorMode):
     """Fake tensors that remember small constants, such as a step count of 0, until a symbolic float meets them.
 
-    torch would go on computing with the constant and get NaN.
+    torch would go on computing with the constant and get NaN. What is known of the value of a tensor of one number is
+    kept as `symbol`, an expression, through sums and comparisons: what is `item()` of it can then decide a branch.
     """
 
     def dispatch(self, func, types, args=(), kwargs=None):
@@ -42,25 +54,136 @@ class _SymbolSafeFakes(FakeTensorMode):
             for x in leaves:
                 if isinstance(x, fake_tensor.FakeTensor):
                     x.constant = None
-        return super().dispatch(func, types, args, kwargs or {})
+        out = super().dispatch(func, types, args, kwargs or {})
+        if func in _FACTORIES and not out.ndim and (value := _expression(_FACTORIES[func](*args))) is not None:
+            out.symbol = value
+        if any(hasattr(x, "symbol") for x in leaves):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                self.shape_env.define(out, args[0].symbol)
+            elif func in _EXACT and isinstance(out, torch.Tensor):
+                _note_value(out, func, args, kwargs or {})
+        return out
+
+
+def _note_value(out: torch.Tensor, func: Any, args: tuple, kwargs: dict) -> None:
+    """Give the result the expression of its value, where each operand has one."""
+    operands = [_expression(x) for x in args]
+    if None not in operands and (factor := _expression(kwargs.get("alpha", 1))) is not None:
+        expression = _EXACT[func](*operands[:1], *(factor * x for x in operands[1:]))
+        if expression is not None:
+            out.symbol = expression
+
+
+def _expression(x: Any) -> Any:
+    """The value of an operand, a tensor of one number or a number, as an expression; None where it is not known."""
+    constant = getattr(x, "constant", None)
+    if isinstance(constant, torch.Tensor) and not constant.ndim:
+        x = constant.item()
+    if isinstance(x, (torch.SymInt, torch.SymFloat)):
+        return x.node.expr
+    return _sympy().sympify(x) if type(x) in (int, float) else getattr(x, "symbol", None)
+
+
+def known_value(x: torch.Tensor) -> Any:
+    """What is known of the value of a fake tensor of one number, an expression; None for most."""
+    return getattr(x, "symbol", None)
+
+
+def _compare(name: str) -> Callable[[Any, Any], Any]:
+    return lambda x, y: getattr(_sympy(), name)(x, y)
+
+
+def _exact_ops() -> dict[Any, Callable]:
+    """Ops whose results, on whole numbers such as counts, are those of the expression, without rounding."""
+    aten = torch.ops.aten
+    found = {aten.neg.default: lambda x: -x}
+    found |= {getattr(aten, name).default: lambda x: x for name in ("clone", "detach", "alias", "lift_fresh")}
+    for kind in ("Tensor", "Scalar"):
+        found |= {
+            getattr(aten.add, kind): lambda x, y: x + y, getattr(aten.sub, kind): lambda x, y: x - y,
+            getattr(aten.mul, kind): lambda x, y: x * y,
+        }  # fmt: skip
+        found |= {getattr(getattr(aten, name), kind): _compare(name.capitalize()) for name in _COMPARISONS}
+    return found
+
+
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_EXACT = _exact_ops()
+_FACTORIES: dict[Any, Callable] = {
+    torch.ops.aten.ones.default: lambda size: 1, torch.ops.aten.zeros.default: lambda size: 0,
+    torch.ops.aten.full.default: lambda size, value: value, torch.ops.aten.scalar_tensor.default: lambda value: value,
+}  # fmt: skip
+"""Ops that make a tensor of one number, with the number."""
+
+
+@functools.cache
+def _environment() -> type:
+    """A ShapeEnv that decides branches by the values of tensors that are known. A class, made when it is needed."""
+
+    class Environment(_symbolic_shapes().ShapeEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hints: dict[Any, float] = {}
+            self.defined: dict[Any, Any] = {}
+            self.decided: dict[Any, None] = {}
+
+        def define(self, number: Any, expression: Any) -> None:
+            """Note what `item()` of a tensor is an expression of."""
+            (symbol,) = number.node.expr.free_symbols
+            self.defined[symbol] = _as_number(expression)
+
+        def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+            free = getattr(orig_expr, "free_symbols", frozenset())
+            if not free & self.defined.keys():
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
+            expression = orig_expr.xreplace(self.defined)
+            if not expression.free_symbols <= self.hints.keys() or not _is_condition(orig_expr):
+                return super().evaluate_expr(orig_expr, *args, **kwargs)
+            answer = bool(expression.xreplace(self.hints))
+            self.decided[expression if answer else _sympy().Not(expression)] = None
+            return _sympy().sympify(answer)
+
+    return Environment
+
+
+def _is_condition(expression: Any) -> bool:
+    from sympy.logic.boolalg import Boolean
+
+    return isinstance(expression, Boolean) and not expression.is_Symbol  # sympy takes a symbol for a condition
+
+
+def _as_number(expression: Any) -> Any:
+    """A condition as one or zero: so torch has the `item()` of a bool."""
+    return _sympy().Piecewise((1, expression), (0, True)) if _is_condition(expression) else expression
 
 
 class Symbols:
     """Numbers that stay symbols in a trace, and the guards on them: the conditions that the trace relies on.
 
     A Python branch on a symbol is decided by its present value and recorded; `still_hold` says whether other values
-    take the same branches.
+    take the same branches. A branch on a value that only the run knows is an error.
     """
 
     def __init__(self):
-        self.env = _symbolic_shapes().ShapeEnv()
-        self._symbols: dict[str, Any] = {}
+        self.env = _environment()()
+        self.symbols: dict[str, Any] = {}
+        self._answer: tuple[tuple, bool] | None = None
 
     def fake_mode(self) -> FakeTensorMode:
         return _SymbolSafeFakes(shape_env=self.env)
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""
+        symbol, source = self._symbol(name, value)
+        return self.env.create_symfloatnode(symbol, hint=value, source=source)
+
+    def noting(self, name: str, value: float) -> Callable[[torch.Tensor], None]:
+        """A function to be called with each fake tensor that holds the number of this name, which has this value now.
+        """
+        symbol = self.symbols[name] if name in self.symbols else self._symbol(name, value)[0]
+        return lambda x: setattr(x, "symbol", symbol)
+
+    def _symbol(self, name: str, value: float) -> tuple[Any, Any]:
         from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
 
         source = ConstantSource(name)
@@ -69,13 +192,55 @@ class Symbols:
         symbol = self.env.create_symbol(
             value, source=source, dynamic_dim=dynamic, positive=None, do_not_specialize_zero_one=True
         )
-        self._symbols[name] = symbol
-        return self.env.create_symfloatnode(symbol, hint=value, source=source)
+        self.symbols[name] = symbol
+        self.env.hints[symbol] = _sympy().sympify(value)
+        return symbol, source
 
-    def still_hold(self, values: dict[str, float]) -> bool:
+    @functools.cached_property
+    def conditions(self) -> tuple[Any, ...]:
+        """What has to hold, as expressions. To be asked when the trace is complete."""
+        return (*(guard.expr for guard in self.env.guards), *self.env.decided)
+
+    @functools.cached_property
+    def asked(self) -> frozenset[str]:
+        """The names of the numbers that branches were decided by."""
+        used = frozenset().union(*(condition.free_symbols for condition in self.conditions))
+        return frozenset(name for name, symbol in self.symbols.items() if symbol in used)
+
+    def still_hold(self, values: Mapping[str, float]) -> bool:
         """Whether every branch taken on the symbols would be taken again with these values."""
-        at = {symbol: values[name] for name, symbol in self._symbols.items()}
-        return all(bool(guard.expr.xreplace(at)) for guard in self.env.guards)
+        asked = tuple((name, repr(values[name])) for name in sorted(self.asked))
+        if self._answer is None or self._answer[0] != asked:
+            known = not any(math.isnan(values[name]) for name in self.asked)
+            at = {self.symbols[name]: _sympy().sympify(values[name]) for name in self.asked}
+            self._answer = asked, known and all(bool(condition.xreplace(at)) for condition in self.conditions)
+        return self._answer[1]
+
+
+@contextlib.contextmanager
+def symbolic_min_max() -> Iterator[None]:
+    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch.
+
+    One thread at a time may be inside; the others find `min` and `max` as they are.
+    """
+    real, thread = (builtins.min, builtins.max), threading.get_ident()
+
+    def of_symbols(plain: Callable, symbolic: Callable) -> Callable:
+        def run(*args: Any, **options: Any) -> Any:
+            if threading.get_ident() != thread or options:
+                return plain(*args, **options)
+            items = list(args[0]) if len(args) == 1 else args
+            if any(isinstance(x, torch.SymFloat) for x in items):
+                return functools.reduce(symbolic, items)
+            return plain(items) if len(args) == 1 else plain(*args)
+
+        return run
+
+    builtins.min, builtins.max = of_symbols(real[0], torch.sym_min), of_symbols(real[1], torch.sym_max)
+    try:
+        yield
+    finally:
+        builtins.min, builtins.max = real
 
 
 def symbolic_number(node: Any) -> Any:
@@ -113,10 +278,15 @@ class Conditions:
             return symbols
         from torch.utils._sympy.printers import PythonPrinter  # imports sympy: see above
 
-        names = {symbol: f"n{i}" for i, symbol in enumerate(symbols._symbols.values())}
-        short = {symbol: type(symbol)(name) for symbol, name in names.items()}
-        texts = [PythonPrinter().doprint(guard.expr.xreplace(short)) for guard in symbols.env.guards]
-        return cls(dict(zip(names.values(), symbols._symbols, strict=True)), tuple(dict.fromkeys(texts)))
+        asked = {name: symbol for name, symbol in symbols.symbols.items() if name in symbols.asked}
+        short = {symbol: type(symbol)(f"n{i}") for i, symbol in enumerate(asked.values())}
+        texts = [PythonPrinter().doprint(condition.xreplace(short)) for condition in symbols.conditions]
+        return cls({f"n{i}": name for i, name in enumerate(asked)}, tuple(dict.fromkeys(texts)))
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of the numbers that the conditions are about."""
+        return frozenset(self.names.values())
 
     def still_hold(self, values: dict[str, float]) -> bool:
         """Whether all conditions hold for these numbers."""
@@ -147,6 +317,8 @@ def _arithmetic(e: ast.expr, names: dict[str, float]) -> Any:
         case ast.BoolOp(op, values):
             found = (_arithmetic(v, names) for v in values)
             return all(found) if isinstance(op, ast.And) else any(found)
+        case ast.IfExp(test, body, other):
+            return _arithmetic(body if _arithmetic(test, names) else other, names)
         case ast.Compare(left, ops, rest):
             found = [_arithmetic(v, names) for v in (left, *rest)]
             pairs = zip(ops, found, found[1:], strict=False)

@@ -11,13 +11,10 @@ mesh plays no role here, except for functions of blocks (`local_map`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
-import os
-import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,20 +24,23 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.dense_views import DENSE_VIEWS
+from spmd.expand.draws import Draws, Numbering, number_draws
+from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
+from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
 from spmd.expand.local_map import capture_local_maps, tracing_lock
+from spmd.expand.number_tensors import TensorsOfNumbers
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.user_code import at_user_line, current_frames, in_user_code
 from spmd.mesh import DeviceMesh
-from spmd.tensor.call import Call
-from spmd.tensor.recipes.random import Draw
+from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.lists import list_decompositions
-from spmd.tensor.rules.random_ops import RANDOM_FILLS
 from spmd.tensor.spec import contiguous, spec_of_value
 
 aten = torch.ops.aten
@@ -57,16 +57,6 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Draws:
-    """The input of the graph for random numbers: the seed and the number of the first draw. count: how many draws."""
-
-    count: int
-
-    def __str__(self):
-        return f"random numbers, {self.count} draws"
-
-
-@dataclass(frozen=True)
 class Captured:
     """A single-device function as a graph.
 
@@ -75,6 +65,7 @@ class Captured:
     value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
     that it changes, by name. fixed: the float arguments that could not stay symbols, with the values that the graph is
     right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
+    kept: the numbers in the tensors of the state, which the function may decide by.
     """
 
     graph: fx.Graph
@@ -86,11 +77,21 @@ class Captured:
     symbols: _torch.Symbols
     fixed: dict[str, float]
     changes: Contents = field(default_factory=list, repr=False)
+    kept: Kept = field(default_factory=dict)
 
-    def holds(self, numbers: dict[str, float]) -> bool:
-        """Whether the graph is right for these numbers too: a trace with them would take the same branches."""
+    def holds(self, numbers: Mapping[str, float]) -> bool:
+        """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
+        """
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
-        return fixed and self.symbols.still_hold(numbers)
+        return fixed and are_one(self._watched(), numbers) and self.symbols.still_hold(numbers)
+
+    @functools.cached_property
+    def watched(self) -> tuple[Slot, ...]:
+        """The tensors of the state whose numbers decided how the trace went."""
+        return tuple(slot for several in self._watched() for slot in several)
+
+    def _watched(self) -> list[tuple[Slot, ...]]:
+        return [several for name, several in self.kept.items() if name in self.symbols.asked]
 
 
 def capture(
@@ -113,7 +114,6 @@ def capture(
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
-    _check_hooks(state)
     captured = _capture_once(fn, args, call, state, mesh)
     changes = captured.changes
     with contextlib.ExitStack() as undo:
@@ -179,7 +179,9 @@ def _traced(
     inputs |= {Argument(path): _fake_of(mode, x, mesh) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
-    flat = _FlatFunction(call, args, state, slots, tuple(inputs))
+    kept, known = kept_numbers(slots)
+    note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
+    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note)
     try:
         with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts), stamped():
             table = decompositions | DENSE_VIEWS
@@ -190,28 +192,32 @@ def _traced(
         if "token for effect" in str(error):
             raise NotImplementedError(
                 f"{name} calls an op that only checks or prints, which has no place in a program; use a variant "
-                f"without, such as torch.linalg.inv_ex{_in_user_code(error)}"
+                f"without, such as torch.linalg.inv_ex{in_user_code(error)}"
             ) from error
         if "FakeTensor" not in str(error):
             raise
         raise RuntimeError(
             f"{name} uses a tensor that is not among its arguments, nor in a module or optimiser among them; "
-            f"pass it as an argument{_in_user_code(error)}"
+            f"pass it as an argument{in_user_code(error)}"
         ) from error
     except _torch.unknown_value_errors() as error:
         raise RuntimeError(
             f"{name} decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
-            f"torch.where, or move it out of the step{_in_user_code(error)}"
+            f"torch.where, or move it out of the step{in_user_code(error)}"
         ) from error
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
     _remove_noops(gm.graph)
     fill_phases(gm.graph)
-    inputs = (*inputs, *_number_draws(gm.graph))
-    return Captured(gm.graph, constants, inputs, flat.outputs, flat.leaves, flat.tree, symbols, fixed, flat.changes)
+    inputs = (*inputs, *number_draws(gm.graph))
+    made_of = flat.outputs, flat.leaves, flat.tree
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, kept)
 
 
-ARITHMETIC = {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos}
+ARITHMETIC = {
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos,
+    torch.sym_min, torch.sym_max,
+}  # fmt: skip
 
 
 def _only_arithmetic(graph: fx.Graph) -> bool:
@@ -230,6 +236,7 @@ class _FlatFunction:
     state: State
     slots: Tensors
     inputs: tuple[Slot | Argument, ...]
+    note: dict[Slot, Callable[[torch.Tensor], None]]
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
@@ -239,11 +246,15 @@ class _FlatFunction:
     def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
+            for slot, note in self.note.items():
+                note(given[slot])
             wrapped = {k: _torch.to_functional(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
-                constants, python = self.state.constants(), PythonState(self.state.submodules())
+                constants = self.state.constants()
+                python = PythonState(self.state.submodules(), hooks_of(self._replaced().values()))
+                python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
                 try:
@@ -252,6 +263,7 @@ class _FlatFunction:
                             within.enter_context(mode)
                         result = self.call(passed)
                     after = self.state.tensors()
+                    python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     self._note_changes(constants, python, numbers)
                 finally:
                     python.restore()
@@ -265,16 +277,24 @@ class _FlatFunction:
         """What is on while the step runs."""
         yield new_values_noted(self.state.parameters())
         yield _Normalise(self.phases)
+        yield TensorsOfNumbers()
         yield KeepProducts()
         yield _torch.assignable_data()
         yield _torch.seen_as_compiling()
+        yield _torch.symbolic_min_max()
+        yield stream.traced()
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":
             return x
         parameter = nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
         mark_gradient(parameter, slot.path)
+        copy_hooks(parameter, self.slots[slot])
         return parameter
+
+    def _replaced(self) -> Tensors:
+        """The tensors that others stand in for, wherever the Python state of a module or of a hook has them."""
+        return {slot: x for slot, x in self.slots.items() if slot.kind in ("parameter", "buffer")}
 
     def _note_changes(self, constants: dict[str, Hashable], python: PythonState, numbers: dict[str, Any]) -> None:
         """Note what the step changes in modules. Raise for Python values that it changes elsewhere, or to tensors."""
@@ -334,13 +354,6 @@ def _fake_of(mode, t: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
         return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=device)
 
 
-def _check_hooks(state: State) -> None:
-    """Refuse hooks on parameters. A trace runs on other tensors, so the hooks would not run."""
-    for path, p in state.parameters().items():
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise NotImplementedError(f"{path} has a gradient hook, which a compiled step would not run; remove it")
-
-
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     found, tree = pytree.tree_flatten(args)
     paths = [path for path, _ in named_leaves(args)]
@@ -357,43 +370,29 @@ def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
 class _Normalise(_torch.TorchDispatchMode):
     """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
-    Refuses draws that cannot be numbered, and ops whose result sizes depend on values.
+    Numbers what is drawn. Refuses ops whose result sizes depend on values.
     """
 
     table = list_decompositions() | DENSE_VIEWS
 
     def __init__(self, phases: Phases):
         super().__init__()
-        self.phases = phases
+        self.phases, self.numbering = phases, Numbering()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.phases.note()
-        if Call(op, args, kwargs, ()).draws:
-            _check_draw(op, kwargs)
         _check_written(op, args)
-        out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
-        if out is NotImplemented:
-            out = op(*args, **kwargs)
+        with self.numbering.drawing(op, args, kwargs):
+            out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
+            if out is NotImplemented:
+                out = op(*args, **kwargs)
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
-                f"keep sizes, such as torch.where{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+                f"keep sizes, such as torch.where{at_user_line(current_frames())}"
             )
         return out
-
-
-def _check_draw(op, kwargs: dict[str, Any]) -> None:
-    """Refuse a draw that cannot be numbered. A program's random numbers are those of `spmd.manual_seed`, in order."""
-    why = None
-    if _torch.in_backward():
-        why = "draws in a backward pass, as activation checkpointing does when it computes a draw again; leave it out"
-    elif kwargs.get("generator") is not None:
-        why = "draws from a generator of its own, which would be frozen; use spmd.manual_seed, or draw outside the step"
-    elif op not in RANDOM_FILLS and op not in decompositions:
-        why = "draws in its kernel, which is not supported in a compiled step; use uniform_, normal_ or dropout"
-    if why is not None:
-        raise NotImplementedError(f"{op}: {why}{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}")
 
 
 def _check_written(op, args: tuple) -> None:
@@ -406,62 +405,13 @@ def _check_written(op, args: tuple) -> None:
             raise NotImplementedError(
                 f"{op}: writes into an expanded tensor of shape {list(x.shape)}, whose elements share memory; write "
                 "into the tensor that was expanded, or clone() it first"
-                f"{_at_user_line(frame for frame, _ in traceback.walk_stack(None))}"
+                f"{at_user_line(current_frames())}"
             )
 
 
 def _has_symbolic_size(out: Any) -> bool:
     tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
     return any(_torch.is_symbol(n) for t in tensors for n in t.shape)
-
-
-# ---- the user's line, for errors --------------------------------------------------------------
-
-LIBRARY_FOLDERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
-"""Folders of torch, spmd and Python's own library."""
-
-SPMD_FOLDER = str(Path(__file__).parents[1]) + os.sep
-OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
-
-
-def _in_user_code(error: BaseException) -> str:
-    return _at_user_line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
-
-
-def _at_user_line(frames: Iterable[FrameType]) -> str:
-    """For an error message: the innermost of these frames that belongs neither to torch nor to spmd.
-
-    Where another library's or torch's own Python code is further in, such as an optimiser's, its line is named, too.
-    """
-    inside = ""
-    for frame in frames:
-        where = frame.f_code.co_filename
-        if not os.path.isfile(where) or where.startswith(SPMD_FOLDER):
-            continue
-        line = f"{where}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        if not where.startswith(LIBRARY_FOLDERS):
-            return f"\n  at {line}{inside}"
-        if not inside and where.startswith(OPTIMIZERS):
-            inside = f"\n  which runs {line}"
-    return ""
-
-
-# ---- random numbers ---------------------------------------------------------------------------
-
-
-def _number_draws(graph: fx.Graph) -> tuple[Draws, ...]:
-    """Number the draws of a graph in order. An input has the number of the first one; it grows from call to call."""
-    drawing = [n for n in graph.nodes if n.target in RANDOM_FILLS]
-    if not drawing:
-        return ()
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
-    with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
-        rng = graph.placeholder("rng")
-    for number, node in enumerate(drawing):
-        node.args = (node.args[0], rng, *node.args[1:])
-        node.kwargs = {name: x for name, x in node.kwargs.items() if name != "generator"}
-        node.target = Draw(node.target, number)
-    return (Draws(len(drawing)),)
 
 
 # ---- cleaning ---------------------------------------------------------------------------------

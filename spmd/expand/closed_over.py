@@ -21,13 +21,17 @@ import sys
 import sysconfig
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from spmd.expand.hooks import hooks_of
+from spmd.expand.python_state import is_set
+from spmd.expand.user_code import at_user_line, current_frames
 
 Held = dict[str, nn.Module | Optimizer]
 
@@ -35,14 +39,19 @@ MOST_ITEMS = 100
 """A list or dict with more items is not looked through: it is data."""
 
 
-def find_closed_over(fn: Callable) -> Held:
+def find_closed_over(fn: Callable, given: Iterable[nn.Module] = ()) -> Held:
     """The modules and optimisers that fn uses without being given them, by name.
+
+    Hooks on the parameters of these modules, and of those given, are functions that it calls.
 
     Raises TypeError for a learning-rate scheduler, and for a parameter that is held by itself or in a list: a trace
     runs on other tensors, which the list would not have.
     """
     search = _Search(package_of(getattr(fn, "__module__", None)))
     search.function(fn)
+    for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
+        for hook in hooks_of(module.parameters()):
+            search.function(hook)
     return search.found
 
 
@@ -87,7 +96,7 @@ class _Search:
             names = names_in(fn.__code__)
             variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-            variables |= {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+            variables |= {name: cell.cell_contents for name, cell in cells if is_set(cell)}
             for name, value in variables.items():
                 self.value(name, value, names)
         elif isinstance(fn, nn.Module):
@@ -149,14 +158,6 @@ class _Search:
 _NO_NAMES = Names((), ())
 
 
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
-
-
 def package_of(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
@@ -181,13 +182,28 @@ def _refused(name: str, value: Any) -> TypeError:
     )
 
 
+REFUSED = {
+    LBFGS: "which computes the loss as often as its values ask for; take its step outside of compiled code",
+    SparseAdam: "whose gradients are sparse, with sizes that only the run knows; take Adam, and dense embeddings",
+}
+"""Optimisers that no program can hold, with the reason."""
+
+
 @contextlib.contextmanager
 def only_optimizers(known: Held, what: str) -> Iterator[None]:
-    """Inside, in this thread, a step of another optimiser is an error: its parameters are not those of the trace."""
+    """Inside, in this thread, a step of another optimiser is an error: its parameters are not those of the trace.
+
+    So is a step of one that no program can hold.
+    """
     thread = threading.get_ident()
 
     def check(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if threading.get_ident() == thread and not any(optimizer is other for other in known.values()):
+        if threading.get_ident() != thread:
+            return
+        if (why := REFUSED.get(type(optimizer))) is not None:
+            name = type(optimizer).__name__
+            raise NotImplementedError(f"{what} uses {name}, {why}{at_user_line(current_frames())}")
+        if not any(optimizer is other for other in known.values()):
             raise RuntimeError(
                 f"{what} calls the step of an optimiser ({type(optimizer).__name__}) that is not among its arguments, "
                 "and that its code does not name as a variable or an attribute; pass it as an argument"

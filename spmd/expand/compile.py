@@ -15,7 +15,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from spmd._torch import pytree
 from spmd.comm import agree, transport
 from spmd.comm.listen import is_heard, tell_of_program
 from spmd.comm.user_line import caller
-from spmd.expand.capture import Argument, Captured, Draws, capture
+from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.code import code_for
+from spmd.expand.draws import Draws
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
@@ -37,6 +38,7 @@ from spmd.expand.kept.key import key_of_call
 from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.settings import settings_text
+from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
@@ -220,14 +222,14 @@ class CompiledStep:
         return f"the program of {getattr(self.fn, '__name__', 'the step')}"
 
     def _find_program(self, call: _Call) -> _BoundProgram | None:
-        return next((b for b in self._bound.get(call.key, []) if b.holds(call.numbers)), None)
+        return next((b for b in self._bound.get(call.key, []) if b.holds(call.numbers, call.tensors)), None)
 
     def _make_program(self, call: _Call) -> _BoundProgram:
         """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
         text, error = "", None
         try:
             key, modules = key_of_call(self, call), call.state.modules
-            wanted = Wanted(self._title, key, call.numbers, self.mesh, modules)
+            wanted = Wanted(self._title, key, call.numbers | numbers_in(call.tensors), self.mesh, modules)
             found = self._library.find(wanted)
             captured, program = found or self._capture_and_expand(call)
             text = str(program) + _random_state(captured)
@@ -283,7 +285,9 @@ class CompiledStep:
             yield lambda program: bucket_all_reduces(program, min(1.0, most), most)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
-        named, closed_over = self._by_name(args, kwargs), find_closed_over(self.fn)
+        named = self._by_name(args, kwargs)
+        given = [x for x in pytree.tree_leaves(named) if isinstance(x, nn.Module)]
+        closed_over = find_closed_over(self.fn, given)
         return _Call.of(named, closed_over, self._table, self.settings.inputs, first)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -412,7 +416,6 @@ class _BoundProgram:
     module: Callable[..., Any]
     dropped: tuple[Slot, ...]
     wanted: Wanted
-    _holds_cache: dict[tuple, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Program, captured: Captured, mesh: DeviceMesh, wanted: Wanted) -> _BoundProgram:
@@ -426,13 +429,9 @@ class _BoundProgram:
         )
         return cls(program, captured, run, dropped, wanted._replace(modules={}))  # it shall keep no model alive
 
-    def holds(self, numbers: dict[str, float]) -> bool:
-        """Whether the trace took the branches that it would take with these numbers."""
-        key = tuple(numbers.values())
-        if key not in self._holds_cache:
-            self._holds_cache.clear()
-            self._holds_cache[key] = self.captured.holds(numbers)
-        return self._holds_cache[key]
+    def holds(self, numbers: dict[str, float], tensors: Tensors) -> bool:
+        """Whether the trace took the branches that it would take with these numbers and this state."""
+        return self.captured.holds(numbers | numbers_in(tensors, self.captured.watched))
 
     def run(self, state: State, tensors: Tensors, leaves: dict[str, Any], numbers: dict[str, float]) -> Any:
         """Run the program on this rank's blocks, and write the new state back.

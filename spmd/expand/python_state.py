@@ -7,13 +7,16 @@
 
 A capture runs the step, and so changes such values. `PythonState` notes the contents of every container that the
 attributes of a module reach, so that they can be put back, and the changes be made again when the program has run.
-Tensors, parameters and submodules are not its business.
+Tensors, parameters and submodules are not its business, but for one thing: a container may hold them, too, as a
+recurrent layer does and an optimiser for each parameter. While a step is captured, they are replaced there as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,18 +30,30 @@ Contents = list[tuple[Container, Any]]
 
 
 class PythonState:
-    """The contents of the containers that the attributes of some modules reach, as they are now."""
+    """The contents of the containers that the attributes of some modules reach, as they are now.
 
-    def __init__(self, modules: Iterable[nn.Module]):
+    hooks: functions whose variables may hold parameters, too.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], hooks: Iterable[Any] = ()):
         own = [vars(module) for module in modules]
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
         self.before: Contents = [(box, _copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
+        around = [box for hook in hooks for x in variables_of(hook) for _, box in boxes(x, seen, MAX_DEPTH)]
+        self._around_hooks: Contents = [(box, _copied(box)) for box in around]
         self._tensors = {id(x) for x in self._reached_tensors()}
 
     def restore(self) -> None:
         """Put all contents back."""
-        put(self.before)
+        put([*self.before, *self._around_hooks])
+
+    def replace(self, new: Mapping[int, torch.Tensor]) -> None:
+        """Put other tensors in the place of those with these ids, wherever a container holds them or refers to them."""
+        for box, _ in [*self.before, *self._around_hooks]:
+            if any(_replaced(x, new) is not x for x in _keys_and_values(box)):
+                items = [tuple(_replaced(x, new) for x in pair) for pair in _pairs(box)]
+                put([(box, dict(items) if isinstance(box, dict) else [value for _, value in items])])
 
     def changes(self) -> Contents:
         """The containers whose contents differ now, with their present contents."""
@@ -101,6 +116,37 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
 
 def _values(box: Any) -> list[Any]:
     return list(box.values()) if isinstance(box, dict) else list(box)
+
+
+def variables_of(function: Any) -> list[Any]:
+    """What a function has from around it: the variables of its closure, and the object that it is bound to."""
+    if isinstance(function, types.MethodType):
+        return [function.__self__, *variables_of(function.__func__)]
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if is_set(cell)]
+
+
+def is_set(cell: types.CellType) -> bool:
+    """Whether a variable of a closure has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _pairs(box: Container) -> list[tuple[Any, Any]]:
+    return list(box.items()) if isinstance(box, dict) else [(None, x) for x in box]
+
+
+def _keys_and_values(box: Container) -> list[Any]:
+    return [x for pair in _pairs(box) for x in pair]
+
+
+def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(x, weakref.ref):
+        return weakref.ref(new[id(x())]) if id(x()) in new else x
+    return new.get(id(x), x)
 
 
 def _copied(box: Container) -> Any:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from spmd._torch import pytree
 from spmd.expand.guards import guard_key, module_guard
+from spmd.expand.hooks import hooks_of
 from spmd.expand.objects import NAMED, PLAIN
 
 
@@ -133,13 +134,14 @@ class State:
     def constants(self) -> dict[str, Hashable]:
         """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
-        A trace reads these values, and the program is right for no others.
+        Also of hooks on parameters. A trace reads these values, and the program is right for no others.
         """
         hyper = self.hyper_parameters()
         found = {path: guard_key(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
         for root, module in self.modules.items():
             found |= {f"{root}.{name}".rstrip("."): module_guard(m) for name, m in module.named_modules()}
-        found |= {f"{path}.requires_grad": p.requires_grad for path, p in self.parameters().items()}
+        for path, p in self.parameters().items():
+            found |= {f"{path}.requires_grad": p.requires_grad, f"{path} hooks": guard_key(hooks_of([p]))}
         return found | {path: guard_key(v) for path, v in self._optimizer_constants()}
 
     def submodules(self) -> list[nn.Module]:

@@ -283,9 +283,28 @@ def test_strides_that_show_a_tensor_once_are_views(name):
     ), 2)  # fmt: skip
 
 
-def test_an_optimiser_that_reads_a_value_is_named_with_its_line():
-    """Adafactor asks for norms as numbers: the error names the user's line and torch's."""
+def test_torch_code_that_decides_by_a_value_is_named_with_its_line():
+    """The average of a model asks how many it has seen: the error names the user's line and torch's."""
+
+    def step(average, model, x):
+        average.n_averaged.copy_(x.sum())
+        average.update_parameters(model)
+
     model = nn.Linear(6, 6)
-    step = spmd.compile(train_step, line(1))
-    with pytest.raises(RuntimeError, match=r"(?s)decides by a value.*test_python_state.py:\d+.*_adafactor.py:\d+, in "):
-        step(model, torch.optim.Adafactor(model.parameters(), lr=0.1), X)
+    with pytest.raises(RuntimeError, match=r"(?s)decides by a value.*test_python_state.py:\d+.*swa_utils.py:\d+, in "):
+        spmd.compile(step, line(1))(torch.optim.swa_utils.AveragedModel(model), model, X)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "SparseAdam"])
+def test_optimisers_that_no_program_can_hold_are_refused_by_name(kind):
+    model = nn.Linear(6, 6)
+    optimizer = getattr(torch.optim, kind)(model.parameters())
+
+    def step(model, optimizer, x):
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step(lambda: loss)
+
+    with pytest.raises(NotImplementedError, match=rf"(?s)step.* {kind}, .*test_python_state.py:\d+, in step"):
+        spmd.compile(step, line(1))(model, optimizer, X)
+    assert not optimizer.state and type(model.weight) is nn.Parameter

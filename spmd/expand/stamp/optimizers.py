@@ -231,7 +231,8 @@ def _kind(group: int, optimizer: Optimizer, own: _Own) -> Hashable:
 
 
 def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.device, x.requires_grad, x.is_leaf, tuple(x.shape), x.stride()
+    known = _torch.known_value(_torch.from_functional(x))
+    return x.dtype, x.device, x.requires_grad, x.is_leaf, tuple(x.shape), x.stride(), known
 
 
 def _are_apart(owns: Sequence[_Own]) -> bool:

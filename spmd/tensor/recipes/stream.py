@@ -141,6 +141,24 @@ def is_repeated(number: int) -> bool:
     return number < rank_state()[_STATE_KEY][0].known
 
 
+@contextmanager
+def traced() -> Iterator[None]:
+    """Inside, a step is traced, and its draws count from zero (`next_in_trace`). Afterwards all is as before."""
+    kept, states = _torch.kept_seed(), {key: rank_state().get(key) for key in (_STATE_KEY, _TORCH_SEED_KEY)}
+    _set_stream(Stream(0))
+    try:
+        yield
+    finally:
+        _torch.keep_seed(kept)
+        rank_state().update({key: value for key, value in states.items() if value is not None})
+
+
+def next_in_trace() -> int | None:
+    """The number of the next draw of a trace; None where the step has seeded torch's generator."""
+    stream = _stream()
+    return None if stream is None or stream.seed else _reserved(stream, 1)[1]
+
+
 def _reserved(stream: Stream, draws: int) -> tuple[int, int]:
     seed, drawn, known = stream
     after = Stream(seed, drawn + draws, known)

@@ -1,0 +1,37 @@
+"""Hooks that users put on parameters: on gradients, and after a gradient has been added up.
+
+    weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    weight.register_post_accumulate_grad_hook(update)            # an optimiser's step as soon as the gradient is there
+
+A capture runs on other tensors, which get the same hooks. They see global gradients, as on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+def gradient_hooks(parameter: torch.Tensor) -> list[Callable]:
+    """The hooks that get a gradient and may return another one, in order."""
+    return list((parameter._backward_hooks or {}).values())
+
+
+def accumulate_hooks(parameter: torch.Tensor) -> list[Callable]:
+    """The hooks that get the parameter when its gradient is there, in order."""
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def hooks_of(parameters: Iterable[torch.Tensor]) -> list[Callable]:
+    """All hooks of these parameters, each once."""
+    hooks = [hook for p in parameters for hook in (*gradient_hooks(p), *accumulate_hooks(p))]
+    return list({id(hook): hook for hook in hooks}.values())
+
+
+def copy_hooks(parameter: torch.Tensor, like: torch.Tensor) -> None:
+    """Give a parameter the hooks of another one."""
+    for hook in gradient_hooks(like):
+        parameter.register_hook(hook)
+    for hook in accumulate_hooks(like):
+        parameter.register_post_accumulate_grad_hook(hook)

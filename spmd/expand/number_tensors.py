@@ -1,0 +1,44 @@
+"""Tensors made of numbers that a trace keeps as symbols.
+
+    torch.as_tensor(lr / (1 + decay * step))      one number, as ASGD keeps it: an op of the program
+
+torch would ask the symbol for its value, and freeze it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from spmd import _torch
+
+aten = torch.ops.aten
+
+
+class TensorsOfNumbers(TorchFunctionMode):
+    """Inside, `torch.tensor` and `torch.as_tensor` take symbols."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (torch.tensor, torch.as_tensor) and args and _has_symbol(args[0]):
+            return _tensor(args[0], **_options(**(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def _has_symbol(data: Any) -> bool:
+    return any(map(_has_symbol, data)) if isinstance(data, (list, tuple)) else _torch.is_symbol(data)
+
+
+def _options(dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any) -> dict[str, Any]:
+    if requires_grad:
+        raise NotImplementedError("torch.tensor(..., requires_grad=True) of a number that the step computes")
+    return {"dtype": dtype, "device": device}
+
+
+def _tensor(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
+    if isinstance(data, (list, tuple)):
+        return torch.stack([_tensor(x, dtype, device) for x in data])
+    if dtype is None:
+        dtype = torch.get_default_dtype() if isinstance(data, (float, torch.SymFloat)) else torch.int64
+    return aten.scalar_tensor.default(data, dtype=dtype, device=device)

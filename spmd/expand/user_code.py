@@ -1,0 +1,45 @@
+"""The line of the user's code that an error is about, among the frames of torch, spmd and Python's own library."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+LIBRARY_FOLDERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
+"""Folders of torch, spmd and Python's own library."""
+
+SPMD_FOLDER = str(Path(__file__).parents[1]) + os.sep
+OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
+
+
+def in_user_code(error: BaseException) -> str:
+    """For an error message: the user's line where the error was raised."""
+    return at_user_line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
+
+
+def current_frames() -> Iterator[FrameType]:
+    """The frames of the running code, the innermost first."""
+    return (frame for frame, _ in traceback.walk_stack(None))
+
+
+def at_user_line(frames: Iterable[FrameType]) -> str:
+    """For an error message: the innermost of these frames that belongs neither to torch nor to spmd.
+
+    Where another library's or torch's own Python code is further in, such as an optimiser's, its line is named, too.
+    """
+    inside = ""
+    for frame in frames:
+        where = frame.f_code.co_filename
+        if not os.path.isfile(where) or where.startswith(SPMD_FOLDER):
+            continue
+        line = f"{where}:{frame.f_lineno}, in {frame.f_code.co_name}"
+        if not where.startswith(LIBRARY_FOLDERS):
+            return f"\n  at {line}{inside}"
+        if not inside and where.startswith(OPTIMIZERS):
+            inside = f"\n  which runs {line}"
+    return ""
