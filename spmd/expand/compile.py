@@ -43,6 +43,7 @@ from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
+from spmd.expand.passes.place_reductions import place_reductions
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -279,6 +280,7 @@ class CompiledStep:
         return replace(chosen(given) if for_program else given.program(), owed=results.owed).verify()
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
+        yield place_reductions
         yield keep_gathered
         if (most := self.settings.bucket_mb) is not None:
             yield compute_numbers_late

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.tensor.call import TensorMeta
+from spmd.tensor.cache import frozen
+from spmd.tensor.call import SCALAR, TensorMeta
 
 
 def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[tuple, dict]:
@@ -36,3 +37,15 @@ def _metadata(value: Any) -> TensorMeta | None:
 def first_positions(operands: list[fx.Node]) -> tuple[int, ...]:
     """For each operand, the first position at which the same tensor occurs."""
     return tuple(operands.index(n) for n in operands)
+
+
+def described(x: Any, spec: Callable[[fx.Node], Any]) -> Hashable:
+    """A hashable value in place of an argument, with the spec of each node in it. TypeError where it has no hash."""
+    if isinstance(x, fx.Node):
+        found = spec(x)
+        return SCALAR if found is None else found
+    if isinstance(x, (tuple, list)):
+        return (list, *[described(y, spec) for y in x])
+    if isinstance(x, dict):
+        return (dict, *[(name, described(y, spec)) for name, y in x.items()])
+    return frozen(x)

@@ -15,7 +15,7 @@ The graph that a rank runs is verified by `spmd.expand.verify_bound`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.tensor.cache import Cache, frozen
+from spmd.expand.nodes import described
+from spmd.tensor.cache import Cache
 from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower.follows import why_not
 from spmd.tensor.recipes.random import Draw
@@ -220,25 +221,13 @@ _verified = Cache(maxsize=8192, decided_by_rules=True)
 
 
 def _op(node: fx.Node) -> Found:
-    key = node.target, _described(node.args), _described(node.kwargs), _spec(node)
+    key = node.target, described(node.args, _spec), described(node.kwargs, _spec), _spec(node)
     try:
         fault, why = _verified.get(key, lambda: _op_fault(node))
     except TypeError:  # an argument that has no hash
         fault, why = _op_fault(node)
     if fault:
         yield fault, why
-
-
-def _described(x: Any) -> Hashable:
-    """A hashable value in place of an argument, with the spec of each node in it."""
-    if isinstance(x, fx.Node):
-        found = x.meta["spec"]
-        return SCALAR if found is None else found
-    if isinstance(x, (tuple, list)):
-        return (list, *map(_described, x))
-    if isinstance(x, dict):
-        return (dict, *((name, _described(y)) for name, y in x.items()))
-    return frozen(x)
 
 
 def _op_fault(node: fx.Node) -> tuple[str, str]:
