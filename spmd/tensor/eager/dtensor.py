@@ -51,7 +51,7 @@ from spmd.tensor.eager.conversions import (
 )
 from spmd.tensor.eager.dispatch import dispatch
 from spmd.tensor.eager.fast_path import Memory
-from spmd.tensor.eager.traced_from_local import traced_from_local
+from spmd.tensor.eager.traced_from_local import traced_distribute, traced_from_local
 from spmd.tensor.eager.view_copies import ViewCopy, block, copied_block, handed_out, in_stride_order, note_write
 from spmd.tensor.modes import explicit
 from spmd.tensor.placement import REPLICATE, Placement
@@ -68,6 +68,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     _memory: Memory | None = None  # shared with its views, once there are any
     _copy: ViewCopy | None = None  # the copy that it shows, if it is a view that had to be copied
+    _reduced: tuple | None = None  # what its last reduction gave (`reduced_once`)
     _offset: int = 0  # where a view begins in the memory that one device would have
 
     __torch_function__ = _torch.disabled_torch_function
@@ -342,14 +343,12 @@ class DTensor(torch.Tensor):
         if id(self) not in memo:
             local = copied_block(wait(self._local_tensor), memo)
             out = memo[id(self)] = DTensor(local, self._spec, requires_grad=self.requires_grad)
-            rest = {name: v for name, v in self.__dict__.items() if name not in ("_local_tensor", "_spec")}
-            out.__dict__.update(copy.deepcopy(rest, memo))
+            out.__dict__.update(copy.deepcopy(pickled.attributes(self), memo))
             out.grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):
-        kept_apart = "_local_tensor", "_spec", "_memory", "_copy"
-        attributes = {name: v for name, v in self.__dict__.items() if name not in kept_apart}
+        attributes = pickled.attributes(self, "_memory", "_copy")
         return _rebuilt, (pickled.saved(self), self._spec, self.requires_grad, attributes)
 
     # ---- checkpoints --------------------------------------------------------------------------
@@ -453,6 +452,8 @@ def distribute_tensor(
     history, whose gradient would end here.
     """
     device_mesh = or_current(device_mesh, "distribute_tensor")
+    if torch.compiler.is_dynamo_compiling():
+        return traced_distribute(tensor, device_mesh, placements, src_data_rank, distributed)
     target = spec_of(device_mesh, or_replicated(placements, device_mesh), tensor.shape, tensor.dtype)
     return distributed(tensor, target, src_data_rank)
 
@@ -464,9 +465,8 @@ def distributed(tensor: torch.Tensor, target: Spec, src_data_rank: int | None = 
     if src_data_rank is not None:
         source = _broadcast(source, target.mesh, src_data_rank)
     local = plan(replicated(target), target).run(source)
-    if local.data_ptr() == tensor.data_ptr():
-        local = local.clone()
-    return DTensor(local, target, requires_grad=tensor.requires_grad)
+    own = local.clone() if _torch.is_tracing(local) or local.data_ptr() == tensor.data_ptr() else local
+    return DTensor(own, target, requires_grad=tensor.requires_grad)
 
 
 def _check_distributable(tensor: torch.Tensor, target: Spec, src: int | None) -> None:

@@ -22,6 +22,7 @@ from spmd import _torch
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import is_pointwise
 from spmd.tensor.eager.list_calls import MISS, run_lists
+from spmd.tensor.eager.reduced_once import run_once
 from spmd.tensor.eager.user_writes import UserWrites, any_copy_held, copies_alive, copies_held
 from spmd.tensor.eager.wrappers import DEVICE, elsewhere, wrap, wrapper
 from spmd.tensor.modes import explicit
@@ -140,7 +141,7 @@ def run(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any] | None, dtens
         return _run_any(op, args, kwargs or NO_KWARGS, dtensor)
     finish = found[0]
     if finish is not None:
-        return finish(found, a, blocks, kwargs)
+        return finish(found, a, blocks, kwargs, args)
     seen.hits += 1
     local, arguments = found[1](*blocks, **kwargs) if kwargs else found[1](*blocks), found[2][0]
     out = _torch.new_wrapper(*arguments) if local.device == arguments[DEVICE] else elsewhere(arguments, local)
@@ -156,7 +157,7 @@ def _run_any(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any], dtensor
     found = None if key is None else _look_up(key)
     if found is None:
         return MISS
-    return (found[0] or _result)(found, tensors[0], blocks, kwargs)
+    return (found[0] or _result)(found, tensors[0], blocks, kwargs, args)
 
 
 _ELEMENTWISE = frozenset(map(id, ELEMENTWISE_LISTS))
@@ -254,7 +255,7 @@ def is_normal_in_inference(x: torch.Tensor) -> bool:
     return _in_inference_mode() and not x.is_inference()
 
 
-def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
     """The view that a call gives."""
     if _in_inference_mode() and is_normal_in_inference(base):  # asked twice: it saves most views a call
         return MISS
@@ -273,7 +274,7 @@ def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -
     return view
 
 
-def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
     """The first tensor, after a write into it."""
     seen.hits += 1
     if kwargs:
@@ -285,13 +286,13 @@ def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any]
     return target
 
 
-def _result(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+def _result(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
     """The one new tensor that a call gives."""
     seen.hits += 1
     return wrap(found[2][0], found[1](*blocks, **kwargs), found[3][0])
 
 
-def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
     """What a call of any kind gives that is neither a view nor a write."""
     _, function, wrappers, outs, _, size_at, moves, may_send, _ = found
     if may_send and explicit.is_on():
@@ -302,7 +303,7 @@ def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any
         if size_at >= 0:
             blocks[size_at] = outs[0].local_shape_here()
         for i, plan in moves:
-            blocks[i] = plan.run(blocks[i])
+            blocks[i] = run_once(plan, args[i], blocks[i])
     try:
         out = function(*blocks, **kwargs) if kwargs else function(*blocks)
     except RuntimeError:
@@ -319,11 +320,11 @@ def _results(found: HotCall, first: Any, blocks: Sequence, kwargs: dict[str, Any
     return type(out)(results)
 
 
-def _views(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any]) -> Any:
+def _views(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
     """The views that a call gives."""
     if is_normal_in_inference(base):
         return MISS
-    out = _results(found, base, blocks, kwargs)
+    out = _results(found, base, blocks, kwargs, args)
     if out is MISS:
         return MISS
     views, memory = (out,) if isinstance(out, torch.Tensor) else out, memory_of(base)

@@ -32,6 +32,7 @@ from spmd.tensor.eager.fast_path import memory_of
 from spmd.tensor.eager.in_place import replicating_plans, strided
 from spmd.tensor.eager.local_functions import local_function
 from spmd.tensor.eager.operands import EagerCall, replicated_spec, tensors_of, with_tensors
+from spmd.tensor.eager.reduced_once import run_once
 from spmd.tensor.eager.view_copies import BITS, ViewCopy, block, in_stride_order, note_write
 from spmd.tensor.lower import Lowering
 from spmd.tensor.recipes import random
@@ -224,10 +225,12 @@ class LoweredHandler:
             return blocks
         done: dict[tuple[int, int], torch.Tensor] = {}
         moved = []
-        for place, p, x in zip(self.first_use or range(len(blocks)), self.lowering.plans, blocks, strict=True):
+        for i, place in enumerate(self.first_use or range(len(blocks))):
+            p = self.lowering.plans[i]
             key = (place, id(p))
             if key not in done:
-                done[key] = p.run(x)
+                may_be_written = self.is_view or i in self.writes
+                done[key] = p.run(blocks[i]) if may_be_written else run_once(p, operands[i], blocks[i])
             moved.append(done[key])
         return moved
 

@@ -11,7 +11,7 @@ What any other number of ranks can load is written by torch.distributed.checkpoi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,11 @@ class Saved(NamedTuple):
     places: tuple[Place, ...] | None
     memory: Memory | None
     copy: ViewCopy | None
+
+
+def attributes(x, *more: str) -> dict[str, Any]:
+    """What a copy of a DTensor has, too, beside its block: what users attached, and all that is not in `more`."""
+    return {name: v for name, v in vars(x).items() if name not in ("_local_tensor", "_spec", "_reduced", *more)}
 
 
 def saved(x) -> Saved:

@@ -205,17 +205,18 @@ class Plan:
         return lower_bound(self.src, self.dst)
 
     @cached_property
-    def _reduces(self) -> bool:
+    def reduces(self) -> bool:
+        """Whether terms are added on the way."""
         return any(isinstance(step.move, (AllReduce, ReduceScatter)) for step in self.steps)
 
     @property
     def effective(self) -> Plan:
         """The plan that runs here: this one, or in deterministic mode the one that adds in the order of the ranks."""
-        return plan(self.src, self.dst, inf, True) if self._reduces and deterministic.is_on() else self
+        return plan(self.src, self.dst, inf, True) if self.reduces and deterministic.is_on() else self
 
     def run(self, local):
         """Carry the plan out on this rank's block."""
-        for step in self.effective.steps if self._reduces else self.steps:
+        for step in self.effective.steps if self.reduces else self.steps:
             local = step(local)
         return local
 

@@ -133,3 +133,30 @@ def test_from_local_in_the_graph_says_what_is_wrong():
         mesh = init_device_mesh("cpu", (1,))
         with pytest.raises(Exception, match=r"has shape \[4\], but a tensor of \[8\] was given"):
             _compiled(lambda x: DTensor.from_local(x, mesh, [Shard(0)], shape=[4]))(torch.ones(8))
+
+
+def _distributed_inside(x):
+    rows, columns, whole = (distribute_tensor(x, _MESH, p) for p in ([Shard(0)], [Shard(1)], None))
+    return rows * 2, (rows + columns).relu(), whole.sum(), rows.redistribute(placements=[Shard(1)])
+
+
+_MESH = init_device_mesh("cpu", (4,))
+
+
+def distributes_in_a_graph(rank):
+    x = _numbers() - 4 if rank == 0 else _numbers() * 0  # the data of the first rank counts
+    return _whole(*_compiled(_distributed_inside)(x))
+
+
+def test_distribute_tensor_is_traced_whole(gloo4):
+    """Also with sizes that do not divide, and what the other ranks hold does not matter."""
+    x = _numbers() - 4
+    want = [x * 2, (x + x).relu(), x.sum(), x]
+    for found in gloo4.run(distributes_in_a_graph, timeout=120):
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+def test_compiled_code_cannot_make_a_leaf():
+    mesh = init_device_mesh("cpu", (1,))
+    with as_rank(0, 1), pytest.raises(Exception, match="compiled code cannot make one"):
+        _compiled(lambda x: distribute_tensor(x, mesh))(_numbers().requires_grad_())
