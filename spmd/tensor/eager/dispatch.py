@@ -221,9 +221,11 @@ def _handler(eager: EagerCall, first_use: tuple[int, ...]) -> Any:
     recipe = recipe_for(call)
     if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
         return recipe
-    if rule_of(call) is None and not _torch.written(op) and not _torch.is_view(op):
+    rule = rule_of(call)
+    if rule is None and not _torch.written(op) and not _torch.is_view(op):
         return FallbackHandler()
-    return LoweredHandler.of(call, lower(call, in_place=_torch.writes_first(op), skips_empty=call.makes_new))
+    lowering = lower(call, in_place=_torch.writes_first(op), skips_empty=call.makes_new, rule=rule)
+    return LoweredHandler.of(call, lowering)
 
 
 def _special_handler(op) -> Any:

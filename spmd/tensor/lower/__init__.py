@@ -74,14 +74,15 @@ def _sharding_axes(spec: Spec) -> set[int]:
 
 
 def lower(
-    call: Call, in_place: bool = False, skips_empty: bool = False, chosen: Sequence[Row] | None = None
-) -> Lowering:
+    call: Call, in_place: bool = False, skips_empty: bool = False, chosen: Sequence[Row] | None = None,
+    rule: Rule | None = None,
+) -> Lowering:  # fmt: skip
     """The cheapest right way to run a call.
 
     in_place: the first operand keeps its layout, where a row allows that.
     skips_empty: an op that refuses an empty block need not be called on a rank that has one (`Lowering.skips_empty`).
     chosen: a row for each axis, to run by these rows and no others; where they are not right for the call, it is
-    lowered as without them.
+    lowered as without them. rule: that of the call, if it was asked for already.
     Raises NotImplementedError for an op on the memory behind a tensor.
     """
     if call.name in READS_STORAGE:
@@ -89,15 +90,16 @@ def lower(
             f"{call.op}: strides of a distributed tensor say nothing about the memory of its blocks; use view, "
             "reshape, transpose, unfold or slicing"
         )
-    rule = rule_of(call) or _replicated_rule(call)
+    rule = rule or rule_of(call) or _replicated_rule(call)
     skipped = frozenset(filter(rule.is_free, rule.nonempty)) if skips_empty else frozenset()
     rule = replace(rule, nonempty=rule.nonempty - skipped) if skipped else rule
     fits = chosen is not None and _are_right(call, rule, list(chosen))
-    choice = list(chosen) if fits else _cheapest_rows(call, rule, in_place)
+    options = rows(rule)
+    choice = list(chosen) if fits else _cheapest_rows(call, rule, options, in_place)
     ins = tuple(_operand_spec(call, rule, choice, i) for i in range(len(call.tensors)))
     outs = tuple(_result_spec(call, rule, choice, ins, j) for j in range(len(call.outs)))
     plans = tuple(plan(spec, target) for spec, target in zip(call.tensors, ins, strict=True))
-    gathered = len(rows(rule)) == 1 and any(not s.is_replicated and s.ndim for s in call.tensors)
+    gathered = len(options) == 1 and any(not s.is_replicated and s.ndim for s in call.tensors)
     gathered |= not in_place and any(leaves_all_to_one(call, axis, row) for axis, row in enumerate(choice))
     skips_empty = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
     counts = rule.counts and Counts(
@@ -153,8 +155,10 @@ def _first_cheapest(options: Sequence[Row], price_of: Callable[[Row], Price]) ->
     return best
 
 
-def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
-    options = rows(rule)
+def _cheapest_rows(call: Call, rule: Rule, options: Sequence[Row], in_place: bool) -> Choice:
+    as_given = _rows_as_given(call, rule, options, in_place)
+    if as_given is not None:
+        return as_given
     choice = [options[0]] * call.mesh.ndim
     axes = [a for a, n in enumerate(call.mesh.shape) if n > 1]
     for _ in range(3 if len(axes) > 1 else 1):
@@ -164,6 +168,20 @@ def _cheapest_rows(call: Call, rule: Rule, in_place: bool) -> Choice:
         if choice == before:
             break
     return choice
+
+
+def _rows_as_given(call: Call, rule: Rule, options: Sequence[Row], in_place: bool) -> Choice | None:
+    """The rows that take the operands as they are, if they cost nothing: so it is in most calls, and found at once."""
+    choice = [options[0]] * call.mesh.ndim
+    axes = [a for a, n in enumerate(call.mesh.shape) if n > 1]
+    for axis in axes:
+        given = tuple([x.on(axis) for x in call.tensors])
+        row = next((row for row in options if row.ins == given), None)
+        if row is None:
+            return None
+        choice[axis] = row
+    free = all([_price(call, rule, choice, axis, choice[axis], in_place) == FREE for axis in axes])
+    return choice if free else None
 
 
 def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool) -> Price:
