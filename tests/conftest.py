@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from workers import Pool
+
+FUNCTIONS = {name: x for name, x in vars(torch).items() if callable(x) and not name.startswith("_")}
 
 LONG = (
     "cli/test_demo.py", "tensor/test_sweep.py", "comm/test_adjoint.py", "tensor/eager/test_dispatch.py",
@@ -32,6 +35,19 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def torch_is_left_as_it_was() -> Iterator[None]:
+    """A function of torch that a test replaced, and did not put back, would change the numbers of other tests.
+
+    torch replaces some of its functions itself, when it compiles first.
+    """
+    yield
+    new = {name: vars(torch).get(name) for name, x in FUNCTIONS.items() if vars(torch).get(name) is not x}
+    left = [name for name, x in new.items() if not getattr(x, "__module__", "").startswith("torch")]
+    vars(torch).update({name: FUNCTIONS[name] for name in left})
+    assert not left, f"the test left another torch.{left[0]} behind"
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import spmd
-from spmd.mesh import init_device_mesh
+from spmd.mesh import current_rank, init_device_mesh
 from spmd.sim import run_ranks
 from spmd.tensor.eager.dtensor import distribute_tensor
 from tests.tensor.single import S0, S1, SUM, R, agree, on_ranks
@@ -82,18 +82,20 @@ def test_a_users_own_is_asked_about(name):
     assert on_ranks(rank) == [True] * 4
 
 
-def test_what_torchs_python_code_draws_is_compared():
-    """svd_lowrank draws another matrix on each rank: that is an error."""
+def test_what_torchs_python_code_draws_is_compared(monkeypatch):
+    """svd_lowrank draws another matrix on each rank: that is an error.
+
+    torch is one for all ranks, which are threads here. So it is changed once, and not by each of them.
+    """
+    drawn = torch.randn
 
     def rank(mesh):
         x = distribute_tensor(torch.ones(6, 4), mesh, [S0, R])
-        drawn = torch.randn
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "randn", lambda *size, **options: drawn(*size, **options) * 0 + mesh.get_rank())
-            with pytest.raises(RuntimeError, match="a plain tensor of shape"):
-                torch.svd_lowrank(x, 2)
+        with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+            torch.svd_lowrank(x, 2)
         return True
 
+    monkeypatch.setattr(torch, "randn", lambda *size, **options: drawn(*size, **options) * 0 + current_rank())
     assert on_ranks(rank, (1, 2)) == [True] * 2
 
 
