@@ -28,7 +28,7 @@ try:
     from spmd.tensor.modes.explicit import ImplicitCommunicationError, explicit, set_explicit
     from spmd.tensor.placement import Partial, Placement, Replicate, Shard
     from spmd.tensor.recipes.stream import get_rng_state, manual_seed, recompute, set_rng_state
-    from spmd.tensor.redistribute.plan import plan_redistribute
+    from spmd.tensor.redistribute.plan import plan_redistribute, redistribute_cost
     from spmd.tensor.rules import equations as rules
     from spmd.tensor.rules.register import register_rule
 finally:
@@ -43,6 +43,6 @@ __all__ = [
     "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "debug", "deterministic", "distribute_module",
     "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh",
     "load_step", "local_map", "manual_seed",
-    "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "register_rule",
-    "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
+    "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "redistribute_cost",
+    "register_rule", "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,27 @@ default_store = distributed_c10d._get_default_store
 # ---- making groups ----------------------------------------------------------------------------
 
 
-def new_group(ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], name: str, backend: str | None = None, options: Any = None
+) -> dist.ProcessGroup:
     """The process group of these ranks, in this order and of this name, made by its members alone.
+
+    backend, options: by default those of the job.
 
     The public new_group needs every rank of the job, or else names groups by how many a rank has made, which differs
     between ranks; and torch 2.11 sorts the ranks.
     """
     world = dist.group.WORLD
-    backend, store = distributed_c10d._world.pg_map[world]
+    of_world, store = distributed_c10d._world.pg_map[world]
     # A group of NCCL would be split off the communicator of its parent, which needs all ranks of the parent: this
     # one starts from a communicator of its own.
     device, world.bound_device_id = world.bound_device_id, None
     try:
         with _single_threaded_gloo():
             group, _ = distributed_c10d._new_process_group_helper(
-                len(ranks), ranks.index(dist.get_rank()), list(ranks), distributed_c10d.Backend(backend), store,
-                group_name=name, timeout=group_timeout(), device_id=None,
+                len(ranks), ranks.index(dist.get_rank()), list(ranks),
+                distributed_c10d.Backend(backend or of_world), store, group_name=name, backend_options=options,
+                timeout=group_timeout(), device_id=None,
             )  # fmt: skip
     finally:
         world.bound_device_id = device

@@ -70,3 +70,19 @@ def nested(ranks: tuple[int, ...], shape: tuple[int, ...]) -> list:
         return list(ranks)
     step = len(ranks) // shape[0]
     return [nested(ranks[i : i + step], shape[1:]) for i in range(0, len(ranks), step)]
+
+
+def joined_axes(name: object, axes: Sequence[str]) -> tuple[str, ...]:
+    """The axes of which the name is made by joining them with "_"; empty if it is not.
+
+    >>> joined_axes("dp_tp_r", ("tp_r", "dp")), joined_axes("dp_x", ("dp", "tp"))
+    (('dp', 'tp_r'), ())
+    """
+    for axis in axes if isinstance(name, str) else ():
+        if name == axis:
+            return (axis,)
+        if name.startswith(axis + "_"):
+            rest = joined_axes(name[len(axis) + 1 :], [other for other in axes if other != axis])
+            if rest:
+                return (axis, *rest)
+    return ()

@@ -18,21 +18,22 @@ Names and meanings are those of torch.distributed.device_mesh. Three things diff
 process group until one is asked for, so it can be planned on, traced with and simulated in any process. Axes may be
 sliced in any order. A mesh is a value: flattening gives another mesh, and leaves the first as it is.
 
-Left out: splitting an axis into several, joining meshes, and process group options for each axis.
+Left out: splitting an axis into several, and joining meshes.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from spmd.mesh import current, groups
-from spmd.mesh.arguments import checked_device, checked_groups, checked_names, flat_ranks, nested
+from spmd.mesh import backends, current, groups
+from spmd.mesh.arguments import checked_device, checked_groups, checked_names, flat_ranks, joined_axes, nested
 from spmd.mesh.foreign import check_caller
 from spmd.mesh.layout import HostGrid
 from spmd.mesh.machine import Machine
@@ -56,7 +57,8 @@ class DeviceMesh:
 
     `topology` says how fast its links are: a MeshTopoInfo, or a machine, a preset's name or a file for
     `MeshTopoInfo.from_mesh`; None looks in the environment (`topology.py`). Equal meshes have equal topologies, because
-    plans are priced by them, and a plan must not depend on which mesh came first.
+    plans are priced by them, and a plan must not depend on which mesh came first. `backend_override` has a backend and
+    its options for the groups of each axis, None for the default ones (`backends.py`).
     """
 
     __slots__ = ("_at", "_hash", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape")
@@ -67,10 +69,13 @@ class DeviceMesh:
         mesh: torch.Tensor | Sequence,
         *,
         mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Sequence[backends.Said] | None = None,
         topology: MeshTopoInfo | Machine | str | None = None,
     ) -> None:
         shape, ranks = flat_ranks(mesh)
         self._set_slots(checked_device(device_type), shape, ranks, checked_names(mesh_dim_names, shape), topology)
+        if backend_override is not None:
+            groups.override(self, backend_override)
 
     def _set_slots(
         self,
@@ -270,7 +275,7 @@ class DeviceMesh:
         names = (wanted,) if isinstance(wanted, str) else wanted
         if not isinstance(names, (tuple, list)) or all(name in own for name in names):
             return None
-        split = [(name,) if name in own else _split(name, own) for name in names]
+        split = [(name,) if name in own else joined_axes(name, own) for name in names]
         return split if all(split) else None
 
     def _named_axes(self, wanted: object) -> tuple[int, ...]:
@@ -442,30 +447,17 @@ class DeviceMesh:
         return index
 
 
-def _split(name: object, axes: Sequence[str]) -> tuple[str, ...]:
-    """The axes of which the name is made by joining them with "_"; empty if it is not.
-
-    >>> _split("dp_tp_r", ("tp_r", "dp")), _split("dp_x", ("dp", "tp"))
-    (('dp', 'tp_r'), ())
-    """
-    for axis in axes if isinstance(name, str) else ():
-        if name == axis:
-            return (axis,)
-        if name.startswith(axis + "_"):
-            rest = _split(name[len(axis) + 1 :], [other for other in axes if other != axis])
-            if rest:
-                return (axis, *rest)
-    return ()
-
-
 def init_device_mesh(
     device_type: str,
     mesh_shape: Sequence[int],
     *,
     mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[Axis, Any] | None = None,
     topology: MeshTopoInfo | Machine | str | None = None,
 ) -> DeviceMesh:
     """The mesh of ranks 0, 1, 2, ... in row-major order.
+
+    backend_override: by number or name of axes, the backend that makes their groups, its options, or both.
 
     >>> init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     DeviceMesh('cpu', [0, 1, 2, 3], mesh_dim_names=('dp',))
@@ -475,7 +467,9 @@ def init_device_mesh(
     if not shape or min(shape) < 1:
         raise ValueError(f"mesh_shape is {mesh_shape!r}; give at least one axis, each of at least 1 rank")
     ranks = nested(tuple(range(prod(shape))), shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, topology=topology)
+    names = checked_names(mesh_dim_names, shape) or [f"dim{i}" for i in range(len(shape))]
+    said = backends.by_axis(backend_override, names) if backend_override else None
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=said, topology=topology)
 
 
 def _rebuild(*state: object) -> DeviceMesh:

@@ -24,7 +24,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from spmd import _torch
-from spmd.mesh import threads
+from spmd.mesh import backends, threads
 from spmd.mesh.rank import current_rank, is_rank_overridden, per_rank
 
 if TYPE_CHECKING:
@@ -200,11 +200,29 @@ def group_of(ranks: Ranks) -> dist.ProcessGroup:
     with _lock:
         if ranks in registry.group_of:
             return registry.group_of[ranks]
-        if ranks == _all_ranks() and (registry.uses_world or _torch.collectives_may_overlap(dist.group.WORLD)):
+        may_be_world = ranks == _all_ranks() and backends.backend_of(ranks) == backends.DEFAULT
+        if may_be_world and (registry.uses_world or _torch.collectives_may_overlap(dist.group.WORLD)):
             _torch.replace_group(name_of(ranks), dist.group.WORLD)
             return dist.group.WORLD
         registry.group_of[ranks] = _make_group(ranks, registry)
         return registry.group_of[ranks]
+
+
+def override(mesh: DeviceMesh, said: Sequence[backends.Said]) -> None:
+    """Make the groups of each axis with this backend and these options (`backends.py`).
+
+    ValueError where a group was made already, or another mesh says something else.
+    """
+    axes = list(map(mesh.groups_along, range(mesh.ndim)))
+    made = _registry().group_of if dist.is_available() and dist.is_initialized() else {}
+    new = [ranks for axis, each in zip(axes, said, strict=False) if each != backends.DEFAULT for ranks in axis]
+    late = [ranks for ranks in new if ranks in made and backends.backend_of(ranks) == backends.DEFAULT]
+    if late:
+        raise ValueError(
+            f"backend_override: there is a process group of ranks {list(late[0])} already, made as by default. Make "
+            "the mesh with backend_override before the first collective of these ranks"
+        )
+    backends.say(axes, said)
 
 
 @per_rank
@@ -257,7 +275,7 @@ def _make_group(ranks: Ranks, registry: _Registry, name: str = "") -> dist.Proce
         _Meeting(ranks, registry, name).wait()
     _torch.unregister_group(name)
     try:
-        return _torch.new_group(ranks, name)
+        return _torch.new_group(ranks, name, *backends.backend_of(ranks))
     finally:
         _announce("")
 

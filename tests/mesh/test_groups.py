@@ -207,6 +207,32 @@ def test_groups_are_made_anew_after_destroy_and_init(gloo4: Pool) -> None:
     ]  # fmt: skip
 
 
+def overridden(rank: int) -> list:
+    """The backends of the groups of a mesh, and what is said about another mesh that has them otherwise."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": "fake"})
+    found = [dist.get_backend(mesh.get_group(name)) for name in ("dp", "tp")]
+    for said in ({1: "gloo"}, {0: "fake"}):
+        with pytest.raises(ValueError, match="backend_override: ") as error:
+            init_device_mesh("cpu", (2, 2), backend_override=said)
+        found.append(str(error.value).split("ranks ")[1][:6])
+    return found
+
+
+def test_an_axis_has_the_backend_that_was_said(gloo4: Pool) -> None:
+    """A group is one for all meshes, so two meshes may not say different things about it, nor after it was made."""
+    found = gloo4.run(overridden)
+    assert found == [["gloo", "fake", "[0, 1]", late] for late in ("[0, 2]", "[1, 3]") * 2]
+    gloo4.kill()  # what was said stays said
+
+
+@pytest.mark.parametrize(
+    "said", [{"pp": "gloo"}, {2: "gloo"}, {"tp": "gloo", 1: "gloo"}, {0: ("gloo",)}, {0: (3, None)}]
+)
+def test_what_is_no_axis_or_no_backend_is_an_error(said: dict) -> None:
+    with pytest.raises(ValueError, match="backend_override"):
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override=said)
+
+
 def adopted(rank: int) -> list[bool]:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     found = []
