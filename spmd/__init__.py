@@ -19,6 +19,7 @@ try:
     from spmd.expand.program import Program
     from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
     from spmd.sim import LocalTensor, LocalTensorMode
+    from spmd.tensor.eager.constrain import constrain
     from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
     from spmd.tensor.eager.factories import empty, full, ones, rand, randn, zeros
     from spmd.tensor.eager.local_map import local_map
@@ -40,9 +41,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "FullyShard", "ImplicitCommunicationError",
     "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "MixedPrecision", "Partial", "Placement", "Places", "Program",
-    "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "debug", "deterministic", "distribute_module",
-    "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication", "init_device_mesh",
-    "load_step", "local_map", "manual_seed",
+    "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "constrain", "debug", "deterministic",
+    "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
+    "init_device_mesh", "load_step", "local_map", "manual_seed",
     "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "redistribute_cost",
     "register_rule", "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip

@@ -155,6 +155,7 @@ from spmd._torch.tensors import (
     is_transformed,
     memory_of,
     new_wrapper,
+    unwrapped,
     without_bits,
     wrapper_tensor,
 )  # fmt: skip

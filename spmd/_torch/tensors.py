@@ -65,6 +65,13 @@ def copy_bits(source: torch.Tensor, wrapper: torch.Tensor) -> None:
 is_functorch_wrapper = torch._C._functorch.is_functorch_wrapped_tensor
 
 
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of all wrappers of torch.func around x."""
+    while is_functorch_wrapper(x) and not torch._is_functional_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 def is_transformed(x: torch.Tensor) -> bool:
     """Whether x is a wrapper of torch.func or of functionalisation, whose memory is not what in-place ops write."""
     return isinstance(x, FunctionalTensor) or torch._is_functional_tensor(x) or is_functorch_wrapper(x)

@@ -23,6 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, Numbering, number_draws
 from spmd.expand.hooks import copy_hooks, hooks_of
@@ -31,6 +32,7 @@ from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.number_tensors import TensorsOfNumbers
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
+from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.stamp.optimizers import updates_stamped
@@ -183,11 +185,15 @@ def _traced(
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
     flat = _FlatFunction(call, args, state, slots, tuple(inputs), note)
     try:
-        with tracing_lock, capture_local_maps(mesh) as insert_calls, _torch.backward_under(KeepProducts), stamped():
+        with (
+            tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
+            _torch.backward_under(KeepProducts), stamped(),
+        ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
             gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)
             insert_calls(gm.graph)
+            insert_constraints(gm.graph)
     except AssertionError as error:
         if "token for effect" in str(error):
             raise NotImplementedError(
@@ -243,6 +249,9 @@ class _FlatFunction:
     changes: Contents = field(default_factory=list)
     phases: Phases = field(default_factory=Phases)
 
+    def __post_init__(self) -> None:
+        self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
+
     def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
@@ -276,9 +285,10 @@ class _FlatFunction:
     def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
         yield new_values_noted(self.state.parameters())
-        yield _Normalise(self.phases)
+        yield _Normalise(self.phases, self.origins)
         yield TensorsOfNumbers()
-        yield KeepProducts()
+        yield KeepProducts(self.origins.made)
+        yield self.origins.noted()
         yield _torch.assignable_data()
         yield _torch.seen_as_compiling()
         yield _torch.symbolic_min_max()
@@ -375,9 +385,9 @@ class _Normalise(_torch.TorchDispatchMode):
 
     table = list_decompositions() | DENSE_VIEWS
 
-    def __init__(self, phases: Phases):
+    def __init__(self, phases: Phases, origins: Origins):
         super().__init__()
-        self.phases, self.numbering = phases, Numbering()
+        self.phases, self.origins, self.numbering = phases, origins, Numbering()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -387,6 +397,7 @@ class _Normalise(_torch.TorchDispatchMode):
             out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
             if out is NotImplemented:
                 out = op(*args, **kwargs)
+        self.origins.note()
         if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
@@ -426,7 +437,7 @@ def _remove_noops(graph: fx.Graph) -> None:
         if node.target in _torch.PROFILER_OPS:
             graph.erase_node(node)
         elif node.target in RETURNS_OPERAND:
-            node.args[0].meta |= {key: value for key, value in node.meta.items() if key == NEW_VALUE}
+            moved_to(node, node.args[0], (NEW_VALUE, SITES, GRADIENT_OF))
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()

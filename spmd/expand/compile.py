@@ -44,6 +44,7 @@ from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.place_reductions import place_reductions
+from spmd.expand.pins import pinned
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -75,6 +76,7 @@ def compile(
     bucket_mb: float | None = 25.0,
     choose: str = "op",
     outputs: Patterns | None = None,
+    placements: Patterns | None = None,
     cache: str | os.PathLike | None = None,
     init: Init = True,
 ) -> CompiledStep:
@@ -99,6 +101,9 @@ def compile(
     the program is never dearer than with "op", where every op takes what is cheapest for itself.
     outputs: placements of the tensors that fn returns, by path: "loss", "0.logits", "result" for one tensor alone.
     Partial() leaves the terms of a sum on the ranks. By default they lie as they were computed, with sums reduced.
+    placements: of values inside of the step, and of their gradients alike: by the path of the module that gives them,
+    "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
+    place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
 
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
@@ -118,7 +123,7 @@ def compile(
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     settings = Settings.of(
-        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose
+        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements
     )  # fmt: skip
     return CompiledStep(fn, mesh, settings, library_at(cache), init)
 
@@ -267,6 +272,7 @@ class CompiledStep:
                 captured = capture(self.fn, call.named, run, call.state, self.mesh)
         except AttributeError as error:
             raise _explained(error) from error
+        pinned(captured.graph, self.settings.pins, self.mesh)
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)

@@ -27,7 +27,8 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.choose.choice import BY_OP, Choice, Pin, arriving, placed
+from spmd.expand.choose.choice import BY_OP, Choice, Pin, arriving
+from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
@@ -49,7 +50,7 @@ from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.meta import out_metas
 from spmd.tensor.rules.rule import Row
-from spmd.tensor.spec import Spec, replicated
+from spmd.tensor.spec import Spec, placed, replicated
 
 OutputSpec = Callable[[int, Spec], Spec]
 """Given the index of an output and the spec that its value has, returns the spec that the output must have."""
@@ -141,6 +142,8 @@ class _Expander:
             self._draw(node)
         elif node.target is MARK:
             self.local[node] = self._current(node.args[0])
+        elif isinstance(node.target, ConstrainOp):
+            self._constrain(node)
         elif isinstance(node.target, LocalMapOp):
             self._block_function(node, node.target.call.ins, node.target.outs)
         elif isinstance(node.target, LocalMapGradientOp):
@@ -207,6 +210,15 @@ class _Expander:
         target = replace(draw, spec=lowering.outs[0])
         new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
         self._record(node, new, lowering.outs[0])
+
+    def _constrain(self, node: fx.Node) -> None:
+        """The same value, moved to where the user wants it."""
+        value, pin = self._current(node.args[0]), self.choice.pins.get(node)
+        spec = value.meta["spec"]
+        wanted = node.target.spec(spec, pin and tuple(row.outs[0] for row in pin.rows))
+        self.chosen[node] = arriving([wanted], [wanted])
+        self.local[node] = self.move(value, plan(spec, wanted))
+        self.local[node].meta[PINNED] = node.target.constraint.said
 
     def _block_function(self, node: fx.Node, ins: Sequence[Spec], outs: tuple[Spec, ...]) -> None:
         """A function of blocks, or its gradient. The specs of its operands and results are given."""

@@ -8,6 +8,7 @@ graph gets an op of our own in its place, and when the trace is done it becomes 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,12 +60,20 @@ In inference mode torch takes no op apart before it is traced, so these come wit
 
 
 class KeepProducts(TorchFunctionMode):
-    """Inside, products of tensors of more than two dims stay one op."""
+    """Inside, products of tensors of more than two dims stay one op. note: called with what each function gives."""
+
+    def __init__(self, note: Callable[[Any], None] | None = None):
+        super().__init__()
+        self.note = note
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         replacement = REPLACEMENTS.get(function)
         out = NotImplemented if replacement is None else replacement(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {})) if out is NotImplemented else out
+        if out is NotImplemented:
+            out = function(*args, **(kwargs or {}))
+        if self.note is not None:
+            self.note(out)
+        return out
 
 
 def restore_torch_ops(graph: fx.Graph) -> None:

@@ -26,6 +26,7 @@ from torch import fx
 from spmd.comm import C10dTransport
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.code import code_for
+from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import op_text
 from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.places.places import Places
@@ -172,7 +173,7 @@ def _margin_note(node: fx.Node) -> str:
         text = ", ".join(map(str, spec)) if isinstance(spec, tuple) else str(spec) if spec else ""
     if isinstance(node.target, (Step, Bucket)) and node.target.sends:
         text += f"   {node.target.nbytes:,} bytes, {node.target.cost:.1f} us"
-    return text
+    return f"{text}   {PINNED} {node.meta[PINNED]}" if PINNED in node.meta else text
 
 
 def _code(program: Program, node: fx.Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spmd.expand.pins import Pins, checked_pins, pin_of
 from spmd.expand.places.fully_shard import FullyShard
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision
@@ -25,12 +26,13 @@ class Settings:
     outputs: Placed
     bucket_mb: float | None
     choose: str
+    placements: Mapping[str, tuple[Placement | None, ...]]
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, fully_shard: Sharding,
         mixed_precision: MixedPrecision | None, inputs: Patterns | None, outputs: Patterns | None,
-        bucket_mb: float | None, choose: str,
+        bucket_mb: float | None, choose: str, placements: Patterns | None,
     ) -> Settings:  # fmt: skip
         """The settings, with everything checked that can be checked without tensors."""
         if bucket_mb is not None and bucket_mb < 0:
@@ -41,8 +43,14 @@ class Settings:
         inputs = check_patterns(mesh, inputs or {}, "inputs")
         outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
         said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
-        return cls(*said, inputs, outputs, bucket_mb, choose)
+        pins = {key: pin.placements for key, pin in checked_pins(mesh, placements).items()}
+        return cls(*said, inputs, outputs, bucket_mb, choose, pins)
 
     def table(self, mesh: DeviceMesh) -> PlacesTable:
         """Which places each parameter has on a mesh."""
         return PlacesTable(mesh, self.params, self.stored, self.fully_shard, self.mixed_precision)
+
+    @property
+    def pins(self) -> Pins:
+        """What is said of values inside of the step."""
+        return {key: pin_of(key, said) for key, said in self.placements.items()}

@@ -337,6 +337,20 @@ def _checked_order(
     return found
 
 
+def placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
+    """The spec of the same tensor with these placements; its own order of axes where they shard the same dims."""
+    dims: list[tuple[int, ...]] = [()] * spec.ndim
+    units: list[Unit] = [1] * spec.ndim
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            units[p.dim] = max(units[p.dim], p.units, key=split_unit) if dims[p.dim] else p.units
+            dims[p.dim] = (*dims[p.dim], axis)
+    kept = [own if sorted(own) == sorted(new) else new for own, new in zip(spec.dims, dims, strict=True)]
+    partial = [(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)]
+    layout = spec.with_layout(kept, units, partial)
+    return layout if layout is spec else layout.with_tensor(spec.shape)
+
+
 def check_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
     """The placements, with dims counted from the front. If one does not fit, an error names it."""
     placements = tuple(placements)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from spmd.expand.choose.choice import Pin, placed
+from spmd.expand.choose.choice import Pin
 from spmd.expand.choose.options import Way
 from spmd.expand.expand import expand
 from spmd.expand.nodes import in_schema_order
@@ -25,7 +25,7 @@ from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.recipes import RECIPES
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.rule import Row
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, placed
 
 
 def may_arrive(node: fx.Node) -> bool:

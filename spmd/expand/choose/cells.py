@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.places.roles import MARK
 from spmd.tensor.cache import frozen
@@ -88,7 +89,7 @@ def _cells(graph: fx.Graph) -> list[Cell]:
 
 def _decides(node: fx.Node) -> bool:
     """Whether something is to be chosen for a node, or its specs are given."""
-    if isinstance(node.target, (Draw, LocalMapOp, LocalMapGradientOp)):
+    if isinstance(node.target, (Draw, LocalMapOp, LocalMapGradientOp, ConstrainOp)):
         return True
     return isinstance(node.target, _torch.OpOverload) and any(map(is_tensor, node.all_input_nodes))
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from spmd.comm.chunk import split_unit
-from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
+from spmd.tensor.placement import REPLICATE, Placement
 from spmd.tensor.rules.rule import Row
-from spmd.tensor.spec import Spec, contiguous
+from spmd.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,6 @@ class Choice:
 
 BY_OP = Choice()
 """Every op is decided by itself."""
-
-
-def placed(spec: Spec, placements: Sequence[Placement]) -> Spec:
-    """The spec of the same tensor with these placements; its own order of axes where they shard the same dims."""
-    dims: list[tuple[int, ...]] = [()] * spec.ndim
-    units = [1] * spec.ndim
-    for axis, p in enumerate(placements):
-        if isinstance(p, Shard):
-            units[p.dim] = max(units[p.dim], p.units, key=split_unit) if dims[p.dim] else p.units
-            dims[p.dim] = (*dims[p.dim], axis)
-    kept = [own if sorted(own) == sorted(new) else new for own, new in zip(spec.dims, dims, strict=True)]
-    partial = [(axis, p.reduce_op) for axis, p in enumerate(placements) if isinstance(p, Partial)]
-    layout = spec.with_layout(kept, units, partial)
-    if layout is spec:
-        return spec
-    return Spec.of(
-        spec.mesh, spec.shape, spec.dtype, stride=contiguous(spec.shape), dims=layout.dims, units=layout.units,
-        partial=layout.partial,
-    )  # fmt: skip
 
 
 def arriving(ins: Sequence[Spec], outs: Sequence[Spec | None]) -> Pin:

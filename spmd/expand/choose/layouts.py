@@ -17,11 +17,10 @@ from math import prod
 import numpy as np
 import torch
 
-from spmd.expand.choose.choice import placed
 from spmd.mesh import DeviceMesh
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.redistribute.distances import distances
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, placed
 
 
 @dataclass(eq=False)

@@ -22,6 +22,7 @@ from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
 from spmd.expand.choose.work import Roofline
+from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
 from spmd.expand.places.places import Places
@@ -115,6 +116,9 @@ class Model:
             chooser.given = tuple(target.call.ins), tuple(target.outs)
         elif isinstance(target, LocalMapGradientOp):
             chooser.given = (*target.of.outs, *target.of.cotangents), tuple(target.of.grads)
+        elif isinstance(target, ConstrainOp) and target.constraint.is_complete:
+            spec = target.spec(self._bare(chooser.operands[0]))
+            chooser.given = (spec,), (spec,)
         elif cell.node in self.gradients:
             chooser.given = (self.gradients[cell.node],), (self.gradients[cell.node],)
         elif target in READS_VALUE:
@@ -138,7 +142,7 @@ class Model:
         op, args = node.target, node.args
         if isinstance(op, Draw):
             op, args = op.op, (node.args[0], *node.args[2:])
-        elif op is MARK:
+        elif op is MARK or isinstance(op, ConstrainOp):
             op, args = torch.ops.aten.alias.default, node.args[:1]
         repeats = first_positions(operands_of(Cell((node,), (), ())))
         call = Call(op, fx.map_arg(args, spec), fx.map_arg(dict(node.kwargs), spec), result_metadata(node), repeats)
@@ -151,7 +155,7 @@ class Model:
         chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
         kept = rows_worth_taking(chooser.op, every, self.mesh)
         for axis in self.axes:
-            ways = [Way(row) for row in kept]
+            ways = _said(node, axis) or [Way(row) for row in kept]
             ways += self._arrivals(node, call, axis, kept)
             ways += self._way_by_op(node, axis, ways)
             chooser.ways.append(ways)
@@ -424,6 +428,12 @@ class Model:
         return {
             node: Pin(tuple(by_out[p] for p in given)) for node, by_out in zip(cell.nodes, chooser.members, strict=True)
         }
+
+
+def _said(node: fx.Node, axis: int) -> list[Way]:
+    """The only way of a constraint on an axis where it says something."""
+    said = node.target.constraint.placements[axis] if isinstance(node.target, ConstrainOp) else None
+    return [] if said is None else [Way(Row((said,), (said,)))]
 
 
 def _fixed(layouts: Layouts, spec: Spec) -> End:

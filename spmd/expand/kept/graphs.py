@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from spmd.expand.constraints import PINNED
 from spmd.expand.kept.notation import (
     CannotKeep,
     Reader,
@@ -48,6 +49,10 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 MARGIN = 88
+NOTES = {"of": PARAMETER, "pinned by": PINNED}
+"""What may stand in the margin behind the spec: the parameter that is gathered, and what was said of the value."""
+
+NO_NOTES: Mapping[str, Any] = {}
 
 
 # ---- writing ----------------------------------------------------------------------------------
@@ -81,12 +86,13 @@ def _body(program: Program) -> Iterator[str]:
             code = f"constant({node.target!r})"
         else:
             code = f"{_target(node, program.mesh)}({_arguments(node)})"
-        yield _line(f"{node.name} = {code}", node.meta["spec"], node.meta.get(PARAMETER))
+        yield _line(f"{node.name} = {code}", node.meta["spec"], node.meta)
 
 
-def _line(code: str, spec: Any, parameter: str | None = None) -> str:
-    """A line with its margin: the spec, and the parameter that is gathered here."""
-    return f"{code:<{MARGIN}}  # {_specs_text(spec)}{f'   of {parameter}' if parameter else ''}"
+def _line(code: str, spec: Any, notes: Mapping[str, Any] = NO_NOTES) -> str:
+    """A line with its margin: the spec, and the notes."""
+    found = [f"   {word} {notes[key]}" for word, key in NOTES.items() if key in notes]
+    return f"{code:<{MARGIN}}  # {_specs_text(spec)}{''.join(found)}"
 
 
 def _specs_text(spec: Any) -> str:
@@ -212,7 +218,9 @@ class _Reading:
             self.heads[name] = self.reader.value(value)
             return
         code, _, margin = line.rpartition("  # ")
-        margin, _, parameter = margin.partition("   of ")
+        notes = {}
+        for word, key in reversed(NOTES.items()):
+            margin, _, notes[key] = margin.partition(f"   {word} ")
         if code.startswith("output("):
             name, value = parsed(code).args
             self.outputs.append((self.reader.of(name), self._specs(margin)))
@@ -220,7 +228,7 @@ class _Reading:
             return
         name, _, expression = code.partition(" = ")
         node = self._node(name, parsed(expression.strip()), self._specs(margin))
-        node.meta |= {PARAMETER: parameter} if parameter else {}
+        node.meta |= {key: note for key, note in notes.items() if note}
 
     def _specs(self, text: str) -> Any:
         if ";" in text:

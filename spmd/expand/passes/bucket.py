@@ -88,6 +88,6 @@ class _Packer:
         for i, member in enumerate(members):
             with self.graph.inserting_after(after):
                 after = self.graph.create_node("call_function", operator.getitem, (sent, i), name=f"{member.name}_of")
-            after.meta["spec"] = member.target.after
+            after.meta |= member.meta
             member.replace_all_uses_with(after)
             self.graph.erase_node(member)

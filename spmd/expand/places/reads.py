@@ -14,6 +14,7 @@ parameter is. A reduction of it, such as a norm, is made of the shards, too: tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -151,7 +152,8 @@ def _is_alone(node: fx.Node, operand: fx.Node) -> bool:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a node shows what its operand has: all of it, a part, or one of several parts."""
-    return not isinstance(node.target, _torch.OpOverload) or _torch.is_view(node.target)
+    is_op = isinstance(node.target, _torch.OpOverload)
+    return _torch.is_view(node.target) if is_op else node.target is operator.getitem
 
 
 def _shrinks(node: fx.Node, operand: fx.Node) -> bool:

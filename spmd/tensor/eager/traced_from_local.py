@@ -38,15 +38,21 @@ def traced_from_local(
     stride: Sequence[int] | None, grad_placements: Sequence[Placement] | None, dtensor: type,
 ) -> Any:  # fmt: skip
     """`DTensor.from_local`, written in what Dynamo can trace."""
-    places, gradient = [None if ps is None else tuple([_plain(p) for p in ps]) for ps in (placements, grad_placements)]
+    places, gradient = [None if ps is None else tuple([plain(p) for p in ps]) for ps in (placements, grad_placements)]
     block = _constants(local.shape), _constants(local.stride()), local.dtype
     given = [None if sizes is None else _constants(sizes) for sizes in (shape, stride)]
     return from_block(local, spec_number((mesh,), places, gradient, *block, *given, dtensor))
 
 
-def _plain(placement: Placement) -> tuple:
+def plain(placement: Placement) -> tuple:
     """The name of its class and its fields: Dynamo passes no frozen objects on."""
     return placement.__class__.__name__, *[getattr(placement, name) for name in placement.__match_args__]
+
+
+def placement_of(plain: tuple) -> Placement:
+    """The placement of what `plain` made of it."""
+    name, *fields = plain
+    return _KINDS[name](*fields)
 
 
 def _constants(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -60,7 +66,7 @@ def spec_number(mesh_alone, places, gradient, sizes, strides, dtype, shape, stri
     _torch.kept_whole_in_dynamo(from_block)
     _torch.add_dynamo_guard(current_rank)
     placements, grad_placements = (
-        None if ps is None else [_KINDS[name](*fields) for name, *fields in ps] for ps in (places, gradient)
+        None if ps is None else list(map(placement_of, ps)) for ps in (places, gradient)
     )
     block = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
     spec = spec_from_block(block, mesh_alone[0], placements, shape, stride)
