@@ -31,6 +31,7 @@ from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
 from spmd.expand.code import code_for
 from spmd.expand.draws import Draws
 from spmd.expand.expansion import expansion_of, kind_of
+from spmd.expand.explain.reasons import written
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_specs
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.kept import archive
@@ -44,7 +45,6 @@ from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.place_reductions import place_reductions
-from spmd.expand.pins import pinned
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -272,7 +272,6 @@ class CompiledStep:
                 captured = capture(self.fn, call.named, run, call.state, self.mesh)
         except AttributeError as error:
             raise _explained(error) from error
-        pinned(captured.graph, self.settings.pins, self.mesh)
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)
@@ -283,7 +282,8 @@ class CompiledStep:
 
     def _expanded(self, given: Expansion, results: Results) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1
-        return replace(chosen(given) if for_program else given.program(), owed=results.owed).verify()
+        write = (chosen, "for the program") if for_program else (Expansion.program, "by op")
+        return replace(written(given, self.settings.pins, *write), owed=results.owed).verify()
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
         yield place_reductions

@@ -32,7 +32,7 @@ from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
+from spmd.expand.nodes import SOURCE, first_positions, in_schema_order, result_metadata, source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, scattered_first
@@ -45,7 +45,6 @@ from spmd.tensor.lower import Lowering, is_cheaper_by_rule, lower
 from spmd.tensor.recipes import recipe_for
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
-from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.meta import out_metas
@@ -83,6 +82,7 @@ def expand(
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
+        expander.source = source_of(node)
         if node.op == "placeholder":
             expander.placeholder(node, next(specs)[1])
         elif node.op == "get_attr":
@@ -109,7 +109,7 @@ class _Expander:
     value with this spec; for a node and a halo, the node of what the halo gives. reduced: for a node of `graph`, the
     node of its last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
     decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as nodes of global
-    tensors.
+    tensors. source: the op of the captured graph that is being written, by name.
     """
 
     mesh: DeviceMesh
@@ -125,6 +125,7 @@ class _Expander:
     gathered: list[tuple[str, int]] = field(default_factory=list)
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
     decomposition_graph: fx.Graph = field(default_factory=fx.Graph)
+    source: str = ""
 
     # ---- nodes without operands ---------------------------------------------------------------
     def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
@@ -138,6 +139,12 @@ class _Expander:
 
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
+        """Write a node. What is written while it is written is written for it."""
+        outer, self.source = self.source, node.meta.get(SOURCE, self.source)
+        self._call(node)
+        self.source = outer
+
+    def _call(self, node: fx.Node) -> None:
         if isinstance(node.target, Draw):
             self._draw(node)
         elif node.target is MARK:
@@ -309,7 +316,7 @@ class _Expander:
                 items.append(None)
                 continue
             value = self.graph.create_node("call_function", operator.getitem, (new, i))
-            value.meta["spec"] = made
+            value.meta |= {"spec": made, SOURCE: self.source}
             item = self.decomposition_graph.create_node("call_function", operator.getitem, (node, i))
             self._record(item, value if p is None else self.move(value, p), spec)
             items.append(SpecTensor(item, spec, self._emit))
@@ -351,16 +358,16 @@ class _Expander:
             key = (value, step.after if step.move.keeps_tensor else step, phase)
             if key not in self.moved:
                 self.moved[key] = self._step(value, step)
-            if _reduces(step):
+            if step.reduces:
                 self.reduced[value] = self.moved[key]
             value = self.moved[key]
         return value
 
     def _step(self, value: fx.Node, step: Step) -> fx.Node:
-        early = _reduces(step) and value.op != "placeholder"
+        early = step.reduces and value.op != "placeholder"
         with self.graph.inserting_after(value) if early else contextlib.nullcontext():
             new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
-        new.meta["spec"] = step.after
+        new.meta |= {"spec": step.after, SOURCE: self.source}
         return new
 
     def move_to_final_spec(self, node: fx.Node) -> None:
@@ -400,7 +407,7 @@ class _Expander:
         return self._current(node).meta["spec"]
 
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
-        new.meta["spec"] = spec
+        new.meta |= {"spec": spec, SOURCE: self.source}
         self.local[node] = new
 
 
@@ -419,7 +426,3 @@ def _lowered(call: Call, rows: Sequence[Row] | None = None) -> Lowering:
     if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
         return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
     return lower(call, skips_empty=call.makes_new)
-
-
-def _reduces(step: Step) -> bool:
-    return isinstance(step.move, (AllReduce, ReduceInOrder, ReduceScatter))

@@ -12,6 +12,14 @@ from spmd import _torch
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import SCALAR, TensorMeta
 
+SOURCE = "source"
+"""In the metadata of a node of a program: the op of the captured graph that it was written for, by name."""
+
+
+def source_of(node: fx.Node) -> str:
+    """The name of the captured op that a node was written for; of a captured op its own."""
+    return node.meta.get(SOURCE, node.name)
+
 
 def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[tuple, dict]:
     """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""

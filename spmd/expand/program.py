@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import fx
@@ -35,6 +35,16 @@ from spmd.mesh import DeviceMesh, MeshTopoInfo, as_rank
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from spmd.expand.explain.explanation import Explanation
+
+
+class Reasons(Protocol):
+    """What a program was made of, to explain it by."""
+
+    def explain(self, of: str) -> Explanation:
+        """As `Program.explain`."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Program:
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
     owed: the results whose reductions the user has asked to leave. kinds: for each input what it is: parameter, buffer,
-    grad, optimizer, hyper, argument, or draws (where random numbers begin).
+    grad, optimizer, hyper, argument, or draws (where random numbers begin). reasons: for `explain`.
     """
 
     name: str
@@ -84,6 +94,22 @@ class Program:
     certificate: Certificate | None = None
     owed: frozenset[str] = frozenset()
     kinds: tuple[str, ...] = ()
+    reasons: Reasons | None = field(default=None, compare=False, repr=False)
+
+    def explain(self, of: str) -> Explanation:
+        """Why a part of the program is as it is: what runs there and how, what it costs, and what else there could be.
+
+        of: the path of a module or the name of a parameter, or a pattern of them ("blocks.*.mlp.up"); a line of the
+        step's code ("model.py:31"); or a piece of such a line ("self.up(").
+
+        What else a value could be is tried: a program is made for each of its other layouts, which takes as long as it
+        takes to choose placements. The result is a value that prints.
+
+        ValueError for a name that nothing in the step has, and for a program that was loaded, which has no reasons.
+        """
+        if self.reasons is None:
+            raise ValueError("explain: this program was loaded, and has no graph to explain; compile the step without")
+        return self.reasons.explain(of)
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:
         """The moves with their nodes, in order."""

@@ -36,10 +36,10 @@ def program_cost(program: Program) -> Cost:
     """The modelled cost of a program."""
     roofline = Roofline(program.mesh.topology)
     moves = sum([step.cost for _, step in program.steps()])
-    return Cost(moves, sum([_work(node, program.mesh, roofline) for node in program.graph.nodes]))
+    return Cost(moves, sum([node_work(node, program.mesh, roofline) for node in program.graph.nodes]))
 
 
-def _work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
+def node_work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
     """Microseconds of one op of a program on the first rank, which has the largest blocks."""
     op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
     if node.op != "call_function" or not isinstance(op, _torch.OpOverload) or op in SAFE_LOCALLY.values():

@@ -77,6 +77,11 @@ class Step:
     def sends(self) -> bool:
         return self.move.sends
 
+    @property
+    def reduces(self) -> bool:
+        """Whether it makes a sum of terms."""
+        return isinstance(self.move, (AllReduce, ReduceInOrder, ReduceScatter))
+
     @cached_property
     def cost(self) -> float:
         """Modelled microseconds."""

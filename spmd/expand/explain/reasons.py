@@ -1,0 +1,239 @@
+"""Why a program is as it is: what its parts cost, and what it would cost if one of its values lay elsewhere.
+
+An op of the captured graph may be several in the program, with moves between them. Each node of the program knows the
+op that it was written for (`SOURCE`), so all of its cost is told apart: a reduction belongs to the op that leaves it,
+any other move to the op that reads what it gives, and the parts add up to the cost of the program.
+
+What else a value could be is tried, and not guessed: the program is made again as it would be if the user had pinned
+the value, with the same choice, and priced in the same way. So it costs what is said here if the user does so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from spmd.expand.choose.price import node_work, program_cost
+from spmd.expand.choose.program import Expansion
+from spmd.expand.choose.work import Roofline
+from spmd.expand.constraints import ConstrainOp
+from spmd.expand.explain.explanation import Alternative, Explained, Explanation, Option, Sent
+from spmd.expand.explain.where import is_line, lines_with, nodes_of, parameters_of
+from spmd.expand.local_ops import op_text
+from spmd.expand.nodes import SOURCE, source_of
+from spmd.expand.origins import SITES
+from spmd.expand.pins import Pins, names_match, pin_of, pinned, sites_of
+from spmd.expand.places.places import Places
+from spmd.expand.places.roles import MARK, in_backward
+from spmd.expand.program import Program
+from spmd.tensor.annotations.constraint import placements_text
+from spmd.tensor.placement import REPLICATE, Placement, Shard
+from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import Spec, spec_of
+
+Write = Callable[[Expansion], Program]
+"""How a program is made of an expansion: by op, or for the program."""
+
+
+def written(given: Expansion, pins: Pins, write: Write, chosen: str) -> Program:
+    """The program of an expansion with pins, with its reasons."""
+    for node in given.graph.nodes:
+        node.meta[SOURCE] = node.name
+    program = write(with_pins(given, pins))
+    return replace(program, reasons=Reasons(given, pins, write, chosen, program))
+
+
+def with_pins(given: Expansion, pins: Pins) -> Expansion:
+    """The expansion with a constraint behind each value that a pin names. The graph of `given` stays as it is."""
+    return replace(given, graph=pinned(_copied(given.graph), pins, given.mesh)) if pins else given
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    new = fx.Graph()
+    new.output(new.graph_copy(graph, {}))
+    return new
+
+
+@dataclass(frozen=True, eq=False)
+class Reasons:
+    """What a program was made of. given: without pins. program: as it was written, before the passes."""
+
+    given: Expansion
+    pins: Pins
+    write: Write
+    chosen: str
+    program: Program
+
+    def explain(self, of: str) -> Explanation:
+        """See `Program.explain`."""
+        given = with_pins(self.given, self.pins)
+        where = nodes_of(of, given.graph, given.roles, given.slots[1])
+        explained = _Costs(self.program).explained(given, where)
+        alternatives = [*self._values(of), *self._parameters(of)]
+        return Explanation(of, self.chosen, program_cost(self.program).us, _together(explained), tuple(alternatives))
+
+    # ---- what else a value could be -------------------------------------------------------------
+    def _values(self, of: str) -> Iterator[Alternative]:
+        """Of the values that a pin can name: the results of the modules, or of the lines."""
+        sites = list(sites_of(self.given.graph, SITES))
+        keys = [of] if is_line(of) or any(names_match(of, site) for _, site in sites) else []
+        for key in keys or [str(line) for line in lines_with(of, self.given.graph)]:
+            nodes = [n for n, site in sites if names_match(key, site)]
+            specs = [spec for n in nodes if (spec := _Costs(self.program).result(n)) is not None]
+            if len(specs) == len(nodes) > 0:
+                yield from self._alternative(key, specs, lambda p, key=key: self._with_pin(key, p), "placements", True)
+
+    def _parameters(self, of: str) -> Iterator[Alternative]:
+        """Of the parameters that are in one place, by their names in the modules."""
+        groups: dict[str, list[str]] = {}
+        for path in parameters_of(of, self.given.roles) if not is_line(of) else ():
+            named = of.rpartition(".")[2] == path.rpartition(".")[2]
+            groups.setdefault(of if named else f"{of}.{path.rpartition('.')[2]}", []).append(path)
+        for key, paths in groups.items():
+            places = [self.given.places[path] for path in paths]
+            if all(of.is_one and of.computed is of.gradient is of.stored for of in places):
+                specs = [of.stored for of in places]
+                yield from self._alternative(
+                    key, specs, lambda p, paths=paths: with_parameters(self.given, paths, p), "params", False
+                )
+
+    def _alternative(
+        self, key: str, specs: Sequence[Spec], changed: Callable[[tuple], Expansion], argument: str, leaves_open: bool
+    ) -> Iterator[Alternative]:
+        """The options of a value, or of several that are pinned together."""
+        mesh, now, options = self.given.mesh, program_cost(self.program).us, []
+        for placements in _others(specs, leaves_open):
+            rise = program_cost(self.write(changed(placements))).us - now
+            text = placements_text(mesh, placements)
+            by_axis = dict(zip(mesh.axis_names, placements, strict=True))
+            options.append(Option(f"{argument}={{{key!r}: {text}}}", key, by_axis, rise))
+        if options:
+            yield Alternative(key, specs[0], tuple(sorted(options, key=lambda o: (round(o.rise, 6), o.said))))
+
+    def _with_pin(self, key: str, placements: tuple[Placement | None, ...]) -> Expansion:
+        return with_pins(self.given, {key: pin_of(key, placements), **{k: p for k, p in self.pins.items() if k != key}})
+
+
+def _others(specs: Sequence[Spec], leaves_open: bool) -> Iterator[tuple[Placement | None, ...]]:
+    """Placements of all of these values that differ from those of the first on one axis. On the others they are open,
+    or as they are."""
+    mesh = specs[0].mesh
+    for axis, n in enumerate(mesh.shape):
+        dims = [d for d in range(min(s.ndim for s in specs)) if all(s.shape[d] >= n for s in specs)]
+        for p in (REPLICATE, *map(Shard, dims)):
+            if n > 1 and any(not _is_on(spec, axis, p) for spec in specs):
+                rest = [None if leaves_open else specs[0].on(a) for a in range(mesh.ndim)]
+                yield tuple(p if a == axis else own for a, own in enumerate(rest))
+
+
+def _is_on(spec: Spec, axis: int, p: Placement) -> bool:
+    own = spec.on(axis)
+    return own.is_shard(p.dim) if isinstance(p, Shard) else own == p
+
+
+def with_parameters(given: Expansion, paths: Sequence[str], placements: tuple[Placement, ...]) -> Expansion:
+    """The expansion as it would be if `params=` said this of these parameters."""
+    stored = {path: given.places[path].stored for path in paths}
+    new = {path: spec_of(spec.mesh, placements, spec.shape, spec.dtype) for path, spec in stored.items()}
+    places = {**given.places, **{path: Places.same(spec) for path, spec in new.items()}}
+    slots_in, slots_out = given.slots
+
+    def own(slot: object, spec: Spec | None) -> Spec | None:
+        found = new.get(getattr(slot, "path", None))
+        return found if found is not None and spec is not None and spec.shape == found.shape else None
+
+    def input_spec(slot: object, spec: Spec | None) -> Spec | None:
+        found = own(slot, spec)
+        return spec if found is None else found.with_tensor(spec.shape, spec.dtype)
+
+    def output_spec(i: int, spec: Spec) -> Spec:
+        found = own(slots_out[i], spec)
+        return given.output_spec(i, spec) if found is None else spec.with_layout(found.dims, found.units)
+
+    inputs = [(name, input_spec(slot, spec)) for slot, (name, spec) in zip(slots_in, given.inputs, strict=True)]
+    return replace(given, inputs=inputs, output_spec=output_spec, places=places)
+
+
+# ---- what the parts cost ----------------------------------------------------------------------
+
+
+class _Costs:
+    """The nodes of a program by the op that they were written for, with what each costs."""
+
+    def __init__(self, program: Program):
+        self.program, self.roofline = program, Roofline(program.mesh.topology)
+        self.ops: dict[str, list[fx.Node]] = {}
+        self.moves: dict[str, Sent] = {}
+        self.owed: dict[str, Sent] = {}
+        for node in program.graph.nodes:
+            if isinstance(node.target, Step):
+                self._add(node)
+            elif SOURCE in node.meta:
+                self.ops.setdefault(node.meta[SOURCE], []).append(node)
+
+    def _add(self, node: fx.Node) -> None:
+        maker = node
+        while isinstance(maker.target, Step):
+            maker = maker.args[0]
+        owes = node.target.reduces and SOURCE in maker.meta
+        side, source = (self.owed, maker.meta[SOURCE]) if owes else (self.moves, node.meta[SOURCE])
+        sent = Sent(node.target.cost, node.target.nbytes if node.target.sends else 0)
+        side[source] = side.get(source, Sent()) + sent
+
+    def explained(self, given: Expansion, where: Mapping[fx.Node, tuple[str, ...]]) -> list[Explained]:
+        """Each op of the captured graph, once."""
+        found = []
+        for node, paths in where.items():
+            name = source_of(node)
+            nodes = [n for n in self.ops.get(name, ()) if n.target is not operator.getitem]
+            if nodes or name in self.moves or name in self.owed:
+                found.append(self._one(node, nodes, paths, given))
+        return found
+
+    def _one(self, node: fx.Node, nodes: list[fx.Node], where: tuple[str, ...], given: Expansion) -> Explained:
+        operands = [s for n in nodes[:1] for x in n.all_input_nodes if isinstance(s := x.meta["spec"], Spec)]
+        results = [s for n in nodes[-1:] for s in _specs(n)]
+        updates = given.roles.parameters and node not in given.roles.compute
+        phase = "update" if updates else "backward" if in_backward(node) else "forward"
+        work = sum([node_work(n, self.program.mesh, self.roofline) for n in nodes])
+        name, none = source_of(node), Sent()
+        return Explained(
+            _name(node), phase, 1, where[:1], tuple(operands), tuple(results), self.moves.get(name, none), work,
+            self.owed.get(name, none),
+        )  # fmt: skip
+
+    def result(self, node: fx.Node) -> Spec | None:
+        """The spec of a value, with its sums reduced where that is done at once; None for an input."""
+        made = [n for n in self.ops.get(source_of(node), ()) if isinstance(n.meta["spec"], Spec)]
+        if not made:
+            return None
+        at = made[-1]
+        while after := [n for n in at.users if isinstance(n.target, Step) and n.target.reduces]:
+            at = after[0]
+        return at.meta["spec"]
+
+
+def _specs(node: fx.Node) -> list[Spec]:
+    spec = node.meta["spec"]
+    return [s for s in (spec if isinstance(spec, tuple) else (spec,)) if s is not None]
+
+
+def _name(node: fx.Node) -> str:
+    if node.target is MARK:
+        return "gradient"
+    if isinstance(node.target, ConstrainOp):
+        return "constrain"
+    return op_text(node.target).removeprefix("aten.").partition(".")[0]
+
+
+def _together(explained: Sequence[Explained]) -> tuple[Explained, ...]:
+    """Equal ops as one."""
+    groups: dict[tuple, list[Explained]] = {}
+    for each in explained:
+        key = each.op, each.phase, each.operands, each.results, each.moves, each.work, each.owes
+        groups.setdefault(key, []).append(each)
+    where = [tuple(dict.fromkeys(w for e in group for w in e.where)) for group in groups.values()]
+    return tuple(replace(g[0], times=len(g), where=w) for g, w in zip(groups.values(), where, strict=True))
