@@ -8,6 +8,8 @@ owe sums, or could owe them because the ops between are linear, form a graph. Ea
 makes terms to a reader that needs the sum, and somewhere on the path the terms are reduced. So the cheapest places are
 a minimum cut (`minimum_cut.py`). Local ops stay what they are: only which of their values are terms changes.
 
+A value that the user has pinned stays what it is.
+
 Left out: reductions to shards, reductions over a part of the axes, and ops with several results.
 """
 
@@ -22,6 +24,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape
 from spmd.expand.nodes import described
 from spmd.expand.passes.keep_gathered import copied
@@ -119,7 +122,7 @@ class _Terms:
     def _is_move(self, node: fx.Node) -> bool:
         """Whether a node reduces these sums, or makes terms of a replicated value."""
         step = node.target
-        if not isinstance(step, Step) or step.before.dims != step.after.dims:
+        if not isinstance(step, Step) or step.before.dims != step.after.dims or PINNED in node.meta:
             return False
         ends = (step.before.partial, step.after.partial)
         if isinstance(step.move, AllReduce):
@@ -136,6 +139,8 @@ class _Terms:
         """Whether the op gives terms if these operands are terms, and the sum if all operands are sums."""
         spec = node.meta.get("spec")
         if not isinstance(node.target, _torch.OpOverload) or not isinstance(spec, Spec) or self.terms(spec) is None:
+            return False
+        if PINNED in node.meta:
             return False
         if spec.partial not in ((), self.owed) or _counts(node):
             return False

@@ -94,7 +94,7 @@ def traced_distribute(
             "distribute_tensor makes a leaf, and compiled code cannot make one of a tensor that requires a gradient: "
             "distribute it before, or write DTensor.from_local(x, mesh, [Replicate()]).redistribute(...)"
         )
-    places = None if placements is None else tuple([_plain(p) for p in placements])
+    places = None if placements is None else tuple([plain(p) for p in placements])
     return shared_out(tensor, target_number((mesh,), places, _constants(tensor.shape), tensor.dtype, src, distribute))
 
 
