@@ -1,7 +1,7 @@
 """A lower bound on the objective of a problem, and what each option costs at least.
 
 The problem is taken apart: each variable by itself, and the moves of each value by themselves. They meet in *ports*: an
-end of a value, where a variable has a layout for each of its options. Potentials, one for each layout of a port, move
+end of a value, where a variable has a layout for each of its options. Potentials, one for each layout of an end, move
 cost between the two, so that the least costs of all parts add up to as much as possible (the dual of a linear
 relaxation; sequential reweighted message passing: V. Kolmogorov, "A new look at reweighted message passing", 2015).
 Whatever the potentials are, the sum of the least costs is a bound: no assignment costs less.
@@ -9,6 +9,12 @@ Whatever the potentials are, the sum of the least costs is a bound: no assignmen
 The moves of a value stay in one piece (`moves.py`), with all of its readers. Where the cost of a move is shared out
 among the readers instead, the bound stops some per cent below; so it comes to the cost of the best assignment on nearly
 all models.
+
+A variable may stand for many cells, and a value for many equal ones. The bound holds also for assignments in which
+these differ: equal values have equal potentials, and all cells of a variable meet values of the same kinds, so each of
+them costs an equal part of what the variable does. Values are of one kind where their surroundings are alike up to a
+distance, cells where they are up to a larger one; so several variables may be at the same end of a kind of values, each
+with its share of them.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spmd.expand.choose.moves import MOST_READERS, NEVER, OneReader, Readers
-from spmd.expand.choose.problem import FIXED, End, Problem, Value
+from spmd.expand.choose.problem import FIXED, Problem, Value
 
 GIVE_ALL = 4
 """Sweeps in which variables keep nothing back."""
@@ -27,14 +33,14 @@ GIVE_ALL = 4
 
 @dataclass(eq=False)
 class Part:
-    """The moves of a value. ends: what each end adds to their cost, by layout: less what is at the port's potential.
+    """The moves of all values of a kind. ends: what each end adds to their cost, by layout: less what is at its slot.
 
     version: how often the ends changed.
     """
 
     moves: OneReader | Readers
     ends: list[np.ndarray]
-    ports: list[Port] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
     version: int = 0
 
     def least(self) -> float:
@@ -48,32 +54,69 @@ class Part:
         if (len(kept[0]), len(kept[1])) == self.moves.costs.shape:
             return
         self.moves = replace(self.moves, costs=self.moves.costs[np.ix_(*kept)])
-        self.ends = [end[kept[slot > 0]] for slot, end in enumerate(self.ends)]
+        self.ends = [end[kept[at > 0]] for at, end in enumerate(self.ends)]
         self.version += 1
+        for slot in self.slots:
+            slot.keep(kept[slot.at > 0])
+
+
+@dataclass(eq=False)
+class Slot:
+    """An end of a kind of values, where variables meet them. at: 0 for what makes them, then the readers.
+
+    potential: cost that has moved from the values to the variables, by layout. here: the layouts that some option has.
+    seen: the version of the part when all that it can give had been taken.
+    """
+
+    part: Part
+    at: int
+    potential: np.ndarray
+    ports: list[Port] = field(default_factory=list)
+    seen: int = -1
+
+    def find(self) -> None:
+        """Find which layouts some option has."""
+        self.here = np.unique(np.concatenate([port.here for port in self.ports]))
+
+    def take(self) -> None:
+        """Move all that the values can give to the variables."""
+        part = self.part
+        if self.seen == part.version:
+            return
+        found = np.zeros(len(self.potential))
+        found[self.here] = part.moves.least_at(part.ends, self.at)[self.here]
+        self.move(found)
+        self.seen = part.version
+
+    def move(self, found: np.ndarray) -> None:
+        """Move cost from the values to the variables."""
+        self.potential = self.potential + found
+        self.part.ends[self.at] = self.part.ends[self.at] - found
+        self.part.version += 1
+
+    def keep(self, layouts: np.ndarray) -> None:
+        """Keep these layouts, and number them anew."""
+        self.potential = self.potential[layouts]
         for port in self.ports:
-            layouts = kept[port.slot > 0]
-            port.potential, port.at = port.potential[layouts], np.searchsorted(layouts, port.at)
+            port.at = np.searchsorted(layouts, port.at)
             port.sort()
+        self.find()
 
 
 @dataclass(eq=False)
 class Port:
-    """Where a variable meets a value, at one of its ends. at: the layout of each option, as a number of this port.
+    """Where a variable is at a slot. at: the layout of each of its options. share: how much of the slot is with it.
 
-    potential: cost that has moved from the value to the variable, by layout. here: the layouts that some option has.
-    order, starts: the options sorted by layout, and where each of `here` begins. seen: the version of the part when
-    all that it can give had been taken.
+    here: the layouts that some option has. order, starts: the options by layout, and where each of `here` begins.
     """
 
-    part: Part
-    slot: int
+    slot: Slot
     variable: int
     at: np.ndarray
-    potential: np.ndarray
+    share: float
     here: np.ndarray = field(init=False)
     order: np.ndarray = field(init=False)
     starts: np.ndarray = field(init=False)
-    seen: int = -1
 
     def __post_init__(self) -> None:
         self.sort()
@@ -83,34 +126,20 @@ class Port:
         self.order = np.argsort(self.at, kind="stable")
         self.here, self.starts = np.unique(self.at[self.order], return_index=True)
 
-    def take(self) -> None:
-        """Move all that the value can give to the variable."""
-        part = self.part
-        if self.seen == part.version:
-            return
-        found = np.zeros(len(self.potential))
-        found[self.here] = part.moves.least_at(part.ends, self.slot)[self.here]
-        self._move(found)
-        self.seen = part.version
-
-    def give(self, cost: np.ndarray, share: float) -> None:
-        """Move this share of the variable's cost, by option, to the value."""
-        found = np.zeros(len(self.potential))
-        found[self.here] = -share * np.minimum.reduceat(cost[self.order], self.starts)
-        self._move(found)
+    def least(self, cost: np.ndarray, other: float) -> np.ndarray:
+        """The least cost of the options for each layout of the slot; `other` for layouts that no option has."""
+        found = np.full(len(self.slot.potential), other)
+        found[self.here] = np.minimum.reduceat(cost[self.order], self.starts)
+        return found
 
     def restrict(self, keep: np.ndarray) -> None:
         """Keep the options of a mask."""
+        slot, before = self.slot, self.slot.here
         self.at = self.at[keep]
-        before = self.here
         self.sort()
-        self.part.ends[self.slot][np.setdiff1d(before, self.here)] = NEVER
-        self.part.version += 1
-
-    def _move(self, found: np.ndarray) -> None:
-        self.potential = self.potential + found
-        self.part.ends[self.slot] = self.part.ends[self.slot] - found
-        self.part.version += 1
+        slot.find()
+        slot.part.ends[slot.at][np.setdiff1d(before, slot.here)] = NEVER
+        slot.part.version += 1
 
 
 class Bound:
@@ -122,71 +151,83 @@ class Bound:
         self.constant = 0.0
         self.parts: list[Part] = []
         self.ports: list[list[Port]] = [[] for _ in self.cost]
-        for value in problem.values:
-            self._add(value)
+        for values in problem.kinds():
+            self._add(values)
         self.order = _order(problem)
         self._turns()
         self.least, self.sweeps = -np.inf, 0
 
     # ---- parts ----------------------------------------------------------------------------------
-    def _add(self, value: Value) -> None:
-        """The parts of a value. What one variable alone decides is part of its cost."""
-        readers = {(end.variable, self._layouts(end).tobytes()): end for end in value.readers}
-        ends = list(readers.values())
-        variables = {end.variable for end in (value.maker, *ends)} - {FIXED}
-        if len(variables) <= 1:
-            self._alone(value, variables)
-            return
-        pieces = [ends[k : k + MOST_READERS] for k in range(0, len(ends), MOST_READERS)]
-        costs = value.weight * value.costs
+    def _add(self, values: Sequence[Value]) -> None:
+        """The parts of a kind of values. What one variable decides by itself is part of its cost."""
+        slots = _slots(values)
+        alone = {i for slot in slots for i in slot} - {FIXED}
+        if not alone:
+            self.constant += sum([value.cost(()) for value in values])
+        elif sum(set(slot) != {FIXED} for slot in slots) == 1 or len(alone) == self.problem.cells[max(alone)] == 1:
+            for value in values:
+                self._alone(value)
+        else:
+            self._parts(values, slots)
+
+    def _alone(self, value: Value) -> None:
+        i = max(end.variable for end in (value.maker, *value.readers))
+        self.cost[i] = self.cost[i] + value.weight * self.problem.of_value(value, i, ())[self.allowed[i]]
+
+    def _parts(self, values: Sequence[Value], slots: Sequence[dict[int, tuple[np.ndarray, float]]]) -> None:
+        """One part, or several if there are more readers than are looked at together."""
+        maker, *readers = slots
+        pieces = [readers[k : k + MOST_READERS] for k in range(0, len(readers), MOST_READERS)]
+        costs = sum([value.weight for value in values]) * values[0].costs
         if len(pieces) > 1:  # each pays an equal part of what several of them may need
-            wanted = [np.isin(np.arange(len(costs)), [t for e in p for t in self._layouts(e)]) for p in pieces]
-            costs = costs / np.maximum(np.sum(wanted, axis=0), 1)
+            needed = [np.concatenate([self._layouts(*end) for slot in p for end in slot.items()]) for p in pieces]
+            costs = costs / np.maximum(np.sum([np.isin(np.arange(len(costs)), n) for n in needed], axis=0), 1)
         for piece in pieces:
-            self._part(costs, value.maker, piece)
+            self._part(costs, [maker, *piece])
 
-    def _alone(self, value: Value, variables: set[int]) -> None:
-        for i in variables:
-            self.cost[i] = self.cost[i] + value.weight * self.problem.of_value(value, i, ())[self.allowed[i]]
-        if not variables:
-            self.constant += value.cost(())
-
-    def _part(self, costs: np.ndarray, maker: End, readers: Sequence[End]) -> None:
-        made, needed = self._layouts(maker), [self._layouts(end) for end in readers]
-        rows, columns = np.unique(made), np.unique(np.concatenate(needed))
-        table = costs[np.ix_(rows, columns)]
-        part = Part(OneReader(table) if len(readers) == 1 else Readers(table, len(readers)), [])
-        for slot, (end, layouts) in enumerate(zip((maker, *readers), (made, *needed), strict=True)):
-            known = columns if slot else rows
-            at = np.searchsorted(known, layouts)
-            adds = np.full(len(known), NEVER)
-            adds[at] = 0.0
+    def _part(self, costs: np.ndarray, slots: Sequence[dict[int, tuple[np.ndarray, float]]]) -> None:
+        layouts = [{i: self._layouts(i, end) for i, end in slot.items()} for slot in slots]
+        known = [np.unique(np.concatenate([a for slot in side for a in slot.values()])) for side in (layouts[:1], layouts[1:])]
+        table = costs[np.ix_(*known)]
+        part = Part(OneReader(table) if len(slots) == 2 else Readers(table, len(slots) - 1), [])
+        for at, (slot, of) in enumerate(zip(slots, layouts, strict=True)):
+            adds = np.full(len(known[at > 0]), NEVER)
+            met = Slot(part, at, np.zeros(len(adds)))
+            whole = sum([weight for _, weight in slot.values()])
+            for i, (_, weight) in slot.items():
+                numbers = np.searchsorted(known[at > 0], of[i])
+                adds[numbers] = 0.0
+                if FIXED not in slot:
+                    met.ports.append(Port(met, i, numbers, weight / whole))
+                    self.ports[i].append(met.ports[-1])
             part.ends.append(adds)
-            if end.variable != FIXED:
-                port = Port(part, slot, end.variable, at, np.zeros(len(known)))
-                part.ports.append(port)
-                self.ports[end.variable].append(port)
+            if met.ports:
+                met.find()
+                part.slots.append(met)
         self.parts.append(part)
 
-    def _layouts(self, end: End) -> np.ndarray:
-        return end.layouts[:1] if end.variable == FIXED else end.layouts[self.allowed[end.variable]]
+    def _layouts(self, i: int, end: tuple[np.ndarray, float]) -> np.ndarray:
+        return end[0][:1] if i == FIXED else end[0][self.allowed[i]]
 
     def _turns(self) -> None:
         """For each variable the ports whose values are met again later, in each direction of a sweep.
 
-        A variable with one port has given all of its cost to it, once and for all.
+        A variable with one port to itself has given all of its cost to it, once and for all.
         """
         at = {i: k for k, i in enumerate(self.order)}
         self.turns: tuple[list, list] = ([], [])
         for i in self.order:
-            if len(self.ports[i]) == 1:
-                self.ports[i][0].give(self.now(i), 1.0)
+            if self._gives_once(i):
+                self._give(self.ports[i][0], self.now(i), 1.0)
                 continue
-            met = [(p, [at[q.variable] for q in p.part.ports if q is not p]) for p in self.ports[i]]
+            met = [(p, [at[q.variable] for s in p.slot.part.slots for q in s.ports if q is not p]) for p in self.ports[i]]
             self.turns[0].append((i, [p for p, others in met if max(others, default=-1) > at[i]]))
             self.turns[1].append((i, [p for p, others in met if min(others, default=len(at)) < at[i]]))
         self.most = [max(len(a), len(b)) for (_, a), (_, b) in zip(*self.turns, strict=True)]
         self.turns[1].reverse()
+
+    def _gives_once(self, i: int) -> bool:
+        return len(self.ports[i]) == 1 and len(self.ports[i][0].slot.ports) == 1
 
     # ---- sweeps ---------------------------------------------------------------------------------
     def improve(self, sweeps: int) -> float:
@@ -202,17 +243,28 @@ class Bound:
                     cost = self.collected(i)
                     share = 1 / (len(later) if self.sweeps <= GIVE_ALL else ports) if later else 0.0
                     for port in later:
-                        port.give(cost, share)
+                        self._give(port, cost, share)
         self.least = max(self.least, self.value_now())
         return self.least
 
     def collected(self, i: int) -> np.ndarray:
         """The cost of each option of a variable with all that its values can give to it."""
-        cost = self.cost[i].copy()
         for port in self.ports[i]:
-            port.take()
-            cost += port.potential[port.at]
-        return cost
+            port.slot.take()
+        return self.now(i)
+
+    def _give(self, port: Port, cost: np.ndarray, share: float) -> None:
+        """Move this share of a variable's cost to the values. What others at the slot cannot give stays where it is."""
+        if len(port.slot.ports) == 1:
+            port.slot.move(-share * port.least(cost, 0.0))
+            return
+        found = port.least(share / port.share * (cost - cost.min()), np.inf)
+        for other in port.slot.ports:
+            if other is not port:
+                slack = self.now(other.variable)
+                share = 1 / len(self.ports[other.variable]) / other.share
+                found = np.minimum(found, other.least(share * (slack - slack.min()), np.inf))
+        port.slot.move(-np.where(np.isinf(found), 0.0, found))
 
     def value_now(self) -> float:
         """The bound by the potentials as they are."""
@@ -223,25 +275,47 @@ class Bound:
         """The cost of each option of a variable by itself."""
         cost = self.cost[i].copy()
         for port in self.ports[i]:
-            cost += port.potential[port.at]
+            potential = port.slot.potential[port.at]
+            cost += potential if port.share == 1.0 else port.share * potential
         return cost
 
     # ---- options left -------------------------------------------------------------------------
     def prune(self, most: float) -> int:
-        """Drop all options with which every assignment costs more than `most`. Returns how many are left in all."""
+        """Drop all options with which every assignment costs more than `most`. Returns how many are left in all.
+
+        An option goes if none of the cells that the variable stands for can take it, whatever the others of them do.
+        """
         slack = max(0.0, most - self.least) + 1e-6 + 1e-9 * abs(most)  # rounding drops no option
         for i in self.order:
             cost = self.collected(i)
-            keep = cost - cost.min() <= slack
+            keep = cost - cost.min() <= slack * self.problem.cells[i]
             if not keep.all():
                 self.allowed[i], self.cost[i] = self.allowed[i][keep], self.cost[i][keep]
                 for port in self.ports[i]:
                     port.restrict(keep)
-            if len(self.ports[i]) == 1:
-                self.ports[i][0].give(self.now(i), 1.0)
+            if self._gives_once(i):
+                self._give(self.ports[i][0], self.now(i), 1.0)
         for part in self.parts:
             part.shrink()
         return sum(map(len, self.cost))
+
+
+def _slots(values: Sequence[Value]) -> list[dict[int, tuple[np.ndarray, float]]]:
+    """For each slot of a kind of values the variables there with their layouts, and how many of the values they meet.
+
+    The first slot is that of the makers. Readers at slots where the same variables need the same share one: where all
+    potentials are alike the cheapest is that all need alike.
+    """
+    maker: dict[int, tuple[np.ndarray, float]] = {}
+    readers: dict[int, dict[int, tuple[np.ndarray, float]]] = {}
+    for value in values:
+        ends = [(maker, value.maker)]
+        ends += [(readers.setdefault(k if e.slot is None else e.slot, {}), e) for k, e in enumerate(value.readers)]
+        for slot, end in ends:
+            met = slot.get(end.variable, (end.layouts, 0.0))
+            slot[end.variable] = met[0], met[1] + value.weight
+    distinct = {tuple((i, slot[i][0].tobytes()) for i in sorted(slot)): slot for slot in readers.values()}
+    return [maker, *distinct.values()]
 
 
 def _order(problem: Problem) -> list[int]:

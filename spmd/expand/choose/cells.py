@@ -48,11 +48,15 @@ class Cell:
 
 @dataclass(eq=False)
 class Cells:
-    """All cells in order, the cell that writes each value, and for each cell the number of its class."""
+    """All cells in order, the cell that writes each value, and for each cell the number of its class.
+
+    alike: for each class the class that it was part of when values were last told apart.
+    """
 
     every: list[Cell]
     writer: dict[fx.Node, Cell] = field(default_factory=dict)
     class_of: dict[Cell, int] = field(default_factory=dict)
+    alike: list[int] = field(default_factory=list)
 
 
 def cells_of(graph: fx.Graph, sources: dict[fx.Node, Spec]) -> Cells:
@@ -60,7 +64,11 @@ def cells_of(graph: fx.Graph, sources: dict[fx.Node, Spec]) -> Cells:
     every = _cells(graph)
     writer = {value: cell for cell in every for value in cell.writes}
     found = Cells(every, writer)
-    found.class_of = _classes(found, sources, graph.output_node())
+    refinement = _Refinement(found, sources)
+    while refinement.round():
+        pass
+    found.class_of = dict(zip(every, refinement.color, strict=True))
+    found.alike = refinement.alike
     return found
 
 
@@ -139,17 +147,81 @@ def _cell(nodes: tuple[fx.Node, ...]) -> Cell:
 # ---- classes ----------------------------------------------------------------------------------
 
 
-def _classes(cells: Cells, sources: dict[fx.Node, Spec], output: fx.Node) -> dict[Cell, int]:
-    """Numbers of classes, in order of appearance."""
-    readers = _readers(cells)
-    color = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
-    of = dict(zip(cells.every, color, strict=True))
-    while True:
-        keys = [(of[c], _before(c, of, cells, sources), _after(c, of, readers)) for c in cells.every]
-        finer = _numbered(keys)
-        if max(finer, default=0) == max(of.values(), default=0) or max(finer) >= MOST_CLASSES:
-            return of
-        of = dict(zip(cells.every, finer, strict=True))
+@dataclass(eq=False)
+class _Meeting:
+    """A value with the cells around it. own: what is known of it. ends: for each cell, its number and how it meets it.
+    kind: a number that is equal for values with equal surroundings."""
+
+    own: Hashable
+    ends: list[tuple[int, int]]
+    kind: int = -1
+
+
+class _Refinement:
+    """Classes of cells, refined a round at a time: cells stay together while the values around them are alike.
+
+    color: the class of each cell. alike: the class that each class was part of a round before. By then values were
+    told apart, so the values around equal cells are of equal kinds.
+    """
+
+    def __init__(self, cells: Cells, sources: dict[fx.Node, Spec]) -> None:
+        self.meetings, self.around = _meetings(cells, sources)
+        self.kinds: dict[Hashable, int] = {}
+        self.color = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+        self.alike = list(range(max(self.color, default=-1) + 1))
+        self.changed = set(range(len(self.color)))
+
+    def round(self) -> bool:
+        """Refine once, unless there would be too many classes. Returns whether anything has changed."""
+        self._renew_kinds()
+        parts = self._parts()
+        if len(self.alike) + sum([len(p) - 1 for p in parts.values()]) > MOST_CLASSES:
+            return False
+        self.alike = list(range(len(self.alike)))
+        self.changed = set()
+        for color, groups in parts.items():
+            for group in groups[1:]:
+                for i in group:
+                    self.color[i] = len(self.alike)
+                self.changed.update(group)
+                self.alike.append(color)
+        return bool(self.changed)
+
+    def _renew_kinds(self) -> None:
+        """Number the values again that a changed cell meets."""
+        color = self.color
+        for m in dict.fromkeys(m for i in sorted(self.changed) for m in self.around[i]):
+            meeting = self.meetings[m]
+            key = meeting.own, tuple(sorted([(color[i], at) for i, at in meeting.ends]))
+            meeting.kind = self.kinds.setdefault(key, len(self.kinds))
+
+    def _parts(self) -> dict[int, list[list[int]]]:
+        """For each class that falls apart its parts, in order of appearance."""
+        found: dict[int, dict[Hashable, list[int]]] = {}
+        for i, (color, around) in enumerate(zip(self.color, self.around, strict=True)):
+            key = tuple([self.meetings[m].kind for m in around])
+            found.setdefault(color, {}).setdefault(key, []).append(i)
+        return {color: list(groups.values()) for color, groups in found.items() if len(groups) > 1}
+
+
+def _meetings(cells: Cells, sources: dict[fx.Node, Spec]) -> tuple[list[_Meeting], list[list[int]]]:
+    """All values with the cells around them, and for each cell the values that it reads and writes."""
+    number: dict[fx.Node, int] = {}
+    meetings: list[_Meeting] = []
+    around: list[list[int]] = []
+
+    def meet(value: fx.Node, i: int, at: int) -> int:
+        if value not in number:
+            number[value] = len(meetings)
+            returned = any(r.op == "output" for r in value.users)
+            meetings.append(_Meeting((sources.get(value) or value_shape(value), returned), []))
+        meetings[number[value]].ends.append((i, at))
+        return number[value]
+
+    for i, cell in enumerate(cells.every):
+        read = [meet(x, i, at) for at, x in enumerate(cell.reads)]
+        around.append(read + [meet(x, i, ~_port(x)) for x in cell.writes])
+    return meetings, around
 
 
 def _numbered(keys: Sequence[Hashable]) -> list[int]:
@@ -181,23 +253,3 @@ def _shapes(cell: Cell, sources: dict[fx.Node, Spec]) -> Hashable:
 
 def _port(value: fx.Node) -> int:
     return value.args[1] if value.target is operator.getitem else 0
-
-
-def _before(cell: Cell, of: dict[Cell, int], cells: Cells, sources: dict[fx.Node, Spec]) -> Hashable:
-    return tuple((of[cells.writer[x]], _port(x)) if x in cells.writer else -1 for x in cell.reads)
-
-
-def _after(cell: Cell, of: dict[Cell, int], readers: dict[fx.Node, list[tuple[Cell | None, int]]]) -> Hashable:
-    return tuple(tuple(sorted((of.get(r, -1), at) for r, at in readers.get(x, ()))) for x in cell.writes)
-
-
-def _readers(cells: Cells) -> dict[fx.Node, list[tuple[Cell | None, int]]]:
-    """For each value the cells that read it, with the place where they read it; None for an output."""
-    found: dict[fx.Node, list[tuple[Any, int]]] = {}
-    for cell in cells.every:
-        for at, x in enumerate(cell.reads):
-            found.setdefault(x, []).append((cell, at))
-        for x in cell.writes:
-            if any(r.op == "output" for r in x.users):
-                found.setdefault(x, []).append((None, 0))
-    return found

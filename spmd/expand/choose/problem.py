@@ -9,7 +9,7 @@ the tests all use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,10 +20,14 @@ FIXED = -1
 
 @dataclass(frozen=True, eq=False)
 class End:
-    """An end of a value: the variable that makes or reads it, and the number of a layout for each of its options."""
+    """An end of a value: the variable that makes or reads it, and the number of a layout for each of its options.
+
+    slot: a number that ends of values of one kind share where their surroundings are alike.
+    """
 
     variable: int
     layouts: np.ndarray
+    slot: int | None = None
 
     def at(self, x: Sequence[int]) -> int:
         """The layout under an assignment."""
@@ -32,12 +36,16 @@ class End:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A value, or `weight` equal ones. costs: microseconds, [from, to]."""
+    """A value, or `weight` equal ones. costs: microseconds, [from, to].
+
+    kind: the same for values whose surroundings are alike; None for a value that is of no other's kind.
+    """
 
     weight: float
     costs: np.ndarray
     maker: End
     readers: tuple[End, ...]
+    kind: Hashable = None
 
     def cost(self, x: Sequence[int]) -> float:
         """Microseconds of its moves under an assignment."""
@@ -47,14 +55,16 @@ class Value:
 
 @dataclass(eq=False)
 class Problem:
-    """work: for each variable the microseconds of each option."""
+    """work: for each variable the microseconds of each option. cells: how many equal cells each variable stands for."""
 
     work: list[np.ndarray]
     values: list[Value]
+    cells: list[int] = field(default_factory=list)
     made_by: list[list[int]] = field(init=False)
     read_by: list[list[tuple[int, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.cells = self.cells or [1] * len(self.work)
         self.made_by = [[] for _ in self.work]
         self.read_by = [[] for _ in self.work]
         for v, value in enumerate(self.values):
@@ -63,6 +73,13 @@ class Problem:
             for r, end in enumerate(value.readers):
                 if end.variable != FIXED:
                     self.read_by[end.variable].append((v, r))
+
+    def kinds(self) -> list[list[Value]]:
+        """The values, those of a kind together."""
+        found: dict[Hashable, list[Value]] = {}
+        for v, value in enumerate(self.values):
+            found.setdefault((value.kind, v if value.kind is None else None), []).append(value)
+        return list(found.values())
 
     def cost(self, x: Sequence[int]) -> float:
         """The objective, in microseconds: one option for each variable."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from spmd.expand.choose.bound import Bound
+from spmd.expand.choose.bound import Bound, Slot
 from spmd.expand.choose.moves import NEVER
 from spmd.expand.choose.problem import Problem
 
@@ -43,16 +43,20 @@ def decode(bound: Bound) -> list[int]:
     """An assignment by the potentials of a bound: each variable takes what is cheapest beside those before it."""
     x = [0] * len(bound.cost)
     ends = {part: list(part.ends) for part in bound.parts}
+    taken: set[Slot] = set()
     for i in bound.order:
         cost = bound.now(i)
         for port in bound.ports[i]:
-            cost += port.part.moves.least_at(ends[port.part], port.slot)[port.at]
+            slot = port.slot
+            cost += port.share * slot.part.moves.least_at(ends[slot.part], slot.at)[port.at]
         best = int(cost.argmin())
         x[i] = int(bound.allowed[i][best])
         for port in bound.ports[i]:
-            taken = np.full(len(port.potential), NEVER)
-            taken[port.at[best]] = ends[port.part][port.slot][port.at[best]]
-            ends[port.part][port.slot] = taken
+            slot, layout = port.slot, port.at[best]
+            before = ends[slot.part][slot.at] if slot in taken else np.full(len(slot.potential), NEVER)
+            before[layout] = slot.part.ends[slot.at][layout]
+            ends[slot.part][slot.at] = before
+            taken.add(slot)
     return x
 
 

@@ -51,7 +51,8 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
     at_least = _improve(bound, best, ROUNDS)
-    if best.us - at_least > LESS and sum(map(len, bound.cost)) <= SMALL:
+    small = max(problem.cells) == 1 and sum(map(len, bound.cost)) <= SMALL
+    if best.us - at_least > LESS and small:
         at_least = _split(problem, bound, best)
     return Solved(tuple(best.x), best.us, min(at_least, best.us))
 
