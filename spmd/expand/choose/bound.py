@@ -187,7 +187,10 @@ class Bound:
 
     def _part(self, costs: np.ndarray, slots: Sequence[dict[int, tuple[np.ndarray, float]]]) -> None:
         layouts = [{i: self._layouts(i, end) for i, end in slot.items()} for slot in slots]
-        known = [np.unique(np.concatenate([a for slot in side for a in slot.values()])) for side in (layouts[:1], layouts[1:])]
+        known = [
+            np.unique(np.concatenate([a for slot in side for a in slot.values()]))
+            for side in (layouts[:1], layouts[1:])
+        ]
         table = costs[np.ix_(*known)]
         part = Part(OneReader(table) if len(slots) == 2 else Readers(table, len(slots) - 1), [])
         for at, (slot, of) in enumerate(zip(slots, layouts, strict=True)):
@@ -220,7 +223,9 @@ class Bound:
             if self._gives_once(i):
                 self._give(self.ports[i][0], self.now(i), 1.0)
                 continue
-            met = [(p, [at[q.variable] for s in p.slot.part.slots for q in s.ports if q is not p]) for p in self.ports[i]]
+            met = [
+                (p, [at[q.variable] for s in p.slot.part.slots for q in s.ports if q is not p]) for p in self.ports[i]
+            ]
             self.turns[0].append((i, [p for p, others in met if max(others, default=-1) > at[i]]))
             self.turns[1].append((i, [p for p, others in met if min(others, default=len(at)) < at[i]]))
         self.most = [max(len(a), len(b)) for (_, a), (_, b) in zip(*self.turns, strict=True)]

@@ -4,18 +4,16 @@
     block 3, linear 1  =  block 7, linear 1           equal surroundings: one class, one variable
 
 Pointwise ops of one shape whose results are read by such ops of the same cell alone, or are outputs, form one cell. All
-other ops are cells of their own. Cells with the same op, shapes, specs and surroundings are of one class: hashes of
-neighbourhoods are refined a round at a time, forward and backward, as long as the number of classes stays small. So
-the middle layers of a deep model are one class for each op, and the layers at its ends have classes of their own. Small
-graphs have a class for each cell.
+other ops are cells of their own. Cells are of one class if their ops, shapes, specs and surroundings are alike. In a
+small graph that is asked of all of it, a round of refinement at a time. In a large one it is asked of what is up to
+three values away: then the middle layers of a deep model are one class for each op, and those at its ends have others.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -29,8 +27,11 @@ from spmd.tensor.call import TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.spec import Spec
 
-MOST_CLASSES = 320
-"""Classes are refined until there are more than this."""
+MOST_CELLS = 1000
+"""Cells of a graph in which no two have to choose alike unless their surroundings are alike altogether."""
+
+ROUNDS = 3
+"""Rounds of refinement in a larger graph."""
 
 
 @dataclass(eq=False)
@@ -48,28 +49,16 @@ class Cell:
 
 @dataclass(eq=False)
 class Cells:
-    """All cells in order, the cell that writes each value, and for each cell the number of its class.
-
-    alike: for each class the class that it was part of when values were last told apart.
-    """
+    """All cells in order, and the cell that writes each value."""
 
     every: list[Cell]
-    writer: dict[fx.Node, Cell] = field(default_factory=dict)
-    class_of: dict[Cell, int] = field(default_factory=dict)
-    alike: list[int] = field(default_factory=list)
+    writer: dict[fx.Node, Cell]
 
 
-def cells_of(graph: fx.Graph, sources: dict[fx.Node, Spec]) -> Cells:
-    """The cells of a graph and their classes. sources: the specs of values that are given, and of gradients' places."""
+def cells_of(graph: fx.Graph) -> Cells:
+    """The cells of a graph."""
     every = _cells(graph)
-    writer = {value: cell for cell in every for value in cell.writes}
-    found = Cells(every, writer)
-    refinement = _Refinement(found, sources)
-    while refinement.round():
-        pass
-    found.class_of = dict(zip(every, refinement.color, strict=True))
-    found.alike = refinement.alike
-    return found
+    return Cells(every, {value: cell for cell in every for value in cell.writes})
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -148,80 +137,74 @@ def _cell(nodes: tuple[fx.Node, ...]) -> Cell:
 
 
 @dataclass(eq=False)
-class _Meeting:
-    """A value with the cells around it. own: what is known of it. ends: for each cell, its number and how it meets it.
-    kind: a number that is equal for values with equal surroundings."""
+class Meeting:
+    """A value, or one of its moves, with the cells around it, by number.
 
-    own: Hashable
-    ends: list[tuple[int, int]]
+    known: all else that is known of it. maker: the cell that writes it, and where among what that writes. readers: the
+    cells that read it, and as which operand. kind: the same for values with equal surroundings.
+    """
+
+    value: fx.Node
+    known: Hashable
+    maker: tuple[int, int] | None
+    readers: list[tuple[int, int]]
     kind: int = -1
 
 
-class _Refinement:
+class Classes:
     """Classes of cells, refined a round at a time: cells stay together while the values around them are alike.
 
-    color: the class of each cell. alike: the class that each class was part of a round before. By then values were
-    told apart, so the values around equal cells are of equal kinds.
+    of: the class of each cell. alike: for each class the class that it was part of when kinds of values were last told
+    apart; so all cells of a class meet values of the same kinds.
     """
 
-    def __init__(self, cells: Cells, sources: dict[fx.Node, Spec]) -> None:
-        self.meetings, self.around = _meetings(cells, sources)
-        self.kinds: dict[Hashable, int] = {}
-        self.color = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
-        self.alike = list(range(max(self.color, default=-1) + 1))
-        self.changed = set(range(len(self.color)))
+    def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
+        self.of = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+        self.alike = list(range(max(self.of, default=-1) + 1))
+        self.meetings = meetings
+        self.around: list[list[tuple[Meeting, tuple[int, ...]]]] = [[] for _ in self.of]
+        for meeting in meetings:
+            where: dict[int, tuple[int, ...]] = {}
+            if meeting.maker:
+                where[meeting.maker[0]] = (-1 - meeting.maker[1],)
+            for i, at in meeting.readers:
+                where[i] = (*where.get(i, ()), at)
+            for i, places in where.items():
+                self.around[i].append((meeting, places))
+        self._kinds: dict[Hashable, int] = {}
+        self._changed: Iterable[int] = range(len(self.of))
+        most = ROUNDS if len(self.of) > MOST_CELLS else len(self.of)
+        while most and self._refine():
+            most -= 1
 
-    def round(self) -> bool:
-        """Refine once, unless there would be too many classes. Returns whether anything has changed."""
+    def _refine(self) -> bool:
+        """Refine once. Returns whether anything has changed."""
         self._renew_kinds()
-        parts = self._parts()
-        if len(self.alike) + sum([len(p) - 1 for p in parts.values()]) > MOST_CLASSES:
-            return False
-        self.alike = list(range(len(self.alike)))
-        self.changed = set()
-        for color, groups in parts.items():
-            for group in groups[1:]:
-                for i in group:
-                    self.color[i] = len(self.alike)
-                self.changed.update(group)
+        apart = self._apart()
+        self.alike, self._changed = list(range(len(self.alike))), []
+        for color, parts in apart.items():
+            for part in parts[1:]:
+                for i in part:
+                    self.of[i] = len(self.alike)
                 self.alike.append(color)
-        return bool(self.changed)
+                self._changed += part
+        return bool(self._changed)
 
     def _renew_kinds(self) -> None:
-        """Number the values again that a changed cell meets."""
-        color = self.color
-        for m in dict.fromkeys(m for i in sorted(self.changed) for m in self.around[i]):
-            meeting = self.meetings[m]
-            key = meeting.own, tuple(sorted([(color[i], at) for i, at in meeting.ends]))
-            meeting.kind = self.kinds.setdefault(key, len(self.kinds))
+        """Number the kinds of values again that a changed cell meets."""
+        of = self.of
+        for meeting in dict.fromkeys(meeting for i in self._changed for meeting, _ in self.around[i]):
+            maker = meeting.maker and (of[meeting.maker[0]], meeting.maker[1])
+            key = meeting.known, maker, tuple(sorted([(of[i], at) for i, at in meeting.readers]))
+            meeting.kind = self._kinds.setdefault(key, len(self._kinds))
 
-    def _parts(self) -> dict[int, list[list[int]]]:
+    def _apart(self) -> dict[int, list[list[int]]]:
         """For each class that falls apart its parts, in order of appearance."""
         found: dict[int, dict[Hashable, list[int]]] = {}
-        for i, (color, around) in enumerate(zip(self.color, self.around, strict=True)):
-            key = tuple([self.meetings[m].kind for m in around])
+        for i, (color, around) in enumerate(zip(self.of, self.around, strict=True)):
+            key = tuple(sorted([(meeting.kind, where) for meeting, where in around]))
             found.setdefault(color, {}).setdefault(key, []).append(i)
-        return {color: list(groups.values()) for color, groups in found.items() if len(groups) > 1}
-
-
-def _meetings(cells: Cells, sources: dict[fx.Node, Spec]) -> tuple[list[_Meeting], list[list[int]]]:
-    """All values with the cells around them, and for each cell the values that it reads and writes."""
-    number: dict[fx.Node, int] = {}
-    meetings: list[_Meeting] = []
-    around: list[list[int]] = []
-
-    def meet(value: fx.Node, i: int, at: int) -> int:
-        if value not in number:
-            number[value] = len(meetings)
-            returned = any(r.op == "output" for r in value.users)
-            meetings.append(_Meeting((sources.get(value) or value_shape(value), returned), []))
-        meetings[number[value]].ends.append((i, at))
-        return number[value]
-
-    for i, cell in enumerate(cells.every):
-        read = [meet(x, i, at) for at, x in enumerate(cell.reads)]
-        around.append(read + [meet(x, i, ~_port(x)) for x in cell.writes])
-    return meetings, around
+        return {color: list(parts.values()) for color, parts in found.items() if len(parts) > 1}
 
 
 def _numbered(keys: Sequence[Hashable]) -> list[int]:

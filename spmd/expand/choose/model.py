@@ -9,14 +9,14 @@ between makers and readers. `choice` turns an assignment into the pins of all no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import fx
 
 from spmd.expand.choose.arrivals import arrivals, may_arrive
-from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, value_shape
+from spmd.expand.choose.cells import Cell, Cells, Classes, Meeting, cells_of, is_tensor, value_shape
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
@@ -87,7 +87,9 @@ class Model:
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
-        self.cells: Cells = cells_of(graph, {**sources, **self.gradients})
+        self.cells: Cells = cells_of(graph)
+        self.homes = self._homes()
+        self.classes = Classes(self.cells, {**sources, **self.gradients}, self._meetings())
         self.choosers = self._choosers()
         self._admit_given()
         for chooser in self.choosers:
@@ -105,9 +107,9 @@ class Model:
     # ---- what each class chooses from ----------------------------------------------------------
     def _choosers(self) -> list[Chooser]:
         first: dict[int, Cell] = {}
-        for cell in self.cells.every:
-            first.setdefault(self.cells.class_of[cell], cell)
-        return [self._chooser(cell) for cell in first.values()]
+        for k, cell in zip(self.classes.of, self.cells.every, strict=True):
+            first.setdefault(k, cell)
+        return [self._chooser(first[k]) for k in range(len(first))]
 
     def _chooser(self, cell: Cell) -> Chooser:
         chooser = Chooser(cell, operands_of(cell))
@@ -238,14 +240,9 @@ class Model:
             for side, values in zip(chooser.given or (), (chooser.operands, chooser.cell.writes), strict=False):
                 for value, spec in zip(values, side, strict=False):
                     self.layouts(value).admit(spec)
-        returned = self.graph.output_node().args[0]
-        self.homes: dict[int, Spec] = {}
-        for i, value in enumerate(returned):
-            if isinstance(value, fx.Node) and is_tensor(value):
-                home = self._home(i, value)
-                if home is not None:
-                    self.homes[i] = home
-                    self.layouts(value).admit(home)
+        for value, (homes, _) in self.homes.items():
+            for home in homes:
+                self.layouts(value).admit(home)
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that compute, and ops that update, read a parameter that is stored elsewhere; else nothing."""
@@ -254,14 +251,35 @@ class Model:
         of = self.places[value]
         return of.computed or of.stored, of.state
 
-    def _home(self, i: int, value: fx.Node) -> Spec | None:
-        """The spec that an output must have, if that does not depend on the spec that its value has."""
+    def _homes(self) -> dict[fx.Node, tuple[tuple[Spec, ...], tuple[tuple[int, Spec, Spec], ...]]]:
+        """For each value that is returned the specs that it must have, and the outputs whose spec depends on its own.
+
+        These are told apart by what becomes of two specs that have nothing in common.
+        """
+        specs: dict[fx.Node, dict[Spec, None]] = {}
+        free: dict[fx.Node, dict[tuple[Spec, Spec], int]] = {}
+        for i, value in enumerate(self.graph.output_node().args[0]):
+            if not isinstance(value, fx.Node) or not is_tensor(value):
+                continue
+            bare, other = self._bare(value), self._other(value)
+            ends = self.output_spec(i, bare), self.output_spec(i, other)
+            if bare.ndim and ends[0] is ends[1]:
+                specs.setdefault(value, {})[ends[0]] = None
+            else:
+                free.setdefault(value, {}).setdefault(ends, i)
+        return {
+            value: (
+                tuple(sorted(specs.get(value, ()), key=str)),
+                tuple((i, *e) for e, i in free.get(value, {}).items()),
+            )
+            for value in [*specs, *[value for value in free if value not in specs]]
+        }
+
+    def _other(self, value: fx.Node) -> Spec:
         bare = self._bare(value)
         dims = [(tuple(self.axes),) + ((),) * (bare.ndim - 1)] if bare.ndim else [()]
         owing = [(a, "sum") for a in self.axes]
-        other = bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
-        home = self.output_spec(i, bare)
-        return home if self.output_spec(i, other) is home and bare.ndim else None
+        return bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
 
     def _options(self, chooser: Chooser) -> Options | None:
         if chooser.given:
@@ -282,74 +300,83 @@ class Model:
 
     # ---- values --------------------------------------------------------------------------------
     def _problem(self) -> Problem:
-        counts = np.zeros(len(self.choosers))
-        for cell in self.cells.every:
-            counts[self.cells.class_of[cell]] += 1
+        counts = np.bincount(self.classes.of, minlength=len(self.choosers))
         self.variable = [FIXED] * len(self.choosers)
         self.work: list[np.ndarray] = []
+        self.count: list[int] = []
         for k, chooser in enumerate(self.choosers):
             if chooser.options is not None:
                 self.variable[k] = len(self.work)
                 self.work.append(chooser.options.us * counts[k])
+                self.count.append(int(counts[k]))
         values: list[Value] = []
-        for (maker, readers, homes, free), members in self._kinds_of_values().items():
-            values += self._value(maker, readers, homes, free, members)
-        return Problem(self.work, values)
+        for (known, maker, readers), members in self._kinds_of_values().items():
+            values += self._value(known, maker, readers, members)
+        return Problem(self.work, values, self.count)
 
-    def _kinds_of_values(self) -> dict[tuple, list[fx.Node]]:
-        """All values, equal ones together: the same maker and the same readers, by classes."""
-        readers: dict[fx.Node, list[tuple[int, int]]] = {}
-        computes: dict[tuple[fx.Node, int, int], bool] = {}
-        for cell in self.cells.every:
-            k = self.cells.class_of[cell]
+    def _meetings(self) -> list[Meeting]:
+        """All values with the cells around them. A parameter that is stored elsewhere is moved for the ops that compute
+        with it and for those that update it."""
+        readers: dict[tuple[fx.Node, bool], list[tuple[int, int]]] = {}
+        writer = {value: (i, at) for i, cell in enumerate(self.cells.every) for at, value in enumerate(cell.writes)}
+        for i, cell in enumerate(self.cells.every):
             for at, n in enumerate(operands_of(cell)):
-                readers.setdefault(n, []).append((k, at))
-                if n in self.places:
-                    computes[n, k, at] = cell.node in self.roles.compute
-        outputs: dict[fx.Node, list[int]] = {}
-        for i, value in enumerate(self.graph.output_node().args[0]):
-            if isinstance(value, fx.Node) and is_tensor(value):
-                outputs.setdefault(value, []).append(i)
-        found: dict[tuple, list[fx.Node]] = {}
-        for value in dict.fromkeys([*readers, *outputs]):
-            own, returned = readers.get(value, []), outputs.get(value, [])
-            if value not in self.places:
-                found.setdefault(self._kind_of(value, own, returned), []).append(value)
-                continue
-            for spec, computing in zip(self._read_places(value), (True, False), strict=True):
-                some = tuple(sorted(r for r in own if computes[(value, *r)] == computing))
-                found.setdefault((spec, some, (), ()), []).append(value)
+                computes = n in self.places and cell.node in self.roles.compute
+                readers.setdefault((n, computes), []).append((i, at))
+        for value in self.homes:
+            readers.setdefault((value, False), [])
+        return [self._meeting(value, computes, own, writer.get(value)) for (value, computes), own in readers.items()]
+
+    def _meeting(
+        self, value: fx.Node, computes: bool, readers: list[tuple[int, int]], writer: tuple[int, int] | None
+    ) -> Meeting:
+        if value in self.places:
+            return Meeting(value, (self._read_places(value)[not computes], (), ()), None, readers)
+        spec = None if writer else self.sources.get(value) or self._bare(value)
+        homes, free = self.homes.get(value, ((), ()))
+        known = spec or value_shape(value), homes, tuple(each[1:] for each in free)
+        return Meeting(value, known, writer, readers)
+
+    def _kinds_of_values(self) -> dict[tuple, list[Meeting]]:
+        """All values, equal ones together: the same maker and the same readers, by classes."""
+        found: dict[tuple, list[Meeting]] = {}
+        of = self.classes.of
+        for meeting in self.classes.meetings:
+            maker = meeting.maker and (of[meeting.maker[0]], meeting.maker[1])
+            readers = tuple(sorted([(of[i], at) for i, at in meeting.readers]))
+            found.setdefault((meeting.known, maker, readers), []).append(meeting)
         return found
 
-    def _kind_of(self, value: fx.Node, readers: list[tuple[int, int]], outputs: list[int]) -> tuple:
-        cell = self.cells.writer.get(value)
-        if cell is None:
-            maker = self.sources.get(value) or self._bare(value)
-        else:
-            maker = self.cells.class_of[cell], cell.writes.index(value)
-        homes = tuple(sorted({self.homes[i] for i in outputs if i in self.homes}, key=str))
-        free = tuple(i for i in outputs if i not in self.homes)
-        return maker, tuple(sorted(readers)), homes, free[:1]
-
-    def _value(self, maker, readers, homes, free, members: list[fx.Node]) -> list[Value]:
+    def _value(self, known, maker, readers, members: list[Meeting]) -> list[Value]:
         """The value, or a value and the same value where it is held."""
-        layouts, weight = self.layouts(members[0]), float(len(members))
-        made = self._end(layouts, maker)
-        ends = [self._end(layouts, reader, reads=True) for reader in readers]
-        ends += [_fixed(layouts, home) for home in homes]
+        value, kind, weight = members[0].value, members[0].kind, float(len(members))
+        (spec, homes, _), (_, free) = known, self.homes.get(value, ((), ()))
+        layouts = self.layouts(value)
+        made = self._end(layouts, maker or spec)
+        ends = self._readers(layouts, readers, homes)
         if free and made.variable != FIXED:
-            self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0])[made.layouts]
+            self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
         if not ends:
             return []
         owes = any(isinstance(p, Partial) for p in layouts.alphabet) and made.variable != FIXED
         if owes and len({end.variable for end in ends} - {FIXED}) + len(homes) > 1 and self._may_owe(layouts, made):
             states = np.arange(len(layouts.costs))
-            hold = End(len(self.work), states)
+            hold = End(len(self.work), states, 0)
             self.work.append(np.zeros(len(states)))
-            self.holds.append((members, layouts))
-            before = Value(weight, layouts.costs, made, (hold,))
-            return [before, Value(weight, layouts.costs, hold, tuple(ends))]
-        return [Value(weight, layouts.costs, made, tuple(ends))]
+            self.count.append(len(members))
+            self.holds.append(([member.value for member in members], layouts))
+            before = Value(weight, layouts.costs, made, (hold,), (kind, "made"))
+            return [before, Value(weight, layouts.costs, hold, tuple(ends), (kind, "held"))]
+        return [Value(weight, layouts.costs, made, tuple(ends), (kind, "made"))]
+
+    def _readers(self, layouts: Layouts, readers: Sequence[tuple[int, int]], homes: Sequence[Spec]) -> list[End]:
+        """The ends where a value is read or returned, those together whose cells were alike."""
+        slots: dict[object, int] = {}
+        found = []
+        for k, at in readers:
+            slot = slots.setdefault((self.classes.alike[k], at), len(slots))
+            found.append(replace(self._end(layouts, (k, at), reads=True), slot=slot))
+        return found + [replace(_fixed(layouts, home), slot=slots.setdefault(home, len(slots))) for home in homes]
 
     def _may_owe(self, layouts: Layouts, made: End) -> bool:
         owed = np.array([bool(spec.partial) for spec in layouts.specs])
@@ -407,8 +434,7 @@ class Model:
     def choice(self, x: Sequence[int]) -> Choice:
         """The pins and the held values of an assignment."""
         pins: dict[fx.Node, Pin] = {}
-        for cell in self.cells.every:
-            k = self.cells.class_of[cell]
+        for k, cell in zip(self.classes.of, self.cells.every, strict=True):
             chooser = self.choosers[k]
             if chooser.options is not None:
                 pins |= self._pins(chooser, cell, x[self.variable[k]])

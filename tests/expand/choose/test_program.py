@@ -128,7 +128,7 @@ def test_all_ranks_choose_alike():
 def test_another_word_for_choose_is_an_error():
     """It names what may be given."""
     mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match="choose is 'best'; give \"program\", or \"op\""):
+    with pytest.raises(ValueError, match='choose is \'best\'; give "program", or "op"'):
         spmd.compile(train_step, mesh, choose="best")
 
 
