@@ -49,6 +49,7 @@ from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
 from spmd.expand.python_state import put
+from spmd.expand.regions import EAGER, Backend, check_backend, with_compiled_regions
 from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.settings import Settings
@@ -79,6 +80,7 @@ def compile(
     placements: Patterns | None = None,
     cache: str | os.PathLike | None = None,
     init: Init = True,
+    backend: Backend = EAGER,
 ) -> CompiledStep:
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -111,6 +113,8 @@ def compile(
     init: for models on the meta device, of which each rank makes its blocks: True runs the initialisers of the modules
     (`reset_parameters`, `_init_weights`) on these; a function is then called with each module; False leaves the memory
     as it is.
+    backend: "inductor", or another of torch.compile's backends, compiles what a rank runs between its collectives; the
+    collectives and their order stay. Then numbers are equal up to rounding. "eager" calls the ops one by one.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
 
@@ -125,7 +129,8 @@ def compile(
     settings = Settings.of(
         mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements
     )  # fmt: skip
-    return CompiledStep(fn, mesh, settings, library_at(cache), init)
+    check_backend(backend, mesh.device_type)
+    return CompiledStep(fn, mesh, settings, library_at(cache), init, backend)
 
 
 MOST_PROGRAMS = 64
@@ -136,9 +141,11 @@ class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
     def __init__(
-        self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE, init: Init = True
-    ) -> None:
-        self.fn, self.mesh, self.settings, self._library, self._init = fn, mesh, settings, library, init
+        self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE, init: Init = True,
+        backend: Backend = EAGER,
+    ) -> None:  # fmt: skip
+        self.fn, self.mesh, self.settings, self._library = fn, mesh, settings, library
+        self._init, self._backend = init, backend
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
@@ -242,7 +249,7 @@ class CompiledStep:
         except Exception as e:
             error = e
         agree(text, self.mesh, self._title, error)
-        bound = _BoundProgram.of(program, captured, self.mesh, wanted)
+        bound = _BoundProgram.of(program, captured, wanted, self._backend)
         if captured.changes:  # what changes Python state is right for this call alone
             self._for_one_call.append(entry_or_reason(wanted, captured, program))
         else:
@@ -426,8 +433,11 @@ class _BoundProgram:
     wanted: Wanted
 
     @classmethod
-    def of(cls, program: Program, captured: Captured, mesh: DeviceMesh, wanted: Wanted) -> _BoundProgram:
-        run = transport().bound(lambda: code_for(program, mesh.get_coordinate(), transport()).module)
+    def of(cls, program: Program, captured: Captured, wanted: Wanted, backend: Backend) -> _BoundProgram:
+        def code() -> Callable:
+            return with_compiled_regions(code_for(program, program.mesh.get_coordinate(), transport()).module, backend)
+
+        run = transport().bound(code)
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         unread = {n for n in placeholders if not n.users}
         dropped = tuple(

@@ -10,15 +10,19 @@ from spmd.expand.kept import archive
 from spmd.expand.kept.key import step_key
 from spmd.expand.kept.library import Saved
 from spmd.expand.kept.settings import read_settings
+from spmd.expand.regions import EAGER, Backend, check_backend
 from spmd.mesh import DeviceMesh
 
 
-def load_step(path: str | os.PathLike, fn: Callable, mesh: DeviceMesh) -> CompiledStep:
+def load_step(
+    path: str | os.PathLike, fn: Callable, mesh: DeviceMesh, *, init: Callable | bool = True, backend: Backend = EAGER
+) -> CompiledStep:
     """A compiled step with the programs that `CompiledStep.save` wrote, so that nothing is captured.
 
     fn: the function that was compiled. It says what the arguments are called, and which modules and optimisers belong
     to the state; its code is compared with the code that was saved, and is not run. mesh: a mesh with the axes of the
-    one that the step was compiled for. The placements are those that the step was compiled with.
+    one that the step was compiled for. The placements are those that the step was compiled with. init, backend: as in
+    `spmd.compile`.
 
     An axis may have another number of ranks than the saved one, as long as nothing in the program was made for that
     number, such as halos and functions of blocks. The program is then right, but perhaps not the cheapest.
@@ -32,6 +36,7 @@ def load_step(path: str | os.PathLike, fn: Callable, mesh: DeviceMesh) -> Compil
     """
     settings, entries = archive.read(path)
     saved = Saved(path, entries)
-    step = CompiledStep(fn, mesh, read_settings(settings, mesh), saved)
+    check_backend(backend, mesh.device_type)
+    step = CompiledStep(fn, mesh, read_settings(settings, mesh), saved, init, backend)
     saved.check(step_key(step))
     return step
