@@ -52,6 +52,7 @@ from spmd.expand.python_state import put
 from spmd.expand.regions import EAGER, Backend, check_backend, with_compiled_regions
 from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
+from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.state import Slot, State, Tensors, named_leaves
@@ -60,7 +61,7 @@ from spmd.tensor.annotations.patterns import Patterns, placements_for, require_m
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
 from spmd.tensor.eager.meta_models import Init, check_initialisers, initialise, is_to_be_made, made_empty
-from spmd.tensor.modes import deterministic, explicit
+from spmd.tensor.modes import deterministic
 from spmd.tensor.recipes import stream
 from spmd.tensor.spec import Spec
 
@@ -197,7 +198,7 @@ class CompiledStep:
         if call.key in self._bound:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
         self._last = bound
-        _check_explicit(self._title, bound.program)
+        check_explicit(self._title, bound.program)
         tensors = call.placed_state(self._init)
         if self._check_every and calls % self._check_every == 0:
             check_equal(self._call_title, self.mesh, call.leaves, tensors)
@@ -222,7 +223,7 @@ class CompiledStep:
         if error is not None:
             agree("", self.mesh, self._call_title, error)
         text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
-        text += _random_state(bound.captured) if bound else ""
+        text += random_state(bound.captured) if bound else ""
         where = self._site, self._call_title, self.mesh
         return agree_on_call(self, *where, text, call.state, call.tensors, call.specs, call.numbers)
 
@@ -245,7 +246,7 @@ class CompiledStep:
             wanted = Wanted(self._title, key, call.numbers | numbers_in(call.tensors), self.mesh, modules)
             found = self._library.find(wanted)
             captured, program = found or self._capture_and_expand(call)
-            text = str(program) + _random_state(captured)
+            text = str(program) + random_state(captured)
         except Exception as e:
             error = e
         agree(text, self.mesh, self._title, error)
@@ -326,22 +327,6 @@ def _explained(error: AttributeError) -> AttributeError:
         f"tensors in a compiled step are plain global tensors and have no {error.name}: place the arguments by inputs= "
         "and params=, and leave the rest to the compiler; move between meshes before the step or after it"
     )
-
-
-def _check_explicit(what: str, program: Program) -> None:
-    """In explicit mode, refuse a program that sends: the user wrote none of its collectives."""
-    if program.collectives:
-        nbytes = sum(c.nbytes for c in program.collectives)
-        explicit.check_message(
-            what, f"send {len(program.collectives)} collectives, {nbytes:,} bytes a rank",
-            "A compiled step places them itself: run it under spmd.explicit(False).",
-        )  # fmt: skip
-
-
-def _random_state(captured: Captured) -> str:
-    """The state of the random numbers as text, empty for a program without draws. The ranks compare it."""
-    draws = any(isinstance(i, Draws) for i in captured.inputs)
-    return f"\nrandom numbers: {stream.get_rng_state()}" if draws else ""
 
 
 # ---- one call ---------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ comment counts as a change. Left out: code that is found in other ways, such as 
 from __future__ import annotations
 
 import ast
+import enum
 import functools
 import importlib.metadata
 import importlib.util
@@ -20,6 +21,7 @@ import os
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from spmd.expand.closed_over import MOST_ITEMS, is_installed, names_in, package_
 from spmd.expand.kept.described import code_text, described, digest, qualified, shortened
 from spmd.expand.kept.notation import MAIN, CannotKeep, module_name
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
 def code_entries(fn: Callable, objects: Iterable[Any]) -> dict[str, str]:
@@ -89,16 +91,20 @@ def _module_of(x: Any) -> str | None:
 
 
 def _path_of(name: str) -> str | None:
-    """The source file of a Python module; None for one without."""
-    if name in sys.modules:
-        path = getattr(sys.modules[name], "__file__", None)
-    else:
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, AttributeError, ValueError):
-            spec = None
-        path = spec.origin if spec is not None else None
+    """The source file of a Python module; None for one without. Nothing is imported."""
+    path = getattr(sys.modules[name], "__file__", None) if name in sys.modules else _path_before_import(name)
     return path if path and path.endswith(".py") and os.path.isfile(path) else None
+
+
+def _path_before_import(name: str) -> str | None:
+    """Where a module is that was not imported yet, such as one that a function imports."""
+    parts, folders, spec = name.split("."), None, None
+    for i in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: i + 1]), folders)
+        if spec is None or (i + 1 < len(parts) and spec.submodule_search_locations is None):
+            return None
+        folders = spec.submodule_search_locations
+    return spec.origin if spec is not None else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -125,7 +131,7 @@ def _imports(tree: ast.AST, package: str) -> Iterator[str]:
             except ImportError:
                 continue
             yield of
-            yield from (f"{of}.{alias.name}" for alias in node.names if f"{of}.{alias.name}" in sys.modules)
+            yield from (f"{of}.{alias.name}" for alias in node.names)  # it may be a module, too
 
 
 @functools.lru_cache(maxsize=256)

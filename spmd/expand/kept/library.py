@@ -116,7 +116,7 @@ class Folder(Library):
             self._warn(f"{wanted.title} is not kept in {self.path}: {entry}")
             return
         file = self._file(entry.key)
-        others = [other for other in self._entries(file, entry.key) if _is_sound(other, wanted)]
+        others = [other for other in self._entries(file, entry.key, silent=True) if _is_sound(other, wanted)]
         if any(other.calling == entry.calling for other in others):
             return  # another rank was faster
         try:
@@ -129,14 +129,15 @@ class Folder(Library):
     def _file(self, key: Key) -> Path:
         return self.path / f"{name_of(key)}{SUFFIX}"
 
-    def _entries(self, file: Path, key: Key) -> list[Entry]:
+    def _entries(self, file: Path, key: Key, silent: bool = False) -> list[Entry]:
         """The entries of a file with this key; none where it is not there, and none of a damaged file."""
         try:
             return [entry for entry in archive.read(file)[1] if entry.key == key]
         except FileNotFoundError:
             return []
         except (archive.UnreadableStep, OSError) as error:
-            self._warn(f"{error}; it is not used, and will be replaced")
+            if not silent:
+                self._warn(f"{error}; it is not used, and will be replaced")
             return []
 
     def _trim(self, keep: Path) -> None:

@@ -31,13 +31,18 @@ SOURCE = """
 
     SCALE = 2.0
 
+    def doubled(x):
+        from {late} import twice
+
+        return twice(x)
+
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.up, self.down, self.p = nn.Linear(4, 8), nn.Linear(8, 2), 0.5
 
         def forward(self, x):
-            return self.down(bent(self.up(x))) * SCALE * self.p
+            return doubled(self.down(bent(self.up(x)))) * SCALE * self.p
 
     def step(model, optimizer, x):
         optimizer.zero_grad()
@@ -58,10 +63,11 @@ INPUTS = {"x": {"dp": Shard(0)}}
 
 @pytest.fixture
 def user(tmp_path, monkeypatch):
-    """The user's two files, imported; the second is imported by the first."""
-    names = f"train_{tmp_path.name}", f"helper_{tmp_path.name}"
-    (tmp_path / f"{names[0]}.py").write_text(textwrap.dedent(SOURCE).format(helper=names[1]))
+    """The user's files: the first imports the second, and when it runs the third."""
+    names = tuple(f"{name}_{tmp_path.name}" for name in ("train", "helper", "late"))
+    (tmp_path / f"{names[0]}.py").write_text(textwrap.dedent(SOURCE).format(helper=names[1], late=names[2]))
     (tmp_path / f"{names[1]}.py").write_text(textwrap.dedent(HELPER))
+    (tmp_path / f"{names[2]}.py").write_text("def twice(x):\n    return x * 2\n")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     yield importlib.import_module(names[0])
@@ -122,6 +128,11 @@ def changed_helper(user, patch):
     return {}
 
 
+def changed_later_import(user, patch):
+    rewritten(user, user.__name__.replace("train", "late"), "x * 2", "x * 3")
+    return {}
+
+
 def changed_global(user, patch):
     patch.setattr(user, "SCALE", 3.0)
     return {}
@@ -154,6 +165,7 @@ def other_width(user, patch):
 MUTATIONS = {
     changed_line: "code of train_.*: it has changed",
     changed_helper: "code of helper_.*: it has changed",
+    changed_later_import: "code of late_.*: it has changed",
     changed_global: r"value train_.*\.SCALE: '2.0' was saved, and here it is '3.0'",
     changed_attribute: r"model\.p: '0.5' was saved, and here it is '0.25'",
     changed_flag: r"model\.training: 'True' was saved, and here it is 'False'",

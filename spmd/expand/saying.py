@@ -1,0 +1,24 @@
+"""What a compiled step says of a program before it runs: that it would send, and where random numbers begin."""
+
+from __future__ import annotations
+
+from spmd.expand.capture import Captured, Draws
+from spmd.expand.program import Program
+from spmd.tensor.modes import explicit
+from spmd.tensor.recipes import stream
+
+
+def check_explicit(what: str, program: Program) -> None:
+    """In explicit mode, refuse a program that sends: the user wrote none of its collectives."""
+    if program.collectives:
+        nbytes = sum(c.nbytes for c in program.collectives)
+        explicit.check_message(
+            what, f"send {len(program.collectives)} collectives, {nbytes:,} bytes a rank",
+            "A compiled step places them itself: run it under spmd.explicit(False).",
+        )  # fmt: skip
+
+
+def random_state(captured: Captured) -> str:
+    """The state of the random numbers as text, empty for a program without draws. The ranks compare it."""
+    draws = any(isinstance(i, Draws) for i in captured.inputs)
+    return f"\nrandom numbers: {stream.get_rng_state()}" if draws else ""
