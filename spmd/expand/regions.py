@@ -99,17 +99,26 @@ class _Splitter:
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     regions: dict[Hashable, Region] = field(default_factory=dict)
 
+    def __post_init__(self):
+        self.numbers = _numbers(self.module.graph)
+
     def split(self) -> fx.GraphModule:
         region: list[fx.Node] = []
         for node in self.module.graph.nodes:
-            if _is_local(node) and not self._is_piece(node):
+            if _is_local(node, self.numbers) and not self._is_piece(node):
                 region.append(node)
                 continue
-            if not (_waits_for_nothing(node) or self._is_piece(node)):
+            if not (self._waits_for_nothing(node) or self._is_piece(node)):
                 self._close(region)
                 region = []
             self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
         return fx.GraphModule(self.module, self.graph, class_name=type(self.module).__name__)
+
+    def _waits_for_nothing(self, node: fx.Node) -> bool:
+        """Whether a node that is in no region may come before the region that it stands in: inputs, constants, numbers.
+        """
+        read = node.target in READS_VALUE
+        return node.op in ("placeholder", "get_attr") or (node in self.numbers and not read)
 
     def _is_piece(self, node: fx.Node) -> bool:
         """Whether a node splits what came from outside of regions, such as a bucket, or is one of the pieces. In a
@@ -141,40 +150,36 @@ class _Splitter:
             for n in inputs:
                 values[n] = graph.placeholder(n.name)
             for n in region:
-                values[n] = _written(graph, n, values)
+                values[n] = _written(graph, n, values, self.numbers)
             graph.output(tuple(values[n] for n in outputs))
             code = fx.GraphModule(nn.Module(), graph, class_name=f"region_{len(self.regions)}")
             self.regions[key] = Region(len(self.regions), code, self.compile(code))
         return self.regions[key]
 
 
-def _is_local(node: fx.Node) -> bool:
+def _numbers(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that are numbers: inputs, what is read of tensors, and Python functions of such ones."""
+    found: set[fx.Node] = set()
+    for n in graph.nodes:
+        is_function = n.op == "call_function" and not isinstance(n.target, (_torch.OpOverload, Draw))
+        given = n.op == "placeholder" and n.meta.get("spec") is None
+        if given or n.target in READS_VALUE or (is_function and n.args and found.issuperset(n.all_input_nodes)):
+            found.add(n)
+    return found
+
+
+def _is_local(node: fx.Node, numbers: set[fx.Node]) -> bool:
     """Whether a node computes tensors of this rank alone, and may be in a region."""
     if node.op == "call_method":
         return True
-    if node.op != "call_function" or isinstance(node.target, Draw) or node.target in READS_VALUE:
+    if node.op != "call_function" or isinstance(node.target, Draw) or node in numbers:
         return False
     if isinstance(node.target, _torch.OpOverload):
         sends = node.target.namespace == _torch.c10d_functional.wait_tensor.default.namespace
-        return not sends and (not any(map(_is_number, node.all_input_nodes)) or _takes_tensors(node))
+        return not sends and (numbers.isdisjoint(node.all_input_nodes) or _takes_tensors(node, numbers))
     module = getattr(node.target, "__module__", None) or ""
     is_of_torch = module.partition(".")[0] == "torch"
-    return is_of_torch or (node.target is operator.getitem and _is_local(node.args[0]))
-
-
-def _waits_for_nothing(node: fx.Node) -> bool:
-    """Whether a node that is in no region may come before the region that it stands in: inputs, constants, numbers."""
-    if node.op in ("placeholder", "get_attr"):
-        return True
-    return node.op == "call_function" and all(_is_number(n) for n in node.all_input_nodes) and _is_number(node)
-
-
-def _is_number(node: fx.Node) -> bool:
-    """Whether a node is a number: an input, what is read of a tensor, or arithmetic on such ones."""
-    if node.op == "placeholder":
-        return node.meta.get("spec") is None
-    is_arithmetic = getattr(node.target, "__module__", "") == "_operator" and node.target is not operator.getitem
-    return node.target in READS_VALUE or (is_arithmetic and all(map(_is_number, node.all_input_nodes)))
+    return is_of_torch or (node.target is operator.getitem and _is_local(node.args[0], numbers))
 
 
 def _inputs(region: Sequence[fx.Node]) -> list[fx.Node]:
@@ -266,19 +271,19 @@ WITH_TENSORS: dict[_torch.OpOverload, Callable] = {
 """Ops that are given numbers, written for a number that is a tensor of one element."""
 
 
-def _takes_tensors(node: fx.Node) -> bool:
+def _takes_tensors(node: fx.Node, numbers: set[fx.Node]) -> bool:
     """Whether the numbers of an op may be tensors without another dtype of its result: its operands are floating, of
     one dtype, and have dims, and so their dtype counts."""
-    specs = [n.meta.get("spec") for n in node.all_input_nodes if not _is_number(n)]
+    specs = [n.meta.get("spec") for n in node.all_input_nodes if n not in numbers]
     if node.target not in WITH_TENSORS or not all(isinstance(spec, Spec) for spec in specs):
         return False
     dtypes = {spec.dtype for spec in specs}
     return len(dtypes) == 1 and dtypes.pop().is_floating_point and all(spec.ndim for spec in specs)
 
 
-def _written(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node]) -> fx.Node:
+def _written(graph: fx.Graph, node: fx.Node, values: dict[fx.Node, fx.Node], numbers: set[fx.Node]) -> fx.Node:
     """The node in the graph of a region."""
-    if not any(map(_is_number, node.all_input_nodes)):
+    if numbers.isdisjoint(node.all_input_nodes):
         return graph.node_copy(node, values.__getitem__)
     tracer = fx.proxy.GraphAppendingTracer(graph)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: fx.Proxy(values[n], tracer))

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from spmd.expand.constraints import PINNED
+from spmd._torch import pytree
 from spmd.expand.kept.notation import (
     CannotKeep,
     Reader,
@@ -37,6 +38,7 @@ from spmd.expand.kept.notation import (
 )
 from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.local_map import BlockCall, LocalMapGradientOp, LocalMapOp
+from spmd.expand.local_ops import LocalCount
 from spmd.expand.places.reads import PARAMETER
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
@@ -298,6 +300,8 @@ def made_for_ranks(program: Program) -> fx.Node | None:
             return node
         if isinstance(target, Recipe) and (target.halos or target.sums or target.local in MADE_FOR_BLOCKS):
             return node
+        if any(isinstance(x, LocalCount) for x in pytree.tree_leaves((node.args, node.kwargs))):
+            return node  # a rank's part of the indices of a packed dim, as the blocks divide
     return None
 
 
