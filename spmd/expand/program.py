@@ -150,12 +150,13 @@ class Program:
         """A hash of the text. If it differs between ranks, they do not run the same program."""
         return hashlib.sha256(str(self).encode()).hexdigest()
 
-    def verify(self) -> Program:
+    def verify(self, ask_torch: bool = True) -> Program:
         """The program itself, if each value in it follows from its operands; else a `ProgramFault` is raised.
 
-        A pass over programs may be followed by it: `my_pass(program).verify()`. A compiled step does so.
+        A pass over programs may be followed by it: `my_pass(program).verify()`. A compiled step does so. ask_torch: see
+        `spmd.expand.verify`.
         """
-        verify_graph(self.graph, self.constants, self.inputs, self.outputs, self.owed)
+        verify_graph(self.graph, self.constants, self.inputs, self.outputs, self.owed, ask_torch)
         return self
 
     def __str__(self):

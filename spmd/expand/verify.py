@@ -58,11 +58,12 @@ class ProgramFault(RuntimeError):
 
 def verify_graph(
     graph: fx.Graph, constants: Mapping[str, torch.Tensor], inputs: Named, outputs: Named,
-    owed: frozenset[str] = frozenset(),
+    owed: frozenset[str] = frozenset(), ask_torch: bool = True,
 ) -> None:  # fmt: skip
     """Raise a `ProgramFault` for the first node that is not right.
 
-    constants, inputs, outputs, owed: as in `Program`.
+    constants, inputs, outputs, owed: as in `Program`. ask_torch: whether torch is asked for the shapes and dtypes of
+    results; not for a program that this version of torch was asked about before, for it takes a second to be ready.
 
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
     draw, blocks, output, partial output, home.
@@ -79,7 +80,7 @@ def verify_graph(
         elif node.op == "output":
             found = _outputs(node, inputs, outputs, owed)
         else:
-            found = _call(node)
+            found = _call(node, ask_torch)
         for fault, why in found:
             raise ProgramFault(fault, node, why)
 
@@ -131,10 +132,10 @@ def _outputs(node: fx.Node, inputs: Named, outputs: Named, owed: frozenset[str])
 # ---- calls ------------------------------------------------------------------------------------
 
 
-def _call(node: fx.Node) -> Found:
+def _call(node: fx.Node, ask_torch: bool) -> Found:
     for kind, check in _CHECKS.items():
         if isinstance(node.target, kind):
-            return check(node)
+            return _op(node, ask_torch) if check is _op else check(node)
     return _item(node) if node.target is operator.getitem else iter(())
 
 
@@ -220,17 +221,17 @@ _verified = Cache(maxsize=8192, decided_by_rules=True)
 """What was found of a call with its results: the name of a fault and what is wrong, or two empty texts."""
 
 
-def _op(node: fx.Node) -> Found:
-    key = node.target, described(node.args, _spec), described(node.kwargs, _spec), _spec(node)
+def _op(node: fx.Node, ask_torch: bool = True) -> Found:
+    key = ask_torch, node.target, described(node.args, _spec), described(node.kwargs, _spec), _spec(node)
     try:
-        fault, why = _verified.get(key, lambda: _op_fault(node))
+        fault, why = _verified.get(key, lambda: _op_fault(node, ask_torch))
     except TypeError:  # an argument that has no hash
-        fault, why = _op_fault(node)
+        fault, why = _op_fault(node, ask_torch)
     if fault:
         yield fault, why
 
 
-def _op_fault(node: fx.Node) -> tuple[str, str]:
+def _op_fault(node: fx.Node, ask_torch: bool) -> tuple[str, str]:
     op, outs = node.target, _results(node)
     skips_empty = isinstance(op, UnlessEmpty)
     if skips_empty:
@@ -244,10 +245,12 @@ def _op_fault(node: fx.Node) -> tuple[str, str]:
     if op in READS_VALUE:
         whole = all(spec.is_replicated for spec in operands)
         return ("", "") if whole else ("value", f"a number is read of {_text(operands)}, which no rank has whole")
-    return _lowered_fault(node, AS_LOWERED.get(op, op), outs, skips_empty)
+    return _lowered_fault(node, AS_LOWERED.get(op, op), outs, skips_empty, ask_torch)
 
 
-def _lowered_fault(node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_empty: bool) -> tuple[str, str]:
+def _lowered_fault(
+    node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_empty: bool, ask_torch: bool
+) -> tuple[str, str]:
     shapes: list[LocalShape] = []
     counts: list[LocalCount] = []
 
@@ -269,7 +272,7 @@ def _lowered_fault(node: fx.Node, op: Any, outs: tuple[Spec | None, ...], skips_
         return "size", why
     if why := _count_fault(call, counts, outs):
         return "count", why
-    if why := _metadata_fault(call, outs):
+    if ask_torch and (why := _metadata_fault(call, outs)):
         return "metadata", why
     why = why_not(call, outs, skips_empty)
     return ("op", f"{_text(call.tensors)} -> {_text(outs)}: {why}") if why else ("", "")

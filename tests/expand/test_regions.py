@@ -10,17 +10,15 @@ import torch
 from torch import nn, optim
 
 import spmd
-from spmd import LocalTensorMode, Shard
+from spmd import LocalTensorMode
 from spmd.comm import C10dTransport
 from spmd.expand.code import code_for
 from spmd.expand.regions import Region, with_compiled_regions
 from spmd.mesh import as_rank
-from tests.expand.side_by_side import GPT_PLAN, gpt, tokens, train_step
+from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, tokens, train_step
 from tests.tensor.single import every_rank
 
 MESH = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-BATCH = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
-
 
 def identity(region, **options):
     return region
@@ -30,7 +28,7 @@ def split(layers: int, monkeypatch):
     """A rank's code of a GPT step, before and after it is split. Nothing is compiled."""
     monkeypatch.setattr(torch, "compile", identity)
     model = gpt(n_layer=layers)
-    step = spmd.compile(train_step, MESH, params=GPT_PLAN, inputs=BATCH)
+    step = spmd.compile(train_step, MESH, params=GPT_PLAN, inputs=INPUTS)
     program = step.program_for(model, optim.AdamW(model.parameters()), *tokens(4, 1)[0])
     with as_rank(0):
         code = code_for(program, (0, 0), C10dTransport()).module
@@ -64,12 +62,12 @@ def test_numbers_are_those_of_the_ops_one_by_one(make, monkeypatch):
     for backend in ("eager", "aot_eager"):
         with LocalTensorMode(4):
             torch.manual_seed(0)
-            model = gpt(n_layer=2).double()
+            model = Net().double()
             optimizer = make(model.parameters())
-            step = spmd.compile(train_step, MESH, params=GPT_PLAN, inputs=BATCH, backend=backend)
-            for i, batch in enumerate(tokens(4, 3)):
+            step = spmd.compile(train_step, MESH, params=NET, inputs=INPUTS, backend=backend)
+            for i, (x, y) in enumerate(rows(6)):
                 optimizer.param_groups[0]["lr"] = 0.01 / (i + 1)
-                step(model, optimizer, *batch)
+                step(model, optimizer, x.double(), y)
             found.append([every_rank(p.detach()) for p in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         for x, y in zip(ours, theirs, strict=True):

@@ -12,13 +12,15 @@ and then renamed, so a reader sees all of it or nothing; the archive has checksu
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +60,25 @@ class Entry:
         return cls(key, program_text(program), calling_text(captured, modules or {}), program.constants)
 
     def read(self, mesh: DeviceMesh, modules: Mapping[str, nn.Module]) -> tuple[Captured, Program]:
-        """The program on a mesh, verified, and how it is called with these modules."""
-        program = read_program(self.program, self.constants, mesh)
-        return read_calling(self.calling, mesh, modules), program.verify()
+        """The program on a mesh, verified, and how it is called with these modules.
+
+        torch is not asked again for shapes and dtypes: its version is in the key, and it was asked before writing.
+        """
+        with collector_off():
+            program = read_program(self.program, self.constants, mesh)
+            return read_calling(self.calling, mesh, modules), program.verify(ask_torch=False)
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Inside, the garbage collector does not look at the many objects that are made: none of them is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def all_kept(entries: Sequence[Entry | CannotKeep]) -> list[Entry]:

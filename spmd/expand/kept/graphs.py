@@ -15,6 +15,7 @@ ranks, as long as nothing in it was made for a number of ranks (`made_for_ranks`
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,8 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from spmd.expand.constraints import PINNED
 from spmd._torch import pytree
+from spmd.expand.constraints import PINNED
 from spmd.expand.kept.notation import (
     CannotKeep,
     Reader,
@@ -32,6 +33,7 @@ from spmd.expand.kept.notation import (
     found_at,
     module_name,
     move_text,
+    named,
     parsed,
     spec_text,
     written,
@@ -51,6 +53,9 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 MARGIN = 88
+PLAIN_CALL = re.compile(r"(aten\.[\w.]+)\(([\w., +-]*)\) *$")
+"""A line that calls an op of torch on names and numbers alone."""
+
 NOTES = {"of": PARAMETER, "pinned by": PINNED}
 """What may stand in the margin behind the spec: the parameter that is gathered, and what was said of the value."""
 
@@ -210,6 +215,7 @@ class _Reading:
     kinds: list[str] = field(default_factory=list)
     outputs: list[tuple[str, Spec | None]] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         self.reader = Reader(self.mesh, self.nodes)
@@ -229,13 +235,32 @@ class _Reading:
             self.values.append(self.reader.of(value))
             return
         name, _, expression = code.partition(" = ")
-        node = self._node(name, parsed(expression.strip()), self._specs(margin))
+        spec = self._specs(margin)
+        node = self._plain_call(name, expression, spec) or self._node(name, parsed(expression.strip()), spec)
         node.meta |= {key: note for key, note in notes.items() if note}
 
     def _specs(self, text: str) -> Any:
         if ";" in text:
             return tuple([self._specs(part.strip()) for part in text.split(";")[:-1]])
         return None if text == "number" else self.reader.spec(text)
+
+    def _plain_call(self, name: str, expression: str, spec: Any) -> fx.Node | None:
+        """The node of an op on names and numbers, as most are: what a syntax tree would say, without making one."""
+        found = PLAIN_CALL.match(expression)
+        if found is None:
+            return None
+        target, arguments = found.groups()
+        args = tuple([self._token(token) for token in arguments.split(", ")] if arguments else ())
+        return self._made(name, "call_function", named(target), args, {}, spec)
+
+    def _token(self, token: str) -> Any:
+        """A node, or a number."""
+        node = self.nodes.get(token)
+        if node is not None:
+            return node
+        if token not in self.numbers:
+            self.numbers[token] = self.reader.value(token)
+        return self.numbers[token]
 
     def _node(self, name: str, e: ast.expr, spec: Any) -> fx.Node:
         function = dotted(e.func)
@@ -251,6 +276,9 @@ class _Reading:
             op, target = "call_function", self._target(e.func)
             if isinstance(target, _Targets):
                 target = target.of(args[0] if target.is_bucket else args[:1], spec)
+        return self._made(name, op, target, args, kwargs, spec)
+
+    def _made(self, name: str, op: str, target: Any, args: tuple, kwargs: dict[str, Any], spec: Any) -> fx.Node:
         node = self.graph.create_node(op, target, args, kwargs, name=name)
         if node.name != name:
             raise ValueError(f"two values are named {name}")

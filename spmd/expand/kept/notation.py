@@ -87,18 +87,22 @@ def written(value: Any) -> str:
     >>> written([1, (2.5, None), {"a": torch.float32}]), written(float("-inf"))
     ("[1, (2.5, None), {'a': torch.float32}]", '-inf')
     """
+    return _writer(type(value))(value)
+
+
+@lru_cache(maxsize=1024)
+def _writer(kind: type) -> Callable[[Any], str]:
+    """What writes values of a type."""
     for kinds, write in _WRITERS:
-        if isinstance(value, kinds):
-            return write(value)
-    if dataclasses.is_dataclass(value) and type(value).__name__ in VALUES:
-        return f"{type(value).__name__}({_fields(value, dataclasses.fields(value))})"
-    module = getattr(value, "__module__", None) or ""
-    if isinstance(value, types.FunctionType) and module.startswith(RECIPES):
-        return f"recipes.{module.removeprefix(RECIPES)}.{value.__name__}"
-    if isinstance(value, types.BuiltinFunctionType) and getattr(operator, value.__name__, None) is value:
-        return f"operator.{value.__name__}"
-    if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return f"function({place_of(value)!r})"
+        if issubclass(kind, kinds):
+            return write
+    if dataclasses.is_dataclass(kind) and kind.__name__ in VALUES:
+        fields = dataclasses.fields(kind)
+        return lambda value: f"{kind.__name__}({_fields(value, fields)})"
+    return _no_text
+
+
+def _no_text(value: Any) -> str:
     raise CannotKeep(f"a {type(value).__name__} has no text by which another process could make it: {value!r:.80}")
 
 
@@ -145,6 +149,15 @@ def _dict_text(value: dict) -> str:
     return f"{{{', '.join(f'{written(k)}: {written(v)}' for k, v in value.items())}}}"
 
 
+def _function_text(value: Any) -> str:
+    module = getattr(value, "__module__", None) or ""
+    if module.startswith(RECIPES):
+        return f"recipes.{module.removeprefix(RECIPES)}.{value.__name__}"
+    if getattr(operator, value.__name__, None) is value:
+        return f"operator.{value.__name__}"
+    return f"function({place_of(value)!r})"
+
+
 def _set_text(value: frozenset | set) -> str:
     inside = ", ".join(sorted(map(written, value)))  # sorted, for the order of a set depends on the process
     return f"{'frozen' if isinstance(value, frozenset) else ''}set([{inside}])"
@@ -168,6 +181,7 @@ _WRITERS: list[tuple[Any, Callable[[Any], str]]] = [
     (_torch.OpOverload, op_text),
     (Step, _step_text),
     (type, lambda x: f"type({place_of(x)!r})"),
+    ((types.FunctionType, types.BuiltinFunctionType), _function_text),
 ]
 """How values of these types are written; the first that fits counts."""
 

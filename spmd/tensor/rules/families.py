@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -53,13 +54,23 @@ def rule_by_name(call: Call, ins: dict[str, Dims], outs: Sequence[Dims | None], 
 # ---- pointwise --------------------------------------------------------------------------------
 
 
+def _broadcast_shape(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape of tensors of these shapes together. torch has this, too, and imports sympy for it: a second.
+
+    >>> _broadcast_shape([(4, 1), (3,), ()])
+    (4, 3)
+    """
+    sizes = zip_longest(*map(reversed, shapes), fillvalue=1)
+    return tuple(reversed([next((n for n in each if n != 1), 1) for each in sizes]))
+
+
 def pointwise(call: Call, law: tuple[Law, ...] = ()) -> Rule | None:
     """Every dim of the result is free. A dim of an operand that is broadcast has no factor.
 
     There is no rule if the result does not have the broadcast shape of the operands: then the op is not pointwise.
     """
     shape = call.outs[0].shape if call.outs[0] is not None else None
-    if shape != tuple(torch.broadcast_shapes(*(x.shape for x in call.tensors))):
+    if shape != _broadcast_shape([x.shape for x in call.tensors]):
         return None
     return Rule(
         tuple(broadcast(x.shape, shape) for x in call.tensors),

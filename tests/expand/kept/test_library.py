@@ -314,37 +314,39 @@ def test_a_folder_has_a_bound(user, saved, tmp_path):
     assert sorted(folder.path.iterdir()) == [files[0], files[1], files[2]][:2] + [files[2]]
 
 
-SCRIPT = """
-    import sys
-    from unittest import mock
-    import torch, spmd
-    from spmd import CompiledStep, LocalTensorMode
-    from {train} import Net, step
-    from tests.expand.kept.test_library import INPUTS, PARAMS, called, count_captures, mesh_of
-    import {train} as user
-
+def started_anew(train: str) -> tuple[int, str, float]:
+    """How often the step of this module is captured here, the program's fingerprint, and the loss of its first call."""
+    user = importlib.import_module(train)
     with LocalTensorMode(4), count_captures() as captures:
-        compiled = spmd.compile(step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS)
-        loss = called(compiled, user)
-    print(captures.call_count, compiled.program.fingerprint, loss.item())
-"""
+        step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS)
+        loss = called(step, user).item()
+        return captures.call_count, step.program.fingerprint, loss
 
 
-def test_another_process_with_another_hash_seed(user, tmp_path):
-    """A folder in the environment; the second process, of another hash seed, makes the same program of the files."""
+def test_other_processes_with_other_hash_seeds(user, tmp_path, gloo4):
+    """One makes the same program of the same files; one, with a folder in its environment, takes it from there."""
     with LocalTensorMode(4):
         step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=tmp_path / "cache")
-        loss = called(step, user)
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT).format(train=user.__name__))
-    for seed, folder in ((1, tmp_path / "cache"), (2, "")):
-        path = os.pathsep.join([str(ROOT), str(tmp_path)])
-        environment = os.environ | {"PYTHONPATH": path, "SPMD_CACHE": str(folder), "PYTHONHASHSEED": str(seed)}
-        done = subprocess.run(
-            [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True, timeout=120
-        )
-        captures, fingerprint, theirs = done.stdout.split() or [done.stderr] * 3
-        assert (fingerprint, float(theirs)) == (step.program.fingerprint, loss.item())
-        assert int(captures) == (0 if folder else 1)
+        loss = called(step, user).item()
+    for captures, *found in gloo4.run(_captured_there, user.__name__, str(tmp_path)):
+        assert (captures, *found) == (1, step.program.fingerprint, loss)
+    script = "import sys; from tests.expand.kept.test_library import started_anew; print(*started_anew(sys.argv[1]))"
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    environment = os.environ | {"PYTHONPATH": path, "SPMD_CACHE": str(tmp_path / "cache"), "PYTHONHASHSEED": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, user.__name__], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["0", step.program.fingerprint, str(loss)], done.stderr
+
+
+def _captured_there(rank: int, train: str, folder: str) -> tuple[int, str, float]:
+    """On a process of the pool. It forgets the user's files again."""
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        return started_anew(train)
+    finally:
+        sys.path.remove(folder)
 
 
 def test_a_file_is_text_and_tensors(saved):
