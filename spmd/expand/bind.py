@@ -185,11 +185,18 @@ class _Binder:
         self.values[node] = self._copied(node, target)
 
     def _copied(self, node: fx.Node, target: Any) -> fx.Node:
-        args = _localized(fx.map_arg(node.args, self._ready), self.coordinate)
-        kwargs = _localized(fx.map_arg(node.kwargs, self._ready), self.coordinate)
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._here)
         new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
         new.meta["spec"] = node.meta.get("spec")
         return new
+
+    def _here(self, x: Any) -> Any:
+        """What an argument is on this rank."""
+        if isinstance(x, fx.Node):
+            return self._ready(x)
+        if isinstance(x, LocalShape):
+            return list(x.spec.local_shape(self.coordinate))
+        return x.at(self.coordinate) if isinstance(x, LocalCount) else x
 
     def _ready(self, node: fx.Node) -> fx.Node:
         """The node's value in the rank's graph. If it comes from a move under way, the wait is written here."""
@@ -238,15 +245,3 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def _localized(args, coordinate: tuple[int, ...]):
-    if isinstance(args, LocalShape):
-        return list(args.spec.local_shape(coordinate))
-    if isinstance(args, LocalCount):
-        return args.at(coordinate)
-    if isinstance(args, (list, tuple)):
-        return type(args)(_localized(a, coordinate) for a in args)
-    if isinstance(args, dict):
-        return {k: _localized(v, coordinate) for k, v in args.items()}
-    return args

@@ -12,6 +12,7 @@ from torch import fx
 
 from spmd.comm import Transport
 from spmd.expand.bind import bind
+from spmd.expand.collector import collector_off
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.verify_bound import verify_bound, writes
@@ -42,6 +43,7 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
         lambda graph: reuse_memory(graph, owned),
         lambda graph: unshare_outputs(graph, homes),
     )
-    module = bind(program, coordinate, transport, passes)
-    verify_bound(module.graph, program, coordinate, transport, owned, homes, frozenset(written))
+    with collector_off():
+        module = bind(program, coordinate, transport, passes)
+        verify_bound(module.graph, program, coordinate, transport, owned, homes, frozenset(written))
     return Code(module, owned, homes)

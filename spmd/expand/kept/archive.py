@@ -12,15 +12,13 @@ and then renamed, so a reader sees all of it or nothing; the archive has checksu
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import os
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.expand.capture import Captured
+from spmd.expand.collector import collector_off
 from spmd.expand.kept.calling import calling_text, read_calling
 from spmd.expand.kept.graphs import program_text, read_program
 from spmd.expand.kept.key import Key
@@ -67,18 +66,6 @@ class Entry:
         with collector_off():
             program = read_program(self.program, self.constants, mesh)
             return read_calling(self.calling, mesh, modules), program.verify(ask_torch=False)
-
-
-@contextmanager
-def collector_off() -> Iterator[None]:
-    """Inside, the garbage collector does not look at the many objects that are made: none of them is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def all_kept(entries: Sequence[Entry | CannotKeep]) -> list[Entry]:
