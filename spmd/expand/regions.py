@@ -76,7 +76,7 @@ def with_compiled_regions(module: fx.GraphModule, backend: Backend) -> fx.GraphM
     """
     if backend == EAGER:
         return module
-    return _Splitter(module, lambda region: torch.compile(region, backend=backend, fullgraph=True)).split()
+    return _Splitter(module, lambda region: torch.compile(region.forward, backend=backend, fullgraph=True)).split()
 
 
 class Region:
