@@ -46,9 +46,13 @@ class _SymbolSafeFakes(FakeTensorMode):
 
     torch would go on computing with the constant and get NaN. What is known of the value of a tensor of one number is
     kept as `symbol`, an expression, through sums and comparisons: what is `item()` of it can then decide a branch.
+    Ops whose shapes torch takes for unknown, though the arguments tell them, have them.
     """
 
     def dispatch(self, func, types, args=(), kwargs=None):
+        if func in _SHAPES:
+            with self:
+                return _SHAPES[func](*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(x, torch.SymFloat) for x in leaves):
             for x in leaves:
@@ -155,6 +159,14 @@ def _is_condition(expression: Any) -> bool:
 def _as_number(expression: Any) -> Any:
     """A condition as one or zero: so torch has the `item()` of a bool."""
     return _sympy().Piecewise((1, expression), (0, True)) if _is_condition(expression) else expression
+
+
+def _ctc_loss(log_probs: torch.Tensor, targets, input_lengths, target_lengths, *_: Any) -> tuple[torch.Tensor, ...]:
+    steps, batch, _ = log_probs.shape
+    return log_probs.new_empty(batch), log_probs.new_empty((batch, steps, 2 * max(target_lengths, default=0) + 1))
+
+
+_SHAPES = {torch.ops.aten._ctc_loss.default: _ctc_loss}
 
 
 class Symbols:

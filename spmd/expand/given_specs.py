@@ -10,7 +10,8 @@ Nothing is moved here but by `block_of`, which gives a rank's block of an argume
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -85,6 +86,31 @@ def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
         )
+
+
+def check_arguments(arguments: Mapping[str, Any], tensors: Tensors, written: Collection[Slot]) -> None:
+    """Refuse an argument that is a view of state that the step writes: the program would read it as it was before."""
+    shared = {_memory_of(x): name for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+    shared.pop(None, None)
+    if all(spec_of_value(t) is not None for t in itertools.islice(tensors.values(), 1)):  # placed: views are DTensors
+        shared = {key: name for key, name in shared.items() if key[0] is Spec}
+    if not shared:
+        return
+    for slot in written:
+        name = shared.get(_memory_of(tensors[slot])) if slot in tensors else None
+        if name is not None:
+            raise ValueError(
+                f"the argument {name} shares memory with {slot}, which the step writes, and the step would not see "
+                f"the write in it: pass {name}.clone(), or take the view inside the step"
+            )
+
+
+def _memory_of(t: torch.Tensor) -> tuple[type, int] | None:
+    """What tensors of one memory have in common; None of a tensor that is known to have its own, or has no data."""
+    if spec_of_value(t) is not None:
+        return None if t._memory is None else (Spec, id(t._memory))
+    is_plain = type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not t.is_meta
+    return (torch.Tensor, t.untyped_storage()._cdata) if is_plain else None
 
 
 def _share_a_memory(tensors: Tensors) -> bool:

@@ -17,6 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.losses import ctc_loss
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
@@ -137,6 +138,6 @@ def einsum(equation: Any, *operands: Any) -> Any:
 
 REPLACEMENTS = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
-    torch.einsum: einsum,
+    torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""

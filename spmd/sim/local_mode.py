@@ -210,7 +210,7 @@ class _Constructors(TorchFunctionMode):
     """
 
     def __torch_function__(self, fn, types, args=(), kwargs=None):
-        if fn in _TAKES_LENGTHS:
+        if fn in _TAKES_LENGTHS and not _torch.in_trace():
             args, kwargs = _with_tensors(args, kwargs or {})
         if fn in _CONSTRUCTORS and any(values_of(leaf) is not None for leaf in pytree.tree_leaves(args)):
             mode = rank_simulator()

@@ -450,3 +450,43 @@ def test_ranks_with_other_shapes_all_raise():
 
     first, second = on_each_rank(lambda r: plain, args_of=lambda r: (X[: 6 - r], Y))
     assert first == second and "differs between rank 0 and rank 1" in first and "f32[5, 4]" in first
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def doubled(model, x):
+    with torch.no_grad():
+        model.weight.mul_(2)
+    return model.weight.sum() + x
+
+
+VIEWS = {
+    "a row": lambda w: w.detach()[1],
+    "the parameter": lambda w: w.detach(),
+    "a transpose": lambda w: w.detach().t(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_an_argument_that_is_a_view_of_what_the_step_writes(name):
+    """The program would read it as it was before: an error at the first call and at later ones, and nothing is done."""
+    model = nn.Linear(4, 4, bias=False)
+    with spmd.LocalTensorMode(2):
+        step = spmd.compile(doubled, mesh_of(2), params={"weight": {"dp": Shard(0)}})
+        for _ in range(2):
+            before = copy.deepcopy(model.weight)
+            with pytest.raises(ValueError, match=r"argument x shares memory with model.weight.*pass x.clone\(\)"):
+                step(model, VIEWS[name](model.weight))
+            assert torch.equal(*[getattr(w, "_local_tensor", w) for w in (before, model.weight)])
+            step(model, VIEWS[name](model.weight).clone())
+
+
+def test_a_view_of_what_the_step_only_reads_is_allowed():
+    model = nn.Linear(4, 4, bias=False)
+    want = model.weight.detach().sum() + model.weight.detach()[1]
+    with spmd.LocalTensorMode(2):
+        step = spmd.compile(lambda model, x: model.weight.sum() + x, mesh_of(2), params={"weight": {"dp": Shard(0)}})
+        for _ in range(2):
+            out = step(model, model.weight.detach()[1])
+            torch.testing.assert_close(out.full_tensor().reconcile(), want)

@@ -62,3 +62,35 @@ def check(fn, shape, placed, *args):
 
     for got in run_ranks(rank, torch.Size(shape).numel()):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+LOGITS = torch.randn(7, 4, 5, generator=g)
+TARGETS = torch.tensor([[1, 2, 3], [2, 2, 0], [4, 1, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_ctc_loss_and_its_gradient(dim, reduction):
+    """Sequences, steps or classes over an axis: three ranks for four sequences, one of which has no target."""
+
+    def fn(x, targets):
+        x = x.detach().requires_grad_()
+        loss = F.ctc_loss(x.log_softmax(-1), targets, (7, 6, 2, 7), (3, 2, 0, 3), 0, reduction, True)
+        (found,) = torch.autograd.grad(loss.sum(), x)
+        return torch.cat([found.flatten(), loss.flatten()])
+
+    check(fn, (3, 1), {"x": {"a": Shard(dim)}}, LOGITS, TARGETS)
+
+
+def test_nothing_is_computed_while_a_step_is_expanded():
+    """Nor is memory taken: the values of this step have 2 to 512 GB each."""
+    x, y = (torch.zeros(1).expand(1 << 17, 1 << n) for n in (12, 20))
+
+    def step(x, y):
+        x = x.detach().requires_grad_()
+        loss = ((x.t() @ y).relu() * 2).sum() + (y[:, : 1 << 12] * x).exp().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    program = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}).program_for(x, y)
+    assert max(c.nbytes for c in program.collectives) == 1 << 34
