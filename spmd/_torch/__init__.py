@@ -47,6 +47,7 @@ from spmd._torch.dispatch_keys import (
     decomposed,
     has_first,
     is_seen_by_more,
+    kept_whole,
     run_first,
     run_with_bits,
     undecomposed,

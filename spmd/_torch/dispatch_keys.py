@@ -69,6 +69,15 @@ def undecomposed(op: OpOverload) -> Callable:
     return run
 
 
+def kept_whole(op: OpOverload) -> Callable:
+    """A function that runs a composite op as one op, which autograd does not see."""
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        return op.redispatch(_KEYS_OF_WHOLE_OPS[x.device.type][True], x, *rest)
+
+    return run
+
+
 def decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Run a composite op, in a function of `run_first`: its parts are ops that may be run first in their turn."""
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):  # which may cast for the op itself

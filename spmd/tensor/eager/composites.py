@@ -18,6 +18,7 @@ import torch
 from spmd import _torch
 from spmd.tensor.eager import plain_tensors
 from spmd.tensor.eager.prod_gradient import prod, prod_along
+from spmd.tensor.eager.rms_norm import rms_norm
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
@@ -125,6 +126,7 @@ composites = {
     aten.matmul.default: matmul,
     aten.einsum.default: einsum,
     aten.one_hot.default: one_hot,
+    aten.rms_norm.default: rms_norm,
     aten.prod.default: prod,
     aten.prod.dim_int: prod_along,
     aten.matmul_backward.default: matmul_backward,  # torch cannot differentiate it

@@ -250,6 +250,21 @@ def native_layer_norm_backward(grad_out, input, normalized_shape, mean, rstd, we
     )
 
 
+def rms_norm_backward(grad_out, input, normalized_shape, rstd, weight, output_mask):
+    """The kernel of `_fused_rms_norm_backward`, which torch has for GPUs alone, for plain tensors."""
+    if input.device.type not in ("cpu", "meta"):
+        return aten._fused_rms_norm_backward.default(grad_out, input, normalized_shape, rstd, weight, output_mask)
+    lead = input.ndim - len(normalized_shape)
+    normalised, grad = input * rstd, grad_out.to(rstd.dtype)
+    scaled = grad if weight is None else grad * weight
+    along = (scaled * normalised).sum(list(range(lead, input.ndim)), True) / prod(normalized_shape)
+    of_weight = grad * normalised
+    return (
+        ((scaled - normalised * along) * rstd).to(input.dtype) if output_mask[0] else None,
+        (of_weight.sum(list(range(lead))) if lead else of_weight).to(weight.dtype) if output_mask[1] else None,
+    )
+
+
 # ---- softmax ----------------------------------------------------------------------------------
 
 

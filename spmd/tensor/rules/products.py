@@ -20,6 +20,7 @@ from spmd.tensor.call import Call
 from spmd.tensor.rules.decompositions import add_bias, register_decomposition
 from spmd.tensor.rules.families import broadcast, rule_by_name
 from spmd.tensor.rules.laws import BILINEAR
+from spmd.tensor.rules.norms import rms_norm_backward
 from spmd.tensor.rules.rule import Dims, Factor, Rule, laws
 from spmd.tensor.spec import Spec
 
@@ -32,6 +33,7 @@ GRADIENTS = laws("sum avg: r p r -> p...")
 KEPT_AS_ONE_OP: dict[str, Callable[..., bool]] = {
     "linear": lambda x, weight: x.ndim > 1 and weight.ndim == 2,
     "matmul": lambda x, y: x.ndim > 2 or y.ndim > 2,
+    "_fused_rms_norm": lambda *tensors: True,
 }
 """Ops that torch decomposes, by name, and a test of the operands. With operands that pass, the op is kept as one op.
 
@@ -154,5 +156,8 @@ def _linear_backward(self, grad_output, weight, output_mask):
     return of_input, of_weight, rows.sum(0) if output_mask[2] else None
 
 
-KERNELS = {aten.linear_backward.default: _linear_backward}
+KERNELS = {
+    aten.linear_backward.default: _linear_backward,
+    aten._fused_rms_norm_backward.default: rms_norm_backward,
+}
 """For ops that torch has no kernel for on CPU and CUDA: functions of plain tensors, or of fx proxies of them."""
