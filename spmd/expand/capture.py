@@ -33,6 +33,7 @@ from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.number_tensors import TensorsOfNumbers
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
+from spmd.expand.outs import write_out
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.stamp.optimizers import updates_stamped
@@ -394,7 +395,9 @@ class _Normalise(_torch.TorchDispatchMode):
         self.phases.note()
         _check_written(op, args)
         with self.numbering.drawing(op, args, kwargs):
-            out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
+            out = write_out(op, args, kwargs)
+            if out is NotImplemented:
+                out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
             if out is NotImplemented:
                 out = op(*args, **kwargs)
         self.origins.note()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from spmd import _torch
@@ -45,10 +46,11 @@ class Numbering:
     @contextmanager
     def drawing(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
         """Around each op of the step: what it draws is numbered."""
-        if not Call(op, args, kwargs, ()).draws:
+        if Call(op, args, kwargs, ()).draws:
+            _check(op, kwargs)
+        elif torch.Tag.nondeterministic_seeded not in op.tags:
             yield
             return
-        _check(op, kwargs)
         nodes = _torch.proxy_mode().tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
         yield

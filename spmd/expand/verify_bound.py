@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
 
 from spmd import _torch
@@ -138,6 +139,8 @@ class _Bound:
         for node in self.graph.nodes:
             spec = node.meta.get("spec")
             if _name(node) not in SIZES or spec is None or isinstance(spec, tuple):
+                continue
+            if isinstance(node.args[1], torch.dtype):  # a view of the same bytes as another dtype
                 continue
             want, given = spec.local_shape(self.coordinate), tuple(node.args[1])
             if len(want) != len(given) or any(g not in (-1, w) for w, g in zip(want, given, strict=True)):

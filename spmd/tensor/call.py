@@ -133,6 +133,10 @@ class Call:
         return base_name(self.op)
 
 
+COMPUTED_AS_OUT = {"sum", "nansum", "prod", "cumsum", "cumprod"}
+"""Ops that compute in the dtype of `out`, unless `dtype` is given. All other ops convert their result."""
+
+
 UNTAGGED_DRAWS = {"binomial", "_sample_dirichlet"}
 """Ops that draw although torch does not tag them so."""
 

@@ -94,3 +94,28 @@ def test_nothing_is_computed_while_a_step_is_expanded():
     mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     program = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}).program_for(x, y)
     assert max(c.nbytes for c in program.collectives) == 1 << 34
+
+
+OUTS = {
+    "a sum into bools": lambda x: torch.sum(torch.stack([x, -x]), 0, out=torch.empty(6, 4, dtype=torch.bool)),
+    "a product into floats": lambda x: torch.prod(x.int(), 0, out=torch.empty(4, dtype=torch.float64)),
+    "a sum into another dtype": lambda x: torch.add(x, 1, out=torch.empty(6, 4, dtype=torch.float64)),
+    "a view": lambda x: (y := x * 1, torch.exp(x[:2], out=y[4:]), y)[-1],
+    "what is empty": lambda x: torch.cat([x, x], out=x.new_empty(0)),
+    "several": lambda x: torch.cat(torch.max(x, 1, out=(x.new_empty(6), torch.empty(6, dtype=torch.long)))),
+    "bits as integers": lambda x: x.view(torch.int32) + 1,
+    "bits as half as many": lambda x: (x.double().view(torch.int32) >> 1)[:, ::2],
+    "draws with a chance of 0": lambda x: (x * 1).bernoulli_(0.0) + x,
+}
+
+
+@pytest.mark.parametrize("name", OUTS)
+def test_results_in_given_memory(name):
+    check(OUTS[name], (3, 1), {"x": {"a": Shard(0)}}, X)
+
+
+def test_an_out_of_another_size_is_refused():
+    """What shares its memory would keep the old one, and the graph does not know what does."""
+    step = spmd.compile(lambda x: torch.cat([x, x], out=x.clone()), spmd.DeviceMesh("cpu", [0, 1]))
+    with pytest.raises(NotImplementedError, match=r"cat.*would get new memory(.|\n)*test_functions.py"):
+        step.program_for(X)

@@ -19,7 +19,7 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.tensor.call import base_name
+from spmd.tensor.call import COMPUTED_AS_OUT, base_name
 from spmd.tensor.eager.view_copies import block
 from spmd.tensor.modes import explicit
 from spmd.tensor.redistribute.plan import Plan, plan
@@ -32,10 +32,6 @@ STRIDED = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_stride
 
 
 # ---- out= -------------------------------------------------------------------------------------
-
-COMPUTED_AS_OUT = {"sum", "nansum", "prod", "cumsum", "cumprod"}
-"""Ops that compute in the dtype of `out`, unless `dtype` is given. All other ops convert their result."""
-
 
 class OutHandler:
     """For an op with `out=`: run the op without it, and write the results into the tensors that were given."""
