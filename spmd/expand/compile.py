@@ -32,7 +32,7 @@ from spmd.expand.code import code_for
 from spmd.expand.draws import Draws
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.explain.reasons import written
-from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_specs
+from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_specs, state_written
 from spmd.expand.guards import guard_key, modes_guard
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
@@ -195,7 +195,7 @@ class CompiledStep:
         bound = self._find_program(call) if call else None
         calls = self._agree_to_run(bound, call, error)
         bound = bound or self._make_program(call)
-        check_arguments(call.leaves, call.tensors, bound.written)
+        check_arguments(call.leaves, call.tensors, bound.changed)
         if call.key in self._bound:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
         self._last = bound
@@ -408,7 +408,7 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
 class _BoundProgram:
     """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
 
-    dropped: the gradients that the program gets and does not read. They are freed before it runs. written: the state
+    dropped: the gradients that the program gets and does not read. They are freed before it runs. changed: the state
     that it writes. wanted: the call that it was made for.
     """
 
@@ -416,7 +416,7 @@ class _BoundProgram:
     captured: Captured
     module: Callable[..., Any]
     dropped: tuple[Slot, ...]
-    written: tuple[Slot, ...]
+    changed: tuple[Slot, ...]
     wanted: Wanted
 
     @classmethod
@@ -432,10 +432,8 @@ class _BoundProgram:
             for i, n in zip(captured.inputs, placeholders, strict=True)
             if n in unread and isinstance(i, Slot) and i.kind == "grad"
         )
-        (output,) = program.graph.find_nodes(op="output")
-        new = [i for i, n in zip(captured.outputs, output.args[0], strict=True) if n.op != "placeholder"]
-        written = tuple(i for i in new if isinstance(i, Slot))
-        return cls(program, captured, run, dropped, written, wanted._replace(modules={}))  # no model is kept alive
+        changed = state_written(program.graph, captured.outputs)
+        return cls(program, captured, run, dropped, changed, wanted._replace(modules={}))  # no model is kept alive
 
     def holds(self, numbers: dict[str, float], tensors: Tensors) -> bool:
         """Whether the trace took the branches that it would take with these numbers and this state."""

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from spmd.expand.places.places import Places
 from spmd.expand.places.table import PlacesTable
@@ -86,6 +87,13 @@ def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
         )
+
+
+def state_written(graph: fx.Graph, outputs: Sequence[Slot | int]) -> tuple[Slot, ...]:
+    """The state that a program writes, given what its outputs are: the rest goes out as it came in."""
+    (output,) = graph.find_nodes(op="output")
+    pairs = zip(outputs, output.args[0], strict=True)
+    return tuple(i for i, n in pairs if isinstance(i, Slot) and n.op != "placeholder")
 
 
 def check_arguments(arguments: Mapping[str, Any], tensors: Tensors, written: Collection[Slot]) -> None:

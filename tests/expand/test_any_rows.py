@@ -28,12 +28,11 @@ def random_rows(seed: int):
     real_rows, real_lower = lower_module._cheapest_rows, expand_module.lower
     here = threading.local()
 
-    def choose(call, rule, in_place):
+    def choose(call, rule, options, in_place):
         if not getattr(here, "random", False):
-            return real_rows(call, rule, in_place)
+            return real_rows(call, rule, options, in_place)
         text = f"{seed} {call.op} {call.args} {call.kwargs} {rule}"
         rng = random.Random(zlib.crc32(text.encode()))
-        options = lower_module.rows(rule)
         choice = [options[0]] * call.mesh.ndim
         for axis in rng.sample(range(call.mesh.ndim), call.mesh.ndim):
             legal = [row for row in options if lower_module._is_legal(call, rule, choice, axis, row)]
