@@ -335,6 +335,8 @@ REFUSED = {
     "lshift: Expected input tensor to have an integral dtype": "torch infers no shape of bools here",
     "decides by a value in a tensor": "in a graph: there is one way through it",
     "the size of its result depends on values": "in a graph: sizes are known",
+    "which a compiled step cannot; do it outside": "in a graph: x.data of another dtype",
+    "mutation on a view chain": "in a graph: torch refuses writes through as_strided of a view",
 }
 """Errors that are allowed where one device has none, with the reason. The program is not compared further."""
 
