@@ -16,7 +16,7 @@ _TAKE_TORCHS_MESHES = ("torch.distributed.tensor.", "torch.distributed.fsdp.", "
 _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 _INSTEAD = {
-    "parallelize_module": "spmd.distribute_module with partition_fn=, or spmd.compile with params={name: placements}",
+    "parallelize_module": "spmd.parallel.parallelize_module, or spmd.compile with params={name: placements}",
     "fully_shard": "spmd.distribute_module with partition_fn=, or spmd.compile with params={'*': [Shard(0)]}",
     "distribute_module": "spmd.distribute_module",
     "distribute_tensor": "spmd.distribute_tensor",

@@ -1,0 +1,135 @@
+"""A plan: which modules of a model get which style, and which parameters lie where.
+
+    {"layers.*.up": ColwiseParallel()}        modules by name pattern, each with a style
+    {"layers.*.up.weight": Shard(0)}          parameters by name pattern, each with its placement
+    model.tp_plan                             transformers' names of styles
+
+Everything that a plan can get wrong is found here, before a model is changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from spmd.mesh import DeviceMesh
+from spmd.parallel.heads import check_heads
+from spmd.parallel.style import ParallelStyle
+from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from spmd.tensor.placement import REPLICATE, Placement, Replicate
+
+Styled = Mapping[str, ParallelStyle]
+Plan = ParallelStyle | Mapping[str, Any] | None
+
+NAMED = {
+    "colwise": lambda: ColwiseParallel(),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": lambda: RowwiseParallel(),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": lambda: SequenceParallel(),
+}
+"""transformers' names of styles."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a plan says: of modules, by their names, and of parameters, by patterns."""
+
+    styles: Styled
+    params: Mapping[str, Any]
+
+
+def parts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> Parts:
+    """The plan for this model, checked. ValueError, TypeError and NotImplementedError name the entry of the plan."""
+    if isinstance(plan, ParallelStyle):
+        plan = {"": plan}
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"parallelize_plan is {plan!r}; give a style, or a dict from names of modules to styles")
+    modules, names = dict(module.named_modules()), [name for name, _ in _parameters(module)]
+    styles: dict[str, ParallelStyle] = {}
+    params: dict[str, Any] = {}
+    for pattern, said in plan.items():
+        style = _style(pattern, said)
+        if style is None:
+            _require(pattern, names, "parameter")
+            params[pattern] = said
+            continue
+        found = [name for name in modules if _matches(pattern, name)]
+        _require(pattern, list(modules), "module")
+        for name in found:
+            styles.setdefault(name, style)
+    for name, style in styles.items():
+        style.check(modules[name], name or type(module).__name__)
+    _check_ties(module, styles, mesh)
+    check_heads(modules, styles, mesh)
+    return Parts(styles, params)
+
+
+def _style(pattern: str, said: Any) -> ParallelStyle | None:
+    """The style that an entry says; None for placements of parameters."""
+    if isinstance(said, ParallelStyle):
+        return said
+    if isinstance(said, (Placement, Mapping, list, tuple)):
+        return None
+    if isinstance(said, str) and said in NAMED:
+        return NAMED[said]()
+    if isinstance(said, str):
+        raise NotImplementedError(
+            f"parallelize_plan {pattern!r}: {said!r} is no style that is known here; there are {', '.join(NAMED)}"
+        )
+    raise TypeError(
+        f"parallelize_plan {pattern!r}: {said!r} is no style; give one, such as ColwiseParallel(), or placements"
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module: a star stands for one part of the name, as in torch, or within one."""
+    wanted, found = pattern.split("."), name.split(".")
+    return len(wanted) == len(found) and all(map(fnmatch.fnmatchcase, found, wanted))
+
+
+def _require(pattern: str, names: list[str], what: str) -> None:
+    match = _matches if what == "module" else fnmatch_either
+    if any(match(pattern, name) for name in names):
+        return
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+    hint = f"Near: {', '.join(near)}." if near else f"There are: {', '.join([n for n in names if n][:8]) or 'none'}."
+    raise ValueError(f"parallelize_plan {pattern!r} matches no {what}. {hint}")
+
+
+def fnmatch_either(pattern: str, name: str) -> bool:
+    """Whether a pattern of parameters matches, as `spmd.compile` takes it."""
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    yield from module.named_parameters(remove_duplicate=False)
+
+
+def _check_ties(module: nn.Module, styles: Styled, mesh: DeviceMesh) -> None:
+    """ValueError for a parameter with two names that would be placed in two ways."""
+    told: dict[int, tuple[str, Placement]] = {}
+    names = dict(module.named_modules())
+    for name, style in styles.items():
+        for key, placement in style.params(names[name]).items():
+            p = names[name].get_parameter(key)
+            at = _counted(placement, p.ndim)
+            first = told.setdefault(id(p), (f"{name}.{key}", at))
+            if first[1] != at:
+                raise ValueError(
+                    f"parallelize_plan: {first[0]} and {name}.{key} are one tensor, and the plan places it as "
+                    f"{first[1]} and as {at}; give both modules styles that agree"
+                )
+
+
+def _counted(placement: Placement, ndim: int) -> Placement:
+    return placement.at(placement.dim % ndim) if placement.is_shard() else REPLICATE

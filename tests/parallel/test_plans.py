@@ -1,0 +1,126 @@
+"""What a plan can get wrong is told before a model is changed; and plans that others wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from spmd import DeviceMesh, DTensor, LocalTensorMode, Replicate, Shard, distribute_module, init_device_mesh
+from spmd.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
+from tests.parallel.test_styles import IDS, Attention, model
+from tests.tensor.single import every_rank
+
+COL, ROW = ColwiseParallel, RowwiseParallel
+
+
+def tied():
+    net = model()
+    net.head.weight = net.tok.weight
+    return net
+
+
+WRONG = {
+    "nothing": ({"layer.*.up": COL()}, model, ValueError, "'layer.*.up' matches no module. Near: layers"),
+    "no parameter": ({"layers.*.up.wait": Shard(0)}, model, ValueError, "matches no parameter. Near: layers"),
+    "no layer": ({"norm": COL()}, model, TypeError, "'norm' is a LayerNorm; name the layers in it"),
+    "no style": ({"norm": 3}, model, TypeError, "3 is no style; give one, such as ColwiseParallel"),
+    "no name": ({"norm": "colwize"}, model, NotImplementedError, "'colwize' is no style that is known here"),
+    "no plan": ([COL()], model, TypeError, "give a style, or a dict from names of modules to styles"),
+    "heads": (
+        {"[qkv]": COL(), "out": ROW()}, lambda: Attention(6, 2, heads=3), ValueError,
+        "4 ranks do not divide the 3 heads of '' (num_heads)",
+    ),
+    "tied": (
+        {"tok": ROW(input_layouts=Replicate()), "head": ROW()}, tied, ValueError,
+        "tok.weight and head.weight are one tensor, and the plan places it as Shard(0) and as Shard(1)",
+    ),
+    "both": ({"head": COL(), "tok.weight": Shard(0)}, model, ValueError, "has styles and placements"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_plan_that_does_not_fit_changes_nothing(what):
+    plan, make, kind, message = WRONG[what]
+    net = make()
+    before = {name: (p, type(p)) for name, p in net.named_parameters()}
+    with LocalTensorMode(4), pytest.raises(kind) as error:
+        parallelize_module(net, init_device_mesh("cpu", (4,)), plan)
+    assert message in str(error.value)
+    assert {name: (p, type(p)) for name, p in net.named_parameters()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+def test_a_style_is_for_one_axis():
+    with LocalTensorMode(4), pytest.raises(ValueError, match=r"give one of them, such as mesh\['tp'\]"):
+        parallelize_module(model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), {"head": COL()})
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [((Shard(1), Shard(1)), "was given 1 positional inputs, and there are layouts for 2"), (Shard(1), None)],
+)
+def test_inputs_are_counted(inputs, message):
+    if message is None:
+        with pytest.raises(ValueError, match="belong together; give both"):
+            PrepareModuleInput(input_layouts=inputs)
+        return
+    with LocalTensorMode(2), pytest.raises(ValueError, match=message):
+        style = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=(Replicate(), Replicate()))
+        parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), style)(torch.ones(2, 2))
+
+
+def test_a_tied_weight_stays_one():
+    plan = {"tok": ROW(input_layouts=Replicate()), "head": COL(output_layouts=Replicate())}
+    want = tied()(IDS)
+    with LocalTensorMode(4):
+        net = parallelize_module(tied(), init_device_mesh("cpu", (4,)), plan)
+        assert net.head.weight is net.tok.weight and isinstance(net.tok.weight, DTensor)
+        for block in every_rank(net(IDS)):
+            torch.testing.assert_close(block, want)
+
+
+class Rows(ParallelStyle):
+    """As a user of torch writes one."""
+
+    def _apply(self, module, device_mesh):
+        found = distribute_module(module, device_mesh, params={"weight": [Shard(0)]})
+        return nn.Sequential(found)
+
+
+def test_a_style_of_the_user():
+    with LocalTensorMode(2):
+        net = parallelize_module(nn.Sequential(nn.Linear(2, 4)), DeviceMesh("cpu", [0, 1]), {"0": Rows()})
+    assert isinstance(net[0], nn.Sequential) and str(net[0][0].weight._spec) == "f32[4@dim0, 2]"
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=20, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def test_the_plan_of_a_model_of_transformers():
+    ids = torch.randint(20, (2, 8), generator=torch.Generator().manual_seed(0))
+    one = llama()
+    want = one(ids, labels=ids).loss
+    want.backward()
+    with LocalTensorMode(2):
+        net = llama()
+        parallelize_module(net, init_device_mesh("cpu", (2,)), net.tp_plan)
+        got = net(ids, labels=ids).loss
+        got.backward()
+        assert all(isinstance(net.get_parameter(f"model.layers.{i}.mlp.up_proj.weight"), DTensor) for i in range(2))
+        for name, p in one.named_parameters():
+            grad = net.get_parameter(name).grad
+            for block in every_rank(grad.full_tensor() if isinstance(grad, DTensor) else grad):
+                torch.testing.assert_close(block, p.grad, rtol=1e-6, atol=1e-9)
+    for block in every_rank(got):
+        torch.testing.assert_close(block, want)
+    with LocalTensorMode(4), pytest.raises(ValueError, match=r"4 ranks do not divide the 2 heads"):
+        net = llama()
+        parallelize_module(net, init_device_mesh("cpu", (4,)), net.tp_plan)
