@@ -1,6 +1,7 @@
 """spmd: write a PyTorch model and a train step for one device, run them on a mesh of ranks with the same numbers."""
 
 import gc
+import importlib
 
 # `import torch` leaves a full collection of garbage due, which takes as long as all of these imports together, and
 # finds nothing: modules stay. It may wait until something else is done.
@@ -44,6 +45,14 @@ __all__ = [
     "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "constrain", "debug", "deterministic",
     "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
     "init_device_mesh", "load_step", "local_map", "manual_seed",
-    "mesh_broadcast", "mesh_scatter", "ones", "plan_redistribute", "rand", "randn", "recompute", "redistribute_cost",
+    "mesh_broadcast", "mesh_scatter", "ones", "parallel", "plan_redistribute", "rand", "randn", "recompute",
+    "redistribute_cost",
     "register_rule", "rules", "set_deterministic", "set_explicit", "set_rng_state", "shard_dim_alltoall", "zeros",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):
+    """`spmd.parallel` is imported when it is first asked for: many programs do without."""
+    if name == "parallel":
+        return importlib.import_module("spmd.parallel")
+    raise AttributeError(f"module 'spmd' has no attribute {name!r}")
