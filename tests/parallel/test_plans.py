@@ -8,7 +8,7 @@ from torch import nn
 
 from spmd import DeviceMesh, DTensor, LocalTensorMode, Replicate, Shard, distribute_module, init_device_mesh
 from spmd.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
-from tests.parallel.test_styles import IDS, Attention, model
+from tests.parallel.test_styles import IDS, Attention, model, numbers  # noqa: F401 - a fixture
 from tests.tensor.single import every_rank
 
 COL, ROW = ColwiseParallel, RowwiseParallel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import pytest
@@ -108,14 +107,16 @@ PLANS = {
 
 
 @functools.cache
-def _made(sizes: tuple[tuple[str, int], ...]) -> Model:
+def _made(sizes: tuple[tuple[str, int], ...]) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    return Model(**dict(sizes)).double()
+    return Model(**dict(sizes)).double().state_dict()
 
 
 def model(**sizes) -> Model:
     """Always the same numbers; threads would mix their draws."""
-    return copy.deepcopy(_made(tuple(sizes.items())))
+    net = Model(**sizes).double()
+    net.load_state_dict(_made(tuple(sizes.items())))
+    return net
 
 
 IDS = torch.randint(12, (3, 4), generator=torch.Generator().manual_seed(1))
@@ -135,6 +136,13 @@ def step(net: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     gradients = [whole(named[name].grad) for name in sorted(named)]
     optimizer.step()
     return [whole(loss).detach(), *gradients, *(whole(named[name].detach()) for name in sorted(named))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def numbers():
+    """Drawn on one device, before there are ranks."""
+    for sizes in SIZES.values():
+        _made(tuple(sizes.items()))
 
 
 def parallel(plan: str, shape: tuple[int, ...], sizes: dict[str, int]) -> list[torch.Tensor]:
