@@ -518,8 +518,11 @@ def attention():
         out, lse = forward(q, k, v, 0.0, causal, attn_mask=mask)
         yield Sample(forward.default, (q, k, v, 0.0, causal), {"attn_mask": mask})
         yield Sample(backward.default, (f(*out.shape), q, k, v, out, lse, 0.0, causal), {"attn_mask": mask})
-    q, k = f(4, 6, 3, 8), f(4, 2, 3, 8)  # two heads of keys for six of queries
-    yield Sample(forward.default, (q, k, k), {})
+    for heads, mask in ((2, None), (2, masks[3]), (1, None)):  # heads of keys for six of queries
+        q, k, v = f(4, 6, 3, 8), f(4, heads, 5, 8), f(4, heads, 5, 8)
+        out, lse = forward(q, k, v, 0.0, False, attn_mask=mask)
+        yield Sample(forward.default, (q, k, v, 0.0, False), {"attn_mask": mask})
+        yield Sample(backward.default, (f(*out.shape), q, k, v, out, lse, 0.0, False), {"attn_mask": mask})
     q = f(1, 4, 3, 8)
     yield Sample(forward.default, (q, q, q), {})
     q = f(3, 3, 3, 8)  # as many batches as heads as tokens

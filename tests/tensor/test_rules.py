@@ -129,7 +129,7 @@ def test_attention_of_accelerators():
     shared = attention_call(
         "_scaled_dot_product_flash_attention", outs=[out, lse, None, None, 64, 64, i(2), one, f(0)], heads=2
     )
-    assert str(rule_of(shared)).startswith("b _ _ _, b _ _ _, b _ _ _ -> b _ _ _, b _ _")
+    assert str(rule_of(shared)).startswith("b 3*h _ _, b h _ _, b h _ _ -> b 3*h _ _, b 3*h _")
 
 
 def test_attention_backward_of_accelerators():

@@ -341,16 +341,21 @@ HEADED = ("query", "key", "value", "out", "logsumexp", "grad_out", "grad_out_", 
 def _head_dims(call: Call):
     """The dims of every operand that has heads, and a function from a shape that begins with batch and head to dims.
 
-    If key and value have fewer heads than the query, heads are whole: a block of query heads does not belong to a block
-    of key heads.
+    If key and value have fewer heads than the query, each of theirs belongs to a group of heads of the query, and the
+    groups stay together. A single head of theirs is broadcast, as heads of a mask may be.
     """
-    lead = call["query"].shape[:2]
-    same = [all(call[name].shape[d] == lead[d] for name in ("key", "value")) for d in range(2)]
+    lead, keys = call["query"].shape[:2], call["key"].shape[:2]
+    same = keys == call["value"].shape[:2]
+    batch = Factor("b") if same and keys[0] == lead[0] else None
+    heads: dict[int, Factor] = {}
+    if same and keys[1] > 1 and lead[1] % keys[1] == 0:
+        heads = {keys[1]: Factor("h"), lead[1]: Factor("h", lead[1] // keys[1])}
+    elif same and keys[1] == 1:
+        heads = {lead[1]: Factor("h")}
 
     def dims_of_shape(shape) -> Dims:
-        """Batch and head are free. A mask that is broadcast over the heads has no factor there."""
-        free = [Factor("bh"[d]) if same[d] and shape[d] == lead[d] else None for d in range(2)]
-        return (*free, *whole_dims(len(shape) - 2))
+        """Batch and head are free. What is broadcast over the heads has no factor there."""
+        return (batch if shape[0] == lead[0] else None, heads.get(shape[1]), *whole_dims(len(shape) - 2))
 
     headed = [(name, x) for name, x in call.named_tensors if name in HEADED]
     return {name: dims_of_shape(x.shape) for name, x in headed if name not in MASKS or x.ndim == 4}, dims_of_shape
