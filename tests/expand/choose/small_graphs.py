@@ -1,0 +1,90 @@
+"""Random small graphs, the problems that choices for them solve, and the best of all assignments.
+
+    problem, solved = problem_of(3, "2x2")       least(problem) == solved.us
+
+A graph has up to seven ops on matrices: products with parameters, additions, pointwise ops, transpositions, sums over a
+dim. It is captured from a function of torch, with placements of inputs drawn at random.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+import torch
+
+import spmd
+from spmd import Replicate, Shard
+from spmd.expand.choose import program
+from spmd.expand.choose.problem import FIXED, Problem, Value
+from spmd.expand.choose.solve import Solved, solve
+
+MOST_OPS, MOST_ASSIGNMENTS, SIZE = 7, 400_000, 64
+MESHES = {"2": ((2,), MOST_OPS), "2x2": ((2, 2), 4)}
+"""Shapes of meshes, and the most ops of a graph there."""
+
+
+def random_step(rng: random.Random, most: int) -> Callable:
+    """A function of three matrices."""
+    lines, values = [], ["x", "a", "b"]
+    for k in range(rng.randint(2, most)):
+        one, two, dim = rng.choice(values[-3:]), rng.choice(values), rng.randint(0, 1)
+        ops = [f"{one} @ {two}", f"{one} + {two}", f"{one} * {two}", f"{one}.relu()", f"{one}.t()"]
+        lines.append(f"    v{k} = " + rng.choice([*ops, f"{one} + {one}.sum({dim}, True)"]))
+        values.append(f"v{k}")
+    text = "\n".join(["def step(x, a, b):", *lines, f"    return {values[-1]}"])
+    names: dict[str, Callable] = {}
+    exec(text, names)
+    return names["step"]
+
+
+def problem_of(seed: int, mesh_name: str) -> tuple[Problem, Solved]:
+    """The problem of a random graph as a choice for its program solves it, and what was found."""
+    rng = random.Random(seed)
+    shape, most = MESHES[mesh_name]
+    mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+    step = random_step(rng, most)
+    places = {name: [rng.choice([Shard(0), Shard(1), Replicate()]) for _ in shape] for name in "xab"}
+    found: list[tuple[Problem, Solved]] = []
+
+    def watched(problem: Problem, starts=()) -> Solved:
+        found.append((problem, solve(problem, starts)))
+        return found[-1][1]
+
+    with mock.patch.object(program, "solve", watched):
+        spmd.compile(step, mesh, choose="program", inputs=places).program_for(*[torch.randn(SIZE, SIZE) for _ in "xab"])
+    return found[0]
+
+
+def least(problem: Problem) -> float:
+    """The cost of the best of all assignments."""
+    sizes = [len(work) for work in problem.work]
+    every = np.indices(sizes).reshape(len(sizes), -1) if sizes else np.zeros((0, 1), int)
+    cost = np.zeros(every.shape[1])
+    for work, x in zip(problem.work, every, strict=True):
+        cost += work[x]
+    for value in problem.values:
+        cost += value.weight * _moves(value, every)
+    return float(cost.min())
+
+
+def _moves(value: Value, every: np.ndarray) -> np.ndarray:
+    """The cost of a value's moves under all assignments: each layout that is needed is paid once."""
+    made, *needs = [
+        np.broadcast_to(end.layouts[0] if end.variable == FIXED else end.layouts[every[end.variable]], every.shape[1])
+        for end in (value.maker, *value.readers)
+    ]
+    cost = np.zeros(every.shape[1])
+    for k, need in enumerate(needs):
+        paid = np.any([need == other for other in needs[:k]], axis=0) if k else False
+        cost += np.where(paid, 0.0, value.costs[made, need])
+    return cost
+
+
+def compared(seed: int, mesh_name: str) -> tuple[float, Solved, int] | None:
+    """The least cost of all assignments, what was found, and how many there are; None if they are too many."""
+    problem, solved = problem_of(seed, mesh_name)
+    number = int(np.prod([float(len(work)) for work in problem.work]))
+    return None if number > MOST_ASSIGNMENTS else (least(problem), solved, number)
