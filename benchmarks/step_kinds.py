@@ -102,7 +102,10 @@ def kinds() -> dict[str, Kind]:
         "autocast": Kind(models.autocast_step, precision=IN_BFLOAT16),
         "GradScaler": Kind(models.scaled_step, models.scaler_of(growth_interval=2)),
         "GradScaler, clipping": Kind(models.scaled_clipping_step, models.scaler_of()),
-        "GradScaler, overflow": Kind(models.scaled_step, models.scaler_of(), batches=models.rows_with_overflow),
+        "GradScaler, overflow": Kind(models.scaled_step, models.scaler_of(), batches=models.rows_with_overflow(2)),
+        "GradScaler, first overflow": Kind(
+            models.scaled_step, models.scaler_of(), batches=models.rows_with_overflow(0, 3)
+        ),
         "GradScaler, off": Kind(models.scaled_step, models.scaler_of(enabled=False)),
         "module hooks": Kind(begin=models.hooked(models.module_hooks)),
         "gradient hooks": Kind(begin=models.hooked(models.gradient_hooks)),

@@ -146,11 +146,16 @@ def scaled_clipping_step(model, optimizer, scaler, x, y):
     return loss.detach(), norm
 
 
-def rows_with_overflow() -> list[tuple]:
-    """The third batch has gradients that are not finite."""
-    found = rows()
-    found[2][0][0, 0] = math.inf
-    return found
+def rows_with_overflow(*at: int) -> Callable[[], list[tuple]]:
+    """These batches have gradients that are not finite."""
+
+    def batches() -> list[tuple]:
+        found = rows()
+        for i in at:
+            found[i][0][0, 0] = math.inf
+        return found
+
+    return batches
 
 
 # ---- hooks ------------------------------------------------------------------------------------

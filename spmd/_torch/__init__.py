@@ -134,7 +134,7 @@ from spmd._torch.ops import (
     written,
     written_positions,
 )  # fmt: skip
-from spmd._torch.optimizers import step_hooks
+from spmd._torch.optimizers import scaled_steps, step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.symbols import (

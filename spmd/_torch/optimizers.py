@@ -1,10 +1,16 @@
-"""Optimisers: the hooks of their steps."""
+"""Optimisers: the hooks of their steps, and the steps that a GradScaler takes or skips."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from itertools import chain
+from typing import Any
 
+import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -12,3 +18,24 @@ def step_hooks(optimizer: Optimizer) -> list[Callable]:
     """The functions that run before and after a step of the optimiser: its own, and those of all optimisers."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(chain(*(hooks.values() for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))))
+
+
+@contextlib.contextmanager
+def scaled_steps(run: Callable[[Optimizer, torch.Tensor, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Inside, in this thread, a GradScaler calls `run(optimizer, found_inf, step)` for a step that it may skip.
+
+    torch asks `found_inf` for its value. One thread at a time may be inside.
+    """
+    real, thread = GradScaler._maybe_opt_step, threading.get_ident()
+
+    def maybe_step(self: GradScaler, optimizer: Optimizer, state: dict, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return real(self, optimizer, state, *args, **kwargs)
+        found = sum(state["found_inf_per_device"].values())
+        return run(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
+
+    GradScaler._maybe_opt_step = maybe_step
+    try:
+        yield
+    finally:
+        GradScaler._maybe_opt_step = real

@@ -36,6 +36,7 @@ from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
 from spmd.expand.outs import write_out
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
+from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
@@ -252,6 +253,7 @@ class _FlatFunction:
 
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
+        self.skipped = SkippedSteps(self.state.optimizers)
 
     def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
@@ -278,15 +280,15 @@ class _FlatFunction:
                 finally:
                     python.restore()
                 self._check_state(after)
-        self._check_arguments_unwritten(given, wrapped)
-        now = opened(passed)
-        changed = {name: x for name, x in now.items() if differs(arguments[name], x)}
-        return self._flat_outputs((opened(result), changed), after)
+        now, written = opened(passed), self._written_arguments(given, wrapped)
+        changed = {name: x for name, x in now.items() if name in written or differs(arguments[name], x)}
+        return self._flat_outputs((opened(result), changed), after | self.skipped.new_state)
 
     def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
         yield new_values_noted(self.state.parameters())
         yield _Normalise(self.phases, self.origins)
+        yield _torch.scaled_steps(self.skipped.run)
         yield TensorsOfNumbers()
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
@@ -337,10 +339,18 @@ class _FlatFunction:
                     f"{new.dtype}; state keeps its shape and dtype. Let the step return what grows."
                 )
 
-    def _check_arguments_unwritten(self, given: dict, wrapped: dict) -> None:
+    def _written_arguments(self, given: dict, wrapped: dict) -> set[str]:
+        """The arguments that the step writes into. Raise for tensors by themselves: the caller's would not change.
+
+        An object or container of the caller's gets the new tensor, as where it is assigned.
+        """
+        found = set()
         for i, x in wrapped.items():
             if isinstance(i, Argument) and isinstance(x, torch.Tensor) and _torch.from_functional(x) is not given[i]:
-                raise RuntimeError(f"the step writes into its argument {i}; let it return the new value instead")
+                found.add(i.path.partition(".")[0])
+                if i.path in self.args:
+                    raise RuntimeError(f"the step writes into its argument {i}; let it return the new value instead")
+        return found
 
     def _flat_outputs(self, result: Any, after: Tensors) -> list:
         leaves, self.tree = pytree.tree_flatten(result)

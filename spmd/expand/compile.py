@@ -55,6 +55,7 @@ from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equ
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
+from spmd.expand.skipped_steps import made_by_skipped
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
@@ -483,6 +484,8 @@ class _BoundProgram:
 
     def _update_state(self, state: State, before: Tensors, new: Tensors) -> None:
         """Set the gradients, which are new in each step, and install optimiser state that was added or removed."""
+        if skipped := made_by_skipped(new):
+            new = {s: t for s, t in new.items() if s.owner not in skipped or s in before}
         kept = {s for s in new if s.kind == "optimizer"}
         if kept != {s for s in before if s.kind == "optimizer"}:
             state.install(new)

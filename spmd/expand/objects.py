@@ -109,9 +109,21 @@ def closed(tree: Any) -> Any:
 def _closed(x: Any) -> Any:
     if not isinstance(x, Opened):
         return x
-    made = copy.copy(x.like)
+    made = _like(x.like)
     fill(made, x)
     return made
+
+
+def _like(x: Any) -> Any:
+    """Another object of the class, with what x has besides attributes: in slots, or as the dict that it is.
+
+    Its attributes are not copied: the class may do more for that, as a GradScaler does, which reads its scale.
+    """
+    slots = any(vars(base).get("__slots__") for base in type(x).__mro__)
+    try:
+        return copy.copy(x) if slots else object.__new__(type(x))
+    except TypeError:  # a class of another layout
+        return copy.copy(x)
 
 
 def fill(target: Any, x: Opened) -> None:

@@ -182,6 +182,20 @@ def unscale(op, grads, found_inf, inv_scale):
     return None
 
 
+def update_scale(op, scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval):
+    """The scale of the next loss: less where a gradient was infinite or NaN, more after so many steps without."""
+    overflow, in_a_row = found_inf != 0, growth_tracker + 1
+    grow = in_a_row == growth_interval
+    grown = scale * growth_factor
+    larger = torch.where(torch.isfinite(grown) & grow, grown, scale)
+    new = torch.where(overflow, scale * backoff_factor, larger)
+    count = torch.where(overflow | grow, torch.zeros_like(in_a_row), in_a_row)
+    if op is aten._amp_update_scale.default:
+        return new, count
+    growth_tracker.copy_(count)
+    return scale.copy_(new)
+
+
 # ---- the table --------------------------------------------------------------------------------
 
 FUSED = {
@@ -201,6 +215,8 @@ def list_decompositions() -> dict[_torch.OpOverload, Callable]:
             table[op] = _bind_op(fused or per_tensor, op)
     for op in (aten._amp_foreach_non_finite_check_and_unscale, aten._amp_foreach_non_finite_check_and_unscale_):
         table[op.default] = _bind_op(unscale, op.default)
+    for op in (aten._amp_update_scale, aten._amp_update_scale_):
+        table[op.default] = _bind_op(update_scale, op.default)
     table[aten._foreach_norm.Scalar] = foreach_norm
     return table
 
