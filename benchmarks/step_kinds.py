@@ -79,6 +79,7 @@ def kinds() -> dict[str, Kind]:
         "schedule of a float": Kind(begin=parts.scheduled(1e-2), **schedules),
         "schedule of a tensor": Kind(begin=parts.scheduled(torch.tensor(1e-2)), **schedules),
         "rate as an argument": Kind(parts.rate_as_argument, batches=parts.rows_and_rates),
+        "schedule in the step": Kind(parts.decaying_step),
         "count as an argument": Kind(parts.scheduled_by_count, batches=parts.rows_and_counts),
         "average of parameters": Kind(parts.averaging_step, parts.with_average()),
         "average, foreach": Kind(parts.foreach_averaging_step, parts.with_average()),

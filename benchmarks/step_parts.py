@@ -219,6 +219,14 @@ def rate_as_argument(model, optimizer, x, y, lr):
     return train_step(model, optimizer, x, y)
 
 
+def decaying_step(model, optimizer, x, y):
+    """A schedule by hand, in the step."""
+    loss = train_step(model, optimizer, x, y)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    return loss, optimizer.param_groups[0]["lr"]
+
+
 def rows_and_rates() -> list[tuple]:
     return [(*batch, 0.1 / (i + 1)) for i, batch in enumerate(rows())]
 

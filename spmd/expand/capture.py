@@ -254,6 +254,7 @@ class _FlatFunction:
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
         self.skipped = SkippedSteps(self.state.optimizers)
+        self.new_numbers: dict[Slot, torch.SymFloat] = {}
 
     def __call__(self, flat_inputs: list) -> list:
         with _torch.FunctionalTensorMode():
@@ -282,7 +283,7 @@ class _FlatFunction:
                 self._check_state(after)
         now, written = opened(passed), self._written_arguments(given, wrapped)
         changed = {name: x for name, x in now.items() if name in written or differs(arguments[name], x)}
-        return self._flat_outputs((opened(result), changed), after | self.skipped.new_state)
+        return self._flat_outputs((opened(result), changed), after | self.skipped.new_state | self.new_numbers)
 
     def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
@@ -314,7 +315,12 @@ class _FlatFunction:
         present = dict(self.state.hyper_parameters())
         for path, symbol in numbers.items():
             if path in present and present[path] is not symbol:
-                raise RuntimeError(f"the step changes {path} itself; change it between steps, outside the step")
+                if not isinstance(present[path], torch.SymFloat):
+                    raise RuntimeError(
+                        f"the step sets {path} itself, to a value that the program would freeze; change it between "
+                        "steps, or compute it from floats that the step is given"
+                    )
+                self.new_numbers[Slot("number", path)] = present[path]
         changed = _changed(constants, self.state.constants())
         if not changed:
             return

@@ -489,6 +489,8 @@ class _BoundProgram:
         kept = {s for s in new if s.kind == "optimizer"}
         if kept != {s for s in before if s.kind == "optimizer"}:
             state.install(new)
+        if numbers := {slot.path: x for slot, x in new.items() if slot.kind == "number"}:
+            state.set_hyper_parameters(numbers)
         for slot, t in before.items():
             if slot.kind == "parameter":
                 t.grad = new.get(Slot("grad", slot.path))

@@ -32,7 +32,8 @@ class Slot(NamedTuple):
     """The place of a tensor in the arguments of a step.
 
     kind: parameter, buffer, grad, hyper (a hyper-parameter), or optimizer (state of the optimiser `owner` for the
-    parameter `path`, under `key`).
+    parameter `path`, under `key`). Of outputs also number (a hyper-parameter that is a float) and skipped (whether the
+    first step of the optimiser `owner` was skipped).
     """
 
     kind: str
@@ -186,7 +187,7 @@ class State:
             _install_optimizer_state(root, optimizer, by_id, path_of, new)
         for path in path_of.values():
             new[Slot("parameter", path)].grad = new.get(Slot("grad", path))
-        self._set_hyper_parameters({slot.path: t for slot, t in new.items() if slot.kind == "hyper"})
+        self.set_hyper_parameters({slot.path: t for slot, t in new.items() if slot.kind == "hyper"})
 
     @contextlib.contextmanager
     def swap(self, new: Tensors, numbers: dict[str, Any]) -> Iterator[None]:
@@ -194,13 +195,13 @@ class State:
         undo = self._snapshot()
         try:
             self.install(new)
-            self._set_hyper_parameters(numbers)
+            self.set_hyper_parameters(numbers)
             yield
         finally:
             for put_back in undo:
                 put_back()
 
-    def _set_hyper_parameters(self, new: dict[str, Any]) -> None:
+    def set_hyper_parameters(self, new: dict[str, Any]) -> None:
         """Set the hyper-parameters of these paths to other values."""
         for root, optimizer in self.optimizers.items() if new else ():
             for g, group in enumerate(optimizer.param_groups):

@@ -128,7 +128,7 @@ def writes_into_its_input(model, optimizer, x, y):
 
 def changes_the_learning_rate(model, optimizer, x, y):
     loss = train_step(model, optimizer, x, y)
-    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.param_groups[0]["lr"] = 0.5 ** len(x)
     return loss
 
 
@@ -193,7 +193,7 @@ def of_wrong_shapes(model, optimizer, x, y):
             r"uses_a_tensor_from_outside uses a tensor that is not among its arg",
         ),
         (writes_into_its_input, RuntimeError, r"writes into its argument x; let it return the new value instead"),
-        (changes_the_learning_rate, RuntimeError, r"changes optimizer.param_groups.0.lr itself.*between steps"),
+        (changes_the_learning_rate, RuntimeError, r"sets optimizer.param_groups.0.lr itself.*between steps"),
         (counts_in_python, RuntimeError, r"changes a Python value in model .*counts in tensors"),
         (
             draws_from_its_own,
