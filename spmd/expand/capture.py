@@ -40,7 +40,8 @@ from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
-from spmd.expand.user_code import at_user_line, current_frames, in_user_code
+from spmd.expand.trace_errors import explained
+from spmd.expand.user_code import at_user_line, current_frames
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
@@ -196,23 +197,10 @@ def _traced(
             flat.phases.mark(gm.graph)
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
-    except AssertionError as error:
-        if "token for effect" in str(error):
-            raise NotImplementedError(
-                f"{name} calls an op that only checks or prints, which has no place in a program; use a variant "
-                f"without, such as torch.linalg.inv_ex{in_user_code(error)}"
-            ) from error
-        if "FakeTensor" not in str(error):
+    except Exception as error:
+        if (in_words := explained(name, error)) is None:
             raise
-        raise RuntimeError(
-            f"{name} uses a tensor that is not among its arguments, nor in a module or optimiser among them; "
-            f"pass it as an argument{in_user_code(error)}"
-        ) from error
-    except _torch.unknown_value_errors() as error:
-        raise RuntimeError(
-            f"{name} decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
-            f"torch.where, or move it out of the step{in_user_code(error)}"
-        ) from error
+        raise in_words from error
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
     _remove_noops(gm.graph)

@@ -21,16 +21,18 @@ import sys
 import sysconfig
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.expand.hooks import hooks_of
-from spmd.expand.python_state import is_set
+from spmd.expand.python_state import Container, is_set
 from spmd.expand.user_code import at_user_line, current_frames
 
 Held = dict[str, nn.Module | Optimizer]
@@ -44,15 +46,21 @@ def find_closed_over(fn: Callable, given: Iterable[nn.Module] = ()) -> Held:
 
     Hooks on the parameters of these modules, and of those given, are functions that it calls.
 
-    Raises TypeError for a learning-rate scheduler, and for a parameter that is held by itself or in a list: a trace
-    runs on other tensors, which the list would not have.
+    Raises TypeError for a learning-rate scheduler, a GradScaler, and for a parameter that is held by itself or in a
+    list: a trace runs on other tensors, which the list would not have.
     """
-    search = _Search(package_of(getattr(fn, "__module__", None)))
-    search.function(fn)
+    search = search_of(fn)
     for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
         for hook in hooks_of(module.parameters()):
             search.function(hook)
     return search.found
+
+
+def search_of(fn: Callable) -> Search:
+    """What fn names, and what that names in turn."""
+    search = Search(package_of(getattr(fn, "__module__", None)))
+    search.function(fn)
+    return search
 
 
 class Names(NamedTuple):
@@ -77,12 +85,17 @@ def names_in(code: types.CodeType) -> Names:
     return Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
 
 
-class _Search:
-    """What was found, and where the search was. home: the package of the step, which is the user's."""
+class Search:
+    """What was found, and where the search was. home: the package of the step, which is the user's.
+
+    boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
+    """
 
     def __init__(self, home: str) -> None:
         self.home = home
         self.found: Held = {}
+        self.boxes: list[tuple[str, Container]] = []
+        self.functions: list[types.FunctionType] = []
         self.seen: set[tuple] = set()
 
     def function(self, fn: Any) -> None:
@@ -93,6 +106,7 @@ class _Search:
         elif isinstance(fn, types.MethodType):
             self.method(fn.__func__, fn.__self__, "self")
         elif isinstance(fn, types.FunctionType):
+            self.functions.append(fn)
             names = names_in(fn.__code__)
             variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
@@ -121,9 +135,13 @@ class _Search:
         if isinstance(value, (nn.Module, Optimizer)):
             if not any(value is other for other in self.found.values()):
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
-        elif isinstance(value, (nn.Parameter, LRScheduler)):
+        elif isinstance(value, (nn.Parameter, LRScheduler)) or (isinstance(value, GradScaler) and value.is_enabled()):
             raise _refused(name, value)
+        elif isinstance(value, set | deque):
+            self.boxes.append((name, value))
         elif isinstance(value, (list, tuple, dict)):
+            if not isinstance(value, tuple):
+                self.boxes.append((name, value))
             self.items(name, value if isinstance(value, dict) else dict(enumerate(value)), names)
         elif isinstance(value, types.MethodType):
             self.value(name, value.__self__, names)
@@ -131,6 +149,8 @@ class _Search:
             if not self.is_foreign(value.__module__):
                 self.function(value)
         elif isinstance(value, types.SimpleNamespace) or self.is_of_user(value):
+            if not isinstance(value, types.ModuleType):
+                self.boxes.append((name, vars(value)))
             self.attributes(name, value, names)
 
     def items(self, name: str, items: dict, names: Names) -> None:
@@ -175,6 +195,10 @@ def _refused(name: str, value: Any) -> TypeError:
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, which would run once, while the step is captured; step "
             "it between calls, outside the step"
+        )
+    if isinstance(value, GradScaler):
+        return TypeError(
+            f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"
         )
     return TypeError(
         f"the step uses {name}, a parameter outside of its module, which a compiled step would not see as the one that "

@@ -41,6 +41,7 @@ from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.objects import closed, opened, write_back
+from spmd.expand.outside import unchanged
 from spmd.expand.passes.bucket import bucket_all_reduces
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
@@ -277,7 +278,8 @@ class CompiledStep:
 
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         try:
-            with only_optimizers(call.state.optimizers, getattr(self.fn, "__name__", "the step")):
+            name = getattr(self.fn, "__name__", "the step")
+            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
                 run = functools.partial(self._call_fn, call.state)
                 captured = capture(self.fn, call.named, run, call.state, self.mesh)
         except AttributeError as error:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH
 
-Container = dict | list | set
+Container = dict | list | set | deque
 Contents = list[tuple[Container, Any]]
 """Containers, each with a copy of its contents."""
 
@@ -39,9 +40,9 @@ class PythonState:
         own = [vars(module) for module in modules]
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
-        self.before: Contents = [(box, _copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
+        self.before: Contents = [(box, copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
         around = [box for hook in hooks for x in variables_of(hook) for _, box in boxes(x, seen, MAX_DEPTH)]
-        self._around_hooks: Contents = [(box, _copied(box)) for box in around]
+        self._around_hooks: Contents = [(box, copied(box)) for box in around]
         self._tensors = {id(x) for x in self._reached_tensors()}
 
     def restore(self) -> None:
@@ -57,7 +58,7 @@ class PythonState:
 
     def changes(self) -> Contents:
         """The containers whose contents differ now, with their present contents."""
-        return [(box, _copied(box)) for box, old in self.before if _differs(box, old)]
+        return [(box, copied(box)) for box, old in self.before if differs(box, old)]
 
     def has_new_tensor(self) -> bool:
         """Whether an attribute reaches a tensor that none reached before."""
@@ -73,13 +74,13 @@ def put(contents: Contents) -> None:
     """Give the containers these contents."""
     for box, new in contents:
         box.clear()
-        (box.extend if isinstance(box, list) else box.update)(new)
+        (box.extend if isinstance(box, list | deque) else box.update)(new)
 
 
 @contextlib.contextmanager
 def made(changes: Contents) -> Iterator[None]:
     """Inside, the changes are made."""
-    before = [(box, _copied(box)) for box, _ in changes]
+    before = [(box, copied(box)) for box, _ in changes]
     put(changes)
     try:
         yield
@@ -149,11 +150,12 @@ def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:
     return new.get(id(x), x)
 
 
-def _copied(box: Container) -> Any:
+def copied(box: Container) -> Any:
+    """The contents of a container, for `put`."""
     return type(box)(box) if type(box) in (dict, list, set) else dict(box) if isinstance(box, dict) else list(box)
 
 
-def _differs(box: Container, old: Any) -> bool:
+def differs(box: Container, old: Any) -> bool:
     """Whether other objects are in the container now, or in another order."""
     if len(box) != len(old):
         return True

@@ -29,6 +29,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+import torch
+
 from spmd import _torch
 from spmd.comm import transport
 from spmd.mesh import DeviceMesh
@@ -145,12 +147,18 @@ def is_repeated(number: int) -> bool:
 def traced() -> Iterator[None]:
     """Inside, a step is traced, and its draws count from zero (`next_in_trace`). Afterwards all is as before."""
     kept, states = _torch.kept_seed(), {key: rank_state().get(key) for key in (_STATE_KEY, _TORCH_SEED_KEY)}
+    numbers = torch.get_rng_state()
     _set_stream(Stream(0))
     try:
         yield
+        seeded = _known_stream() is None
     finally:
+        if _stream() is None:  # torch.manual_seed sets the numbers of plain tensors, too
+            torch.set_rng_state(numbers)
         _torch.keep_seed(kept)
         rank_state().update({key: value for key, value in states.items() if value is not None})
+    if seeded:
+        raise RuntimeError("the step seeds torch's generator, each time alike; seed it before the step or between")
 
 
 def next_in_trace() -> int | None:

@@ -1,0 +1,45 @@
+"""Errors of a trace in the user's words: what the step does that no program can, where, and what to write instead."""
+
+from __future__ import annotations
+
+from spmd import _torch
+from spmd.expand.user_code import in_user_code
+
+
+def explained(name: str, error: Exception) -> Exception | None:
+    """The error to raise in the place of this one, which the trace of a step of this name ended with; None to leave it.
+    """
+    found = _meaning(error)
+    if found is None:
+        return None
+    kind, text = found
+    return kind(f"{name} {text}{in_user_code(error)}")
+
+
+def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
+    text = str(error)
+    if isinstance(error, _torch.unknown_value_errors()):
+        return RuntimeError, (
+            "decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
+            "torch.where, or move it out of the step"
+        )
+    if isinstance(error, AssertionError) and "token for effect" in text:
+        return NotImplementedError, (
+            "calls an op that only checks or prints, which has no place in a program; use a variant without, such as "
+            "torch.linalg.inv_ex"
+        )
+    if isinstance(error, AssertionError) and "FakeTensor" in text:
+        return RuntimeError, (
+            "uses a tensor that is not among its arguments, nor in a module or optimiser among them; pass it as an "
+            "argument"
+        )
+    if isinstance(error, TypeError | RuntimeError) and any(said in text for said in READS_A_VALUE):
+        return RuntimeError, (
+            f"reads the value of a tensor in Python ({text}), which only the run knows; return the tensor, and read it "
+            "after the step"
+        )
+    return None
+
+
+READS_A_VALUE = (".numpy() is not supported", "SymFloat.__format__", "SymInt.__format__")
+"""What torch says where Python code wants numbers of a traced tensor."""

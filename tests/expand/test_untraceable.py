@@ -1,0 +1,256 @@
+"""What no program can hold is an error that names the user's line and what to write, and changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import spmd
+from tests.expand.side_by_side import Net, rows, same, seeded, tensors
+
+X, Y = rows(6)[0]
+LOSSES: list[torch.Tensor] = []
+SEEN: dict[str, torch.Tensor] = {}
+LAST = deque([1], 2)
+COUNT = 0
+SCALER = torch.amp.GradScaler("cpu")
+OUTSIDE = torch.ones(3)
+
+
+@dataclass
+class Trainer:
+    """An object of the user, whose method is the step."""
+
+    steps: int = 0
+    history: list = field(default_factory=list)
+
+    def step(self, model, optimizer, x, y):
+        self.steps += 1
+        return model(x).sum()
+
+    def keeps_history(self, model, optimizer, x, y):
+        self.history.append(model(x).sum())
+
+
+TRAINER = Trainer()
+
+
+# ---- values that only the run knows -----------------------------------------------------------
+
+
+def branches(model, optimizer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    if loss > 1:
+        loss.backward()
+    return loss
+
+
+def asserts(model, optimizer, x, y):
+    loss = F.cross_entropy(model(x), y)
+    assert torch.isfinite(loss), "not finite"
+    return loss
+
+
+def loops(model, optimizer, x, y):
+    while x.sum() > 1:
+        x = x / 2
+    return x
+
+
+def takes_a_float(model, optimizer, x, y):
+    return x * float(x.sum())
+
+
+def takes_a_root(model, optimizer, x, y):
+    return x * math.sqrt(x.square().sum().item())
+
+
+def counts_to(model, optimizer, x, y):
+    return [x for _ in range(y.sum().item())]
+
+
+def makes_a_size(model, optimizer, x, y):
+    return torch.zeros(int(y.sum()))
+
+
+def leaves_torch(model, optimizer, x, y):
+    return x * x.numpy().sum()
+
+
+def shows(model, optimizer, x, y):
+    return f"{x.sum().item():.3f}"
+
+
+def selects(model, optimizer, x, y):
+    return x[y > 0].sum()
+
+
+def finds(model, optimizer, x, y):
+    return y.nonzero().sum()
+
+
+def distinct(model, optimizer, x, y):
+    return torch.unique(y)
+
+
+# ---- Python values ----------------------------------------------------------------------------
+
+
+def appends(model, optimizer, x, y):
+    loss = model(x).sum()
+    LOSSES.append(loss)
+    return loss
+
+
+def notes(model, optimizer, x, y):
+    SEEN["loss"] = model(x).sum()
+
+
+def pushes(model, optimizer, x, y):
+    LAST.append(2)
+    return model(x).sum()
+
+
+def counts(model, optimizer, x, y):
+    global COUNT
+    COUNT += 1
+    return model(x).sum()
+
+
+def counting():
+    calls = 0
+
+    def counts_around(model, optimizer, x, y):
+        nonlocal calls
+        calls += 1
+        return model(x).sum()
+
+    return counts_around
+
+
+def sets_a_rate(model, optimizer, x, y):
+    optimizer.param_groups[0]["lr"] = 0.5
+    return model(x).sum()
+
+
+def sets_a_flag(model, optimizer, x, y):
+    optimizer.param_groups[0]["maximize"] = True
+    return model(x).sum()
+
+
+def returns_a_set(model, optimizer, x, y):
+    return {x.sum()}
+
+
+# ---- random numbers ---------------------------------------------------------------------------
+
+
+def draws_in_python(model, optimizer, x, y):
+    return x * random.random()
+
+
+def draws_in_numpy(model, optimizer, x, y):
+    return x * np.random.rand()
+
+
+def seeds(model, optimizer, x, y):
+    torch.manual_seed(3)
+    return F.dropout(x)
+
+
+def seeds_and_draws_none(model, optimizer, x, y):
+    torch.manual_seed(3)
+    return x * 2
+
+
+def draws_from_its_own(model, optimizer, x, y):
+    return x.clone().uniform_(generator=torch.Generator())
+
+
+# ---- what is not among the arguments ----------------------------------------------------------
+
+
+def scales(model, optimizer, x, y):
+    SCALER.scale(F.cross_entropy(model(x), y)).backward()
+
+
+def uses_a_tensor(model, optimizer, x, y):
+    return x * OUTSIDE.sum()
+
+
+def writes(model, optimizer, x, y):
+    x.mul_(2)
+    return x.sum()
+
+
+UNKNOWN = r"decides by a value in a tensor, .* such as torch.where"
+READS = "reads the value of a tensor in Python .*; return the tensor, and read it after the step"
+SIZE = "the size of its result depends on values, .* such as torch.where"
+FROZEN = "a Python value outside of modules, .*; return what is new, or change it between steps"
+
+TABLE = [
+    (branches, RuntimeError, UNKNOWN),
+    (asserts, RuntimeError, UNKNOWN),
+    (loops, RuntimeError, UNKNOWN),
+    (takes_a_float, RuntimeError, UNKNOWN),
+    (takes_a_root, RuntimeError, UNKNOWN),
+    (counts_to, RuntimeError, UNKNOWN),
+    (makes_a_size, RuntimeError, UNKNOWN),
+    (leaves_torch, RuntimeError, READS),
+    (shows, RuntimeError, READS),
+    (selects, NotImplementedError, SIZE),
+    (finds, NotImplementedError, SIZE),
+    (distinct, NotImplementedError, SIZE),
+    (appends, RuntimeError, f"changes LOSSES, {FROZEN}"),
+    (notes, RuntimeError, f"changes SEEN, {FROZEN}"),
+    (pushes, RuntimeError, f"changes LAST, {FROZEN}"),
+    (counts, RuntimeError, f"changes COUNT, {FROZEN}"),
+    (counting(), RuntimeError, f"changes calls, {FROZEN}"),
+    (TRAINER.step, RuntimeError, f"changes self, {FROZEN}"),
+    (TRAINER.keeps_history, RuntimeError, f"changes self.history, {FROZEN}"),
+    (sets_a_rate, RuntimeError, r"sets optimizer.param_groups.0.lr itself, .* change it between steps"),
+    (sets_a_flag, RuntimeError, r"changes a Python value in optimizer.param_groups.0.maximize"),
+    (returns_a_set, TypeError, "the step returns a set; it may return tensors"),
+    (draws_in_python, RuntimeError, "draws random numbers of Python or numpy, .* use torch's"),
+    (draws_in_numpy, RuntimeError, "draws random numbers of Python or numpy, .* use torch's"),
+    (seeds, NotImplementedError, "has seeded torch's generator, .* seed outside the step"),
+    (seeds_and_draws_none, RuntimeError, "seeds torch's generator, .* seed it before the step"),
+    (draws_from_its_own, NotImplementedError, "draws from a generator of its own, .* use spmd.manual_seed"),
+    (scales, TypeError, "the step uses SCALER, a GradScaler, .* pass it as an argument"),
+    (uses_a_tensor, RuntimeError, "uses a tensor that is not among its arguments, .* pass it as an argument"),
+    (writes, RuntimeError, "writes into its argument x; let it return the new value instead"),
+]
+
+NO_LINE = (sets_a_rate, sets_a_flag, returns_a_set, scales, writes, seeds_and_draws_none)
+"""What is found when the step has run: the error says what it is, by name."""
+
+
+@pytest.mark.parametrize("step, error, message", TABLE, ids=lambda x: getattr(x, "__name__", ""))
+def test_the_error_says_what_and_where(step, error, message):
+    """The model, the optimiser, Python's values and all generators are as they were, and the right step then works."""
+    model = seeded(Net)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    mesh = spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    before, state = tensors(model, optimizer), _python_state(optimizer)
+    if step not in NO_LINE:
+        message += rf".*test_untraceable.py:\d+, in {step.__name__}"
+    with pytest.raises(error, match="(?s)" + message):
+        spmd.compile(step, mesh)(model, optimizer, X.clone(), Y)
+    assert type(model.up.weight) is nn.Parameter and not optimizer.state
+    same(tensors(model, optimizer), before, "state", rtol=0, atol=0)
+    assert _python_state(optimizer) == state
+
+
+def _python_state(optimizer: optim.Optimizer) -> list:
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), spmd.get_rng_state()
+    values = list(LOSSES), dict(SEEN), list(LAST), COUNT, TRAINER.steps, list(TRAINER.history), SCALER.state_dict()
+    return [groups, numbers, values]
