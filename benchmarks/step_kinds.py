@@ -85,7 +85,7 @@ def kinds() -> dict[str, Kind]:
         "average, foreach": Kind(parts.foreach_averaging_step, parts.with_average()),
         "AveragedModel": Kind(parts.averaged_model_step, parts.averaged_model),
         "GAN": Kind(parts.adversarial_step, parts.adversaries),
-        "teacher and student": Kind(parts.distilling_step, parts.with_average()),
+        "teacher and student": Kind(parts.distilling_step, parts.pupils),
         "dropout": Kind(begin=parts.with_optimizer(models.Dropping), draws=True),
         "checkpoint": Kind(begin=parts.with_optimizer(lambda: models.Dropping(0.0, False))),
         "checkpoint, reentrant": Kind(begin=parts.with_optimizer(lambda: models.Dropping(0.0, True))),

@@ -282,6 +282,11 @@ def averaged_model_step(model, average, optimizer, x, y):
     return loss
 
 
+def pupils() -> tuple:
+    student, teacher = Net(), Net()
+    return student, teacher, adamw(student.parameters())
+
+
 def adversaries() -> tuple:
     maker, judge = Net(WIDTH, WIDTH), Net(WIDTH, 1)
     return maker, judge, adamw(maker.parameters()), sgd(judge.parameters())

@@ -30,7 +30,6 @@ from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
 from spmd.expand.local_map import capture_local_maps, tracing_lock
-from spmd.expand.number_tensors import TensorsOfNumbers
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
 from spmd.expand.outs import write_out
@@ -41,6 +40,7 @@ from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.trace_errors import explained
+from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
@@ -278,7 +278,7 @@ class _FlatFunction:
         yield new_values_noted(self.state.parameters())
         yield _Normalise(self.phases, self.origins)
         yield _torch.scaled_steps(self.skipped.run)
-        yield TensorsOfNumbers()
+        yield TracedCalls()
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
         yield _torch.assignable_data()

@@ -36,8 +36,16 @@ SAMPLE = [
     ("gradient hooks", "zero 3 tp"),
     ("post-accumulate hooks", "2x2"),
     ("update in backward", "zero 3 tp"),
-    ("LSTM", "dp 4"),
+    ("GRU of two layers", "zero 3"),
+    ("GradScaler, first overflow", "zero 3 tp"),
+    ("schedule in the step", "2x2"),
 ]
+
+
+def test_a_layer_that_has_a_kernel_of_its_own(steps):
+    """In float32 torch computes an LSTM in one kernel of the machine."""
+    found, wanted = steps.on_ranks("LSTM", "dp 4", torch.float32), steps.on_one_device("LSTM", torch.float32)
+    assert steps.apart(found, wanted) <= steps.BARS[torch.float32]
 
 
 @pytest.mark.parametrize("name, plan", SAMPLE)

@@ -1,8 +1,10 @@
-"""Tensors made of numbers that a trace keeps as symbols.
+"""Calls of torch that a trace takes apart, or makes of symbols.
 
     torch.as_tensor(lr / (1 + decay * step))      one number, as ASGD keeps it: an op of the program
+    torch.lstm(x, ...)                            its products and gates
 
-torch would ask the symbol for its value, and freeze it.
+Of a symbol torch would ask for the value, and freeze it. For recurrent layers torch may have one kernel of the machine,
+with memory of its own that no other op can read.
 """
 
 from __future__ import annotations
@@ -17,13 +19,17 @@ from spmd import _torch
 aten = torch.ops.aten
 
 
-class TensorsOfNumbers(TorchFunctionMode):
-    """Inside, `torch.tensor` and `torch.as_tensor` take symbols."""
+class TracedCalls(TorchFunctionMode):
+    """Inside, `torch.tensor` and `torch.as_tensor` take symbols, and recurrent layers are made of many ops."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.lstm:
+            with torch.backends.mkldnn.flags(enabled=False):
+                return function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and args and _has_symbol(args[0]):
-            return _tensor(args[0], **_options(**(kwargs or {})))
-        return function(*args, **(kwargs or {}))
+            return _tensor(args[0], **_options(**kwargs))
+        return function(*args, **kwargs)
 
 
 def _has_symbol(data: Any) -> bool:
