@@ -58,6 +58,7 @@ from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.skipped_steps import made_by_skipped
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.trace_errors import of_dtensor
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -283,7 +284,7 @@ class CompiledStep:
                 run = functools.partial(self._call_fn, call.state)
                 captured = capture(self.fn, call.named, run, call.state, self.mesh)
         except AttributeError as error:
-            raise _explained(error) from error
+            raise of_dtensor(error, DTensor) from error
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)
@@ -321,16 +322,6 @@ class CompiledStep:
         paths = {id(p): path for path, p in state.parameters().items()}
         with computed_in(self._table.precision, state.modules.values(), paths):
             return self.fn(*bound.args, **bound.kwargs)
-
-
-def _explained(error: AttributeError) -> AttributeError:
-    """The error, with an explanation if a method of DTensor was called on a traced tensor."""
-    if not isinstance(error.obj, torch.Tensor) or not hasattr(DTensor, str(error.name)):
-        return error
-    return AttributeError(
-        f"tensors in a compiled step are plain global tensors and have no {error.name}: place the arguments by inputs= "
-        "and params=, and leave the rest to the compiler; move between meshes before the step or after it"
-    )
 
 
 # ---- one call ---------------------------------------------------------------------------------

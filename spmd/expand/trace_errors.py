@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from spmd import _torch
 from spmd.expand.user_code import in_user_code
 
@@ -43,3 +45,13 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
 
 READS_A_VALUE = (".numpy() is not supported", "SymFloat.__format__", "SymInt.__format__")
 """What torch says where Python code wants numbers of a traced tensor."""
+
+
+def of_dtensor(error: AttributeError, kind: type) -> AttributeError:
+    """The error, with an explanation if a method of DTensors, which are of this kind, was called on a traced tensor."""
+    if not isinstance(error.obj, torch.Tensor) or not hasattr(kind, str(error.name)):
+        return error
+    return AttributeError(
+        f"tensors in a compiled step are plain global tensors and have no {error.name}: place the arguments by inputs= "
+        "and params=, and leave the rest to the compiler; move between meshes before the step or after it"
+    )

@@ -9,6 +9,8 @@ with memory of its own that no other op can read.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,11 +27,20 @@ class TracedCalls(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is torch.lstm:
-            with torch.backends.mkldnn.flags(enabled=False):
+            with _without_kernels_of_the_machine():
                 return function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and args and _has_symbol(args[0]):
             return _tensor(args[0], **_options(**kwargs))
         return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _without_kernels_of_the_machine() -> Iterator[None]:
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def _has_symbol(data: Any) -> bool:
