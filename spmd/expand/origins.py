@@ -19,9 +19,9 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -35,8 +35,7 @@ ORIGIN, SITES, GRADIENT_OF = "origin", "sites", "gradient of"
 """In the metadata of a node: its `Origin`; the sites whose value it is; those whose gradient it is."""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """A line of code. It prints as `model.py:31`."""
 
     file: str
@@ -56,8 +55,7 @@ class Line:
         return f"{os.path.basename(self.file)}:{self.number}"
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a value comes from.
 
     module: the path of the innermost module that was called; empty outside of all. lines: of the user's code, innermost
@@ -130,7 +128,7 @@ class Origins:
         path = self.stack[-1] if self.stack else ""
         if _torch.in_backward() and not self.stack:
             made = self.forward.get(_torch.running_node_number())
-            return Origin(backward=True) if made is None else replace(made, backward=True)
+            return Origin(backward=True) if made is None else made._replace(backward=True)
         origin = Origin(path, user_lines(self.outermost))
         if torch.is_grad_enabled():
             self.forward.setdefault(_torch.last_node_number(), origin)

@@ -108,7 +108,10 @@ class Program:
         ValueError for a name that nothing in the step has, and for a program that was loaded, which has no reasons.
         """
         if self.reasons is None:
-            raise ValueError("explain: this program was loaded, and has no graph to explain; compile the step without")
+            raise ValueError(
+                "explain: this program was loaded, and what is kept of a program has no reasons; compile it anew, with "
+                "no cache"
+            )
         return self.reasons.explain(of)
 
     def steps(self) -> Iterator[tuple[fx.Node, Step | Bucket]]:

@@ -216,4 +216,4 @@ def test_errors_name_what_is_near(program):
     assert_expected_inline("\n".join([*errors, str(caught.value)]), """\
 explain: 'block.*.up' names no module, parameter or line of the step. Near: blocks.1.up, blocks.0.up, blocks.1.up.bias.
 explain: 'test_explain.py:N' names no module, parameter or line of the step. Near: test_explain.py:N.
-explain: this program was loaded, and has no graph to explain; compile the step without""")
+explain: this program was loaded, and what is kept of a program has no reasons; compile it anew, with no cache""")

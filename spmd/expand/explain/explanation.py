@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spmd.tensor.spec import Spec
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """Modelled microseconds of moves, and the bytes that a rank puts in."""
 
     us: float = 0.0
@@ -31,8 +30,7 @@ class Sent:
         return f"{self.us:,.1f} us, {self.nbytes:,} bytes"
 
 
-@dataclass(frozen=True)
-class Explained:
+class Explained(NamedTuple):
     """Equal ops of a program, each of which costs this.
 
     phase: forward, backward or update. times: how many there are. where: the modules, or else the lines, that they are
@@ -73,8 +71,7 @@ class Explained:
         return f"{head:<30} {specs[0]} -> {specs[1]}\n{'':<30} {'; '.join(costs)}"
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """Another layout of a value, as the user would say it, and by how much the whole program would cost more.
 
     said: the argument of `spmd.compile`, such as `placements={...}`. key, placements: the same as values.
@@ -86,8 +83,7 @@ class Option:
     rise: float
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """What else a value could be. value: its name. spec: what it is. options: those on one axis, the cheapest first."""
 
     value: str
@@ -104,8 +100,7 @@ class Alternative:
         return f"next best of {self.value}, {self.spec}: {by}, with\n    {option.said}"
 
 
-@dataclass(frozen=True)
-class Explanation:
+class Explanation(NamedTuple):
     """Why a part of a program is as it is. `print` shows it.
 
     of: what was asked for. chosen: "by op" or "for the program". us: the modelled cost of the whole program. ops: what

@@ -71,18 +71,19 @@ class Reasons:
         """See `Program.explain`."""
         given = with_pins(self.given, self.pins)
         where = nodes_of(of, given.graph, given.roles, given.slots[1])
-        explained = _Costs(self.program).explained(given, where)
-        alternatives = [*self._values(of), *self._parameters(of)]
+        costs = _Costs(self.program)
+        explained = costs.explained(given, where)
+        alternatives = [*self._values(of, costs), *self._parameters(of)]
         return Explanation(of, self.chosen, program_cost(self.program).us, _together(explained), tuple(alternatives))
 
     # ---- what else a value could be -------------------------------------------------------------
-    def _values(self, of: str) -> Iterator[Alternative]:
+    def _values(self, of: str, costs: _Costs) -> Iterator[Alternative]:
         """Of the values that a pin can name: the results of the modules, or of the lines."""
         sites = list(sites_of(self.given.graph, SITES))
         keys = [of] if is_line(of) or any(names_match(of, site) for _, site in sites) else []
         for key in keys or [str(line) for line in lines_with(of, self.given.graph)]:
             nodes = [n for n, site in sites if names_match(key, site)]
-            specs = [spec for n in nodes if (spec := _Costs(self.program).result(n)) is not None]
+            specs = [spec for n in nodes if (spec := costs.result(n)) is not None]
             if len(specs) == len(nodes) > 0:
                 yield from self._alternative(key, specs, lambda p, key=key: self._with_pin(key, p), "placements", True)
 
@@ -236,4 +237,4 @@ def _together(explained: Sequence[Explained]) -> tuple[Explained, ...]:
         key = each.op, each.phase, each.operands, each.results, each.moves, each.work, each.owes
         groups.setdefault(key, []).append(each)
     where = [tuple(dict.fromkeys(w for e in group for w in e.where)) for group in groups.values()]
-    return tuple(replace(g[0], times=len(g), where=w) for g, w in zip(groups.values(), where, strict=True))
+    return tuple(g[0]._replace(times=len(g), where=w) for g, w in zip(groups.values(), where, strict=True))
