@@ -60,7 +60,7 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)
-        self.head = nn.Linear(64 * 16, 10)
+        self.head = nn.Linear(64 * 4, 10)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.a(x)), 2)

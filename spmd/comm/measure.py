@@ -10,6 +10,8 @@ that of its slowest rank, and the result is the lower quartile over all rounds. 
 quartile less than the median: beside ten busy programs half of the errors are below 8%; with medians they are below
 14%. A round times everything once, in its own order, so that a temporary disturbance affects all measurements alike.
 
+Matrix products are timed on all ranks at once, too: what a program computes is priced by them, and by the copies.
+
 Every other size is held out. The curves are fitted to the remaining sizes (`mesh/fit.py`), and their error is the
 distance from the held-out sizes.
 
@@ -32,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from spmd.comm import functional as comm
-from spmd.mesh import PRESETS, DeviceMesh, Link, Machine, Measured, MeshTopoInfo
+from spmd.mesh import PRESETS, Compute, DeviceMesh, Link, Machine, Measured, MeshTopoInfo
 from spmd.mesh.fit import Sample, fit_curve, fit_ring
 from spmd.mesh.layout import Ladder, group_shape
 from spmd.mesh.machine import COLLECTIVES, COPY
@@ -42,6 +44,8 @@ ROUNDS = 25
 QUANTILE = 0.25  # of the rounds: close to the time on an idle machine, even while other programs run
 LONGEST_S, FEWEST_SIZES = 0.05, 5
 LARGEST = 2**30
+PRODUCTS = (torch.float32, torch.bfloat16, torch.float64)  # dtypes whose matrix products are timed
+WIDTHS = {"cpu": 768, "cuda": 4096}  # of the matrices: long enough for ranks that share a core to feel it
 PIECES = 4  # pieces that the timed copy concatenates on dim 1, as a gather on dim 1 does
 
 Signature = tuple[int, int, int]  # ranks a host, hosts, ranks that send through one network card
@@ -123,7 +127,8 @@ def calibrate(
     timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes)
     sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
     times = timer.quartiles(sizes, rounds)
-    found = [_calibration(times, topology, name) if dist.get_rank() == 0 else None]
+    rates = timer.products(rounds)
+    found = [_calibration(times, rates, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
     return found[0]
 
@@ -176,6 +181,18 @@ class _Timer:
         for (kind, nbytes), each in zip(asked, us.tolist(), strict=True):
             found[kind].append((nbytes, each))
         return found
+
+    def products(self, rounds: int) -> tuple[tuple[str, float], ...]:
+        """For each dtype 1e9 operations a second of a matrix product, on the slowest rank, while all ranks compute."""
+        n = WIDTHS.get(self.mesh.device_type, WIDTHS["cpu"])
+        found = []
+        for dtype in PRODUCTS:
+            x = torch.ones(n, n, dtype=dtype, device=self.mesh.device_type)
+            x @ x
+            every = np.array([self._seconds(lambda x=x: x @ x) for _ in range(rounds)])
+            seconds = float(np.quantile(self._slowest(every), QUANTILE))
+            found.append((str(dtype).removeprefix("torch."), 2e-9 * n**3 / seconds))
+        return tuple(found)
 
     def _fastest(self, kind: TimedCollective, nbytes: int, times: int = 3) -> float:
         call = self._call(kind, nbytes)
@@ -238,16 +255,19 @@ def _largest(mesh: DeviceMesh) -> int:
 # ---- fitting ----------------------------------------------------------------------------------
 
 
-def _calibration(times: Times, topology: MeshTopoInfo, name: str) -> Calibration:
+def _calibration(
+    times: Times, rates: tuple[tuple[str, float], ...], topology: MeshTopoInfo, name: str
+) -> Calibration:
     curves = {kind: _curve(kind, found) for kind, found in times.items() if found}
     samples = [Sample(k.collective, k.ladder, *each) for k, found in times.items() if k.ladder for each in found]
-    copies = [each for kind, found in times.items() if kind.collective == COPY for each in found]
+    memory = _memory([each for kind, found in times.items() if kind.collective == COPY for each in found])
     machine = Machine(
         name,
         (fit_ring(samples, topology.layout.levels),),
         topology.machine.nics_per_host,
         measured=tuple(curve for curve, _ in curves.values()),
-        memory=_memory(copies),
+        memory=memory,
+        compute=Compute(2 * memory.gb_per_s, rates),  # a copy reads and writes each byte
     )
     return Calibration(machine, tuple(point for _, points in curves.values() for point in points))
 

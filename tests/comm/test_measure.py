@@ -38,6 +38,9 @@ def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
     assert all(point.us > 0 and point.predicted > 0 for point in found.points)
     assert len(found.held_out_errors) == sum(point.held_out for point in found.points) == 2 * len(groups)
 
+    assert [dtype for dtype, _ in machine.compute.gflop_per_s] == ["float32", "bfloat16", "float64"]
+    assert machine.compute.gb_per_s == pytest.approx(2 * machine.memory.gb_per_s), "a copy reads and writes"
+
     save(machine, tmp_path / "machine.json")
     assert load(tmp_path / "machine.json") == machine
     topology = spmd.init_device_mesh("cpu", (2, 2), topology=machine).topology
