@@ -8,16 +8,7 @@ import importlib
 _collects = gc.isenabled()
 gc.disable()
 try:
-    from spmd import debug
     from spmd.comm import CommTensor, mesh_broadcast, mesh_scatter, shard_dim_alltoall
-    from spmd.expand.compile import CompiledStep, compile
-    from spmd.expand.kept.archive import UnreadableStep
-    from spmd.expand.kept.library import StaleStep
-    from spmd.expand.kept.load import load_step
-    from spmd.expand.places.fully_shard import FullyShard
-    from spmd.expand.places.places import Places
-    from spmd.expand.precision import MixedPrecision
-    from spmd.expand.program import Program
     from spmd.mesh import DeviceMesh, MeshTopoInfo, init_device_mesh
     from spmd.sim import LocalTensor, LocalTensorMode
     from spmd.tensor.eager.constrain import constrain
@@ -51,8 +42,25 @@ __all__ = [
 ]  # fmt: skip
 
 
+_LATER = {
+    "CompiledStep": "spmd.expand.compile", "FullyShard": "spmd.expand.places.fully_shard",
+    "MixedPrecision": "spmd.expand.precision", "Places": "spmd.expand.places.places",
+    "Program": "spmd.expand.program", "StaleStep": "spmd.expand.kept.library",
+    "UnreadableStep": "spmd.expand.kept.archive", "compile": "spmd.expand.compile",
+    "load_step": "spmd.expand.kept.load",
+}  # fmt: skip
+"""Where names are that are imported when they are first asked for: eager code does without the compiler."""
+
+
 def __getattr__(name: str):
-    """`spmd.parallel` is imported when it is first asked for: many programs do without."""
-    if name == "parallel":
-        return importlib.import_module("spmd.parallel")
-    raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+    if name in ("debug", "parallel"):
+        return importlib.import_module(f"spmd.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module 'spmd' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_LATER[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
