@@ -120,7 +120,7 @@ _FACTORIES: dict[Any, Callable] = {
 """Ops that make a tensor of one number, with the number."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _environment() -> type:
     """A ShapeEnv that decides branches by the values of tensors that are known. A class, made when it is needed."""
 
