@@ -38,7 +38,7 @@ def write_out(op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any
     return given[0] if len(given) == 1 else tuple(given)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _outs(op: _torch.OpOverload) -> tuple[tuple[str, ...], _torch.OpOverload | None]:
     names = tuple(a.name for a in _torch.arguments(op) if a.is_out)
     return names, _torch.without_out(op) if names else None
