@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves
 
@@ -46,8 +47,11 @@ class _SymbolSafeFakes(FakeTensorMode):
 
     torch would go on computing with the constant and get NaN. What is known of the value of a tensor of one number is
     kept as `symbol`, an expression, through sums and comparisons: what is `item()` of it can then decide a branch.
-    Ops whose shapes torch takes for unknown, though the arguments tell them, have them.
+    Ops whose shapes torch takes for unknown, though the arguments tell them, have them. running: how many ops are
+    finding their shapes.
     """
+
+    running = 0
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func in _SHAPES:
@@ -58,7 +62,11 @@ class _SymbolSafeFakes(FakeTensorMode):
             for x in leaves:
                 if isinstance(x, fake_tensor.FakeTensor):
                     x.constant = None
-        out = super().dispatch(func, types, args, kwargs or {})
+        self.running += 1
+        try:
+            out = self._shapes(func, types, args, kwargs or {}, leaves)
+        finally:
+            self.running -= 1
         if func in _FACTORIES and not out.ndim and (value := _expression(_FACTORIES[func](*args))) is not None:
             out.symbol = value
         if any(hasattr(x, "symbol") for x in leaves):
@@ -67,6 +75,22 @@ class _SymbolSafeFakes(FakeTensorMode):
             elif func in _EXACT and isinstance(out, torch.Tensor):
                 _note_value(out, func, args, kwargs or {})
         return out
+
+
+    def _shapes(self, func, types, args, kwargs, leaves) -> Any:
+        """The results of an op, without data."""
+        if func in _READS_NUMBERS and any(map(_has_symbolic_size, leaves)):
+            with self:
+                return decomposition_table[func](*args, **kwargs)
+        return super().dispatch(func, types, args, kwargs)
+
+
+_READS_NUMBERS = {torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default}
+"""Ops whose shapes come from kernels in C++ that make numbers of symbols. torch has the same in Python."""
+
+
+def _has_symbolic_size(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)
 
 
 def _note_value(out: torch.Tensor, func: Any, args: tuple, kwargs: dict) -> None:
@@ -126,7 +150,7 @@ def _environment() -> type:
 
     class Environment(_symbolic_shapes().ShapeEnv):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(duck_shape=False)  # sizes that happen to be equal are not one symbol
             self.hints: dict[Any, float] = {}
             self.defined: dict[Any, Any] = {}
             self.decided: dict[Any, None] = {}
@@ -180,9 +204,10 @@ class Symbols:
         self.env = _environment()()
         self.symbols: dict[str, Any] = {}
         self._answer: tuple[tuple, bool] | None = None
+        self._mode = _SymbolSafeFakes(shape_env=self.env)
 
     def fake_mode(self) -> FakeTensorMode:
-        return _SymbolSafeFakes(shape_env=self.env)
+        return self._mode
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""
@@ -210,8 +235,9 @@ class Symbols:
 
     @functools.cached_property
     def conditions(self) -> tuple[Any, ...]:
-        """What has to hold, as expressions. To be asked when the trace is complete."""
-        return (*(guard.expr for guard in self.env.guards), *self.env.decided)
+        """What has to hold of the numbers, as expressions. To be asked when the trace is complete."""
+        of_numbers = [guard.expr for guard in self.env.guards if guard.expr.free_symbols <= self.env.hints.keys()]
+        return (*of_numbers, *self.env.decided)
 
     @functools.cached_property
     def asked(self) -> frozenset[str]:

@@ -4,8 +4,9 @@
 
 The function runs once under make_fx, on fake tensors of the *global* sizes: forward, backward and optimiser step, as
 the user wrote them. Parameters, buffers, gradients and optimiser state are inputs and outputs of the graph. In-place
-writes are made functional. Floats, such as the learning rate, are symbols. The step count is read from its tensor. The
-mesh plays no role here, except for functions of blocks (`local_map`).
+writes are made functional. Floats, such as the learning rate, are symbols, and so are the sizes of tensor arguments
+(`sizes`). The step count is read from its tensor. The mesh plays no role here, except for functions of blocks
+(`local_map`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
 from spmd.expand.outs import write_out
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
+from spmd.expand.sizes.assumed import Assumed, Failed
+from spmd.expand.sizes.at import graph_at, ops_agree
+from spmd.expand.sizes.lift import lift_sizes
+from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
@@ -46,7 +51,6 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
 from spmd.tensor.rules.lists import list_decompositions
-from spmd.tensor.spec import contiguous, spec_of_value
 
 aten = torch.ops.aten
 
@@ -70,7 +74,8 @@ class Captured:
     value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
     that it changes, by name. fixed: the float arguments that could not stay symbols, with the values that the graph is
     right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
-    kept: the numbers in the tensors of the state, which the function may decide by.
+    kept: the numbers in the tensors of the state, which the function may decide by. assumed: what the graph takes for
+    granted about sizes.
     """
 
     graph: fx.Graph
@@ -83,12 +88,31 @@ class Captured:
     fixed: dict[str, float]
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
+    assumed: Assumed = field(default_factory=Assumed)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
         """
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
         return fixed and are_one(self._watched(), numbers) and self.symbols.still_hold(numbers)
+
+    def failed(self, shapes: Shapes, mesh: DeviceMesh) -> Failed | None:
+        """What the graph takes for granted and arguments of these shapes do not have; None if it is right for them."""
+        return self.assumed.failed(shapes, lambda: self._fits(shapes, mesh))
+
+    def _fits(self, shapes: Shapes, mesh: DeviceMesh) -> bool:
+        """Whether the inputs and the ops of the graph have at these sizes the shapes that the graph says."""
+        try:
+            graph = self.at(shapes).graph
+        except ArithmeticError:  # a division by a size of zero
+            return False
+        given = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
+        said = {i.path: n.meta["val"].shape for n, i in given if isinstance(i, Argument) and i.path in shapes}
+        return said == shapes and ops_agree(graph, mesh)
+
+    def at(self, shapes: Shapes) -> Captured:
+        """The same function for arguments of these shapes, as a capture with these would give it."""
+        return replace(self, graph=graph_at(self.graph, self.assumed.values(shapes)))
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:
@@ -146,16 +170,26 @@ MOST_CHANGING_CAPTURES = 3
 def _capture_once(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None
 ) -> Captured:
+    """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
     floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
-    try:
-        captured = _trace(fn, args, call, state, {}, mesh)
-    except Exception:
-        if not floats:
-            raise
-    else:
-        if not floats or _only_arithmetic(captured.graph):
-            return captured
-    return _trace(fn, args, call, state, floats, mesh)
+    fixed: dict[str, float] = {}
+    static = ""
+    while True:
+        try:
+            captured = _trace(fn, args, call, state, fixed, mesh, static)
+        except Exception as error:
+            if static and (fixed or not floats):
+                raise
+            if not static:
+                static = f"{type(error).__name__}: {error}".partition("\n")[0]
+                continue
+        else:
+            if captured.assumed.is_mixed:
+                static = "something is decided by sizes and floats together"
+                continue
+            if fixed or not floats or _only_arithmetic(captured.graph):
+                return captured
+        fixed = floats
 
 
 def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]:
@@ -173,15 +207,16 @@ def _trace(*given: Any) -> Captured:
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    stamped: Callable[[], contextlib.AbstractContextManager],
+    static: str, stamped: Callable[[], contextlib.AbstractContextManager],
 ) -> Captured:  # fmt: skip
+    """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols."""
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
-    mode = symbols.fake_mode()
+    sizes = Sizes(symbols, mesh, is_symbolic=not static)
     slots = state.tensors()
     leaves = dict(named_leaves(args))
-    inputs: dict[Slot | Argument, Any] = {slot: _fake_of(mode, t, mesh) for slot, t in slots.items()}
-    inputs |= {Argument(path): _fake_of(mode, x, mesh) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    inputs: dict[Slot | Argument, Any] = {slot: sizes.state(t) for slot, t in slots.items()}
+    inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     kept, known = kept_numbers(slots)
@@ -203,11 +238,12 @@ def _traced(
         raise in_words from error
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
-    _remove_noops(gm.graph)
-    fill_phases(gm.graph)
-    inputs = (*inputs, *number_draws(gm.graph))
+    graph = lift_sizes(gm.graph, sizes.symbols)
+    _remove_noops(graph)
+    fill_phases(graph)
+    inputs = (*inputs, *number_draws(graph))
     made_of = flat.outputs, flat.leaves, flat.tree
-    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, kept)
+    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, kept, sizes.assumed(static))
 
 
 ARITHMETIC = {
@@ -361,14 +397,6 @@ class _FlatFunction:
         return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def _fake_of(mode, t: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """A fake global tensor, with the strides that the tensor has after it is placed on the mesh."""
-    stride = contiguous(t.shape) if spec_of_value(t) is None else t.stride()
-    device = mesh.device_type if t.is_meta and mesh is not None else t.device  # a model on meta is made on the mesh
-    with mode:
-        return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=device)
-
-
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     found, tree = pytree.tree_flatten(args)
     paths = [path for path, _ in named_leaves(args)]
@@ -405,7 +433,7 @@ class _Normalise(_torch.TorchDispatchMode):
             if out is NotImplemented:
                 out = op(*args, **kwargs)
         self.origins.note()
-        if torch.Tag.dynamic_output_shape in op.tags and _has_symbolic_size(out):
+        if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
                 f"keep sizes, such as torch.where{at_user_line(current_frames())}"
@@ -417,8 +445,9 @@ def _check_written(op, args: tuple) -> None:
     """Refuse a write into an expanded tensor, whose elements share memory: functionalisation gets it wrong."""
     for i in _torch.written_positions(op):
         x = args[i] if i < len(args) else None
-        if isinstance(x, torch.Tensor) and 0 in x.stride() and any(
-            n > 1 and not step for n, step in zip(x.shape, x.stride(), strict=True)
+        if isinstance(x, torch.Tensor) and any(
+            type(step) is int and not step and _torch.size_now(n) > 1
+            for n, step in zip(x.shape, x.stride(), strict=True)
         ):
             raise NotImplementedError(
                 f"{op}: writes into an expanded tensor of shape {list(x.shape)}, whose elements share memory; write "
@@ -427,9 +456,9 @@ def _check_written(op, args: tuple) -> None:
             )
 
 
-def _has_symbolic_size(out: Any) -> bool:
+def _has_unknown_size(out: Any) -> bool:
     tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    return any(_torch.is_symbol(n) for t in tensors for n in t.shape)
+    return any(_torch.is_unbacked(n) for t in tensors for n in t.shape)
 
 
 # ---- cleaning ---------------------------------------------------------------------------------

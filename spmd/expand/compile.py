@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -56,6 +55,7 @@ from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equ
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
+from spmd.expand.sizes.captures import Captures
 from spmd.expand.skipped_steps import made_by_skipped
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.trace_errors import of_dtensor
@@ -138,7 +138,7 @@ def compile(
 
 
 MOST_PROGRAMS = 64
-"""The most programs that a compiled step keeps."""
+"""The most programs that a compiled step keeps. One that was forgotten is made again of its capture."""
 
 
 class CompiledStep:
@@ -153,6 +153,7 @@ class CompiledStep:
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._bound: dict[tuple, list[_BoundProgram]] = {}
+        self._captures = Captures(fn, self._title, mesh)
         self._last: _BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -169,7 +170,7 @@ class CompiledStep:
     def programs(self) -> list[Program]:
         """All programs that are kept, the last used one at the end.
 
-        A call with other shapes, or with new optimiser state, makes another program.
+        A call with other sizes, or with new optimiser state, makes another program.
         """
         return [b.program for bounds in self._bound.values() for b in bounds]
 
@@ -270,21 +271,10 @@ class CompiledStep:
             self._bound[oldest].pop(0)
             if not self._bound[oldest]:
                 del self._bound[oldest]
-            warnings.warn(
-                f"{self._title} is kept in {MOST_PROGRAMS} versions, and the oldest is forgotten. Each shape has one, "
-                "and each value of an argument that is no tensor and no float: pass ints that count as such.",
-                stacklevel=4,
-            )
         self._bound.setdefault(key, []).append(bound)
 
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
-        try:
-            name = getattr(self.fn, "__name__", "the step")
-            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
-                run = functools.partial(self._call_fn, call.state)
-                captured = capture(self.fn, call.named, run, call.state, self.mesh)
-        except AttributeError as error:
-            raise of_dtensor(error, DTensor) from error
+        captured = self._captures.at(call, lambda: self._capture(call))
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)
@@ -292,6 +282,15 @@ class CompiledStep:
         for rewrite in self._passes():
             program = rewrite(program).verify()
         return captured, program
+
+    def _capture(self, call: _Call) -> Captured:
+        try:
+            name = getattr(self.fn, "__name__", "the step")
+            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
+                run = functools.partial(self._call_fn, call.state)
+                return capture(self.fn, call.named, run, call.state, self.mesh)
+        except AttributeError as error:
+            raise of_dtensor(error, DTensor) from error
 
     def _expanded(self, given: Expansion, results: Results) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1

@@ -385,8 +385,11 @@ class _Expander:
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:
         values, outputs = [], []
         for i, (name, source) in enumerate(zip(names, node.args[0], strict=True)):
-            spec = self._spec(source)
-            value = self._current(source)
+            if not isinstance(source, fx.Node):  # a number that follows from sizes
+                values.append(source)
+                outputs.append((name, None))
+                continue
+            spec, value = self._spec(source), self._current(source)
             if spec is not None:
                 moves = plan(spec, output_spec(i, spec))
                 value, spec = self.move(value, moves), moves.dst

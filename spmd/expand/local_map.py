@@ -225,7 +225,8 @@ def _make_call(fn: BlockFunction, mesh: DeviceMesh | None, args: tuple, kwargs: 
     _check_arguments(fn, mesh, len(pytree.tree_leaves(args)), flat)
     positions = tuple(i for i, x in enumerate(flat) if isinstance(x, torch.Tensor))
     tensors = [flat[i] for i in positions]
-    ins = tuple(spec_of(mesh, fn.ins[i] or [REPLICATE] * mesh.ndim, flat[i].shape, flat[i].dtype) for i in positions)
+    shapes = {i: tuple(map(int, flat[i].shape)) for i in positions}  # blocks have sizes and no symbols
+    ins = tuple(spec_of(mesh, fn.ins[i] or [REPLICATE] * mesh.ndim, shapes[i], flat[i].dtype) for i in positions)
     needs_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     statics = tuple(None if i in positions else x for i, x in enumerate(flat))
     call = BlockCall(fn, mesh, ins, needs_grad, statics, positions, tree)

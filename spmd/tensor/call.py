@@ -29,6 +29,10 @@ class TensorMeta:
     dtype: torch.dtype
     offset: int = field(default=0, repr=False, compare=False)
 
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
     @classmethod
     def of(cls, t: torch.Tensor) -> TensorMeta:
         return cls(tuple(t.shape), tuple(t.stride()), t.dtype, t.storage_offset())

@@ -75,7 +75,7 @@ mv = mv(arg0_3, arg0_1)
 pow_1 = pow.Tensor_Scalar(mv, 2)
 sum_1 = sum(pow_1)
 ones_like = ones_like(sum_1, False, torch.preserve_format)
-expand = expand(ones_like, [5])
+expand = expand(ones_like, [x0])
 pow_2 = pow.Tensor_Scalar(mv, 1.0)
 mul = mul.Scalar(pow_2, 2.0)
 mul_1 = mul.Tensor(expand, mul)
@@ -109,14 +109,17 @@ def batch():
 
 
 def test_sizes_are_global():
-    """Sizes that the step reads from shapes are numbers in the graph."""
+    """Sizes that the step reads from shapes are text in the graph, and numbers in the graph for a shape."""
 
     def step(x):
-        return x.sum() / x.numel() + torch.arange(x.shape[0]).sum() * len(x)
+        return x.sum() / x.numel() + torch.arange(x.shape[0]).sum() * x.shape[0]
 
     found = captured(step, x=torch.ones(6, 4))
-    args = [a for n in found.graph.nodes for a in n.args]
-    assert 24 in args and 6 in args
+    args = [str(a) for n in found.graph.nodes for a in n.args]
+    assert {"x0*x1", "x1*x0"} & {*args} and "x0" in args
+    for shape in ((6, 4), (5, 3)):
+        args = [a for n in found.at({"x": shape}).graph.nodes for a in n.args]
+        assert shape[0] * shape[1] in args and shape[0] in args
 
 
 def test_tied_tensors_are_one_input():

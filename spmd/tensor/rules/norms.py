@@ -275,7 +275,7 @@ def _shifted_exp(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _has_whole_dim(x: torch.Tensor, dim: int) -> bool:
-    return not x.ndim or not x.numel() or not is_sharded(x, [dim])
+    return not x.ndim or not is_sharded(x, [dim]) or not x.numel()
 
 
 @register_decomposition(aten._softmax.default)

@@ -1,0 +1,97 @@
+"""The graph of a capture at given sizes, as a capture at these sizes would have made it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.sizes.lift import SIZED
+from spmd.expand.sizes.size import Size, evaluated
+from spmd.mesh import DeviceMesh
+from spmd.tensor.call import SCALAR, TensorMeta
+from spmd.tensor.rules.meta import makes
+from spmd.tensor.spec import Spec
+
+Values = Mapping[str, float]
+"""The values of symbols, by name."""
+
+
+def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
+    """A copy with numbers in the place of sizes."""
+    number = _numbers(graph, values)
+    new, copies = fx.Graph(), {}
+    for node in graph.nodes:
+        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        if node.meta.get(SIZED):
+            copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, dict(copy.kwargs)), number)
+            copy.meta["val"] = _metadata_at(node.meta.get("val"), number)
+    return new
+
+
+def _numbers(graph: fx.Graph, values: Values) -> Any:
+    """A function that gives the number for a `Size`, and anything else as it is."""
+    texts = tuple(dict.fromkeys(size.text for node in graph.nodes if node.meta.get(SIZED) for size in _sizes(node)))
+    found = dict(zip(texts, evaluated(texts, values), strict=True))
+    return lambda x: found[x.text] if isinstance(x, Size) else x
+
+
+def _sizes(node: fx.Node) -> list[Size]:
+    found: list[Size] = []
+
+    def note(x: Any) -> None:
+        if isinstance(x, Size):
+            found.append(x)
+        elif isinstance(x, TensorMeta):
+            for n in (*x.shape, *x.stride, x.offset):
+                note(n)
+
+    fx.node.map_aggregate((node.args, dict(node.kwargs), node.meta.get("val")), note)
+    return found
+
+
+def _metadata_at(value: Any, number: Any) -> Any:
+    if isinstance(value, tuple) and not isinstance(value, torch.Size):
+        return tuple(_metadata_at(x, number) for x in value)
+    if not isinstance(value, TensorMeta):
+        return value
+    shape, stride = tuple(map(number, value.shape)), tuple(map(number, value.stride))
+    return TensorMeta(shape, stride, value.dtype, number(value.offset))
+
+
+# ---- whether ops agree ------------------------------------------------------------------------
+
+
+def ops_agree(graph: fx.Graph, mesh: DeviceMesh) -> bool:
+    """Whether each op of a graph at given sizes makes tensors of the shapes that the graph says, without data."""
+    asked: set[tuple] = set()
+    return all(_agrees(node, mesh, asked) for node in graph.nodes if node.meta.get(SIZED))
+
+
+def _agrees(node: fx.Node, mesh: DeviceMesh, asked: set[tuple]) -> bool:
+    if not isinstance(node.target, _torch.OpOverload):
+        return True
+
+    def described(n: fx.Node) -> Any:
+        value = n.meta.get("val")
+        known = isinstance(value, TensorMeta)
+        return Spec.of(mesh, value.shape, value.dtype, stride=value.stride) if known else SCALAR
+
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), described)
+    key = node.target, repr(args), repr(kwargs)
+    if key in asked:
+        return True
+    asked.add(key)
+    value = node.meta["val"]
+    shapes = [
+        (x.shape, x.dtype) if isinstance(x, TensorMeta) else None
+        for x in (value if isinstance(value, tuple) else (value,))
+    ]
+    args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: 1.0 if x is SCALAR else x)
+    try:
+        return makes(shapes, node.target, args, kwargs, torch.device(mesh.device_type))
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+        return False  # the op does not take these sizes

@@ -1,0 +1,80 @@
+"""Why a call needs another capture, in one line: which guard differs, both values, and where the user's code reads it.
+
+    flag was 1 and is 2, read at train.py:31, in step
+    model.layers.0: dropped was False and is True, read at model.py:12, in Block.forward
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from spmd.expand.state import Slot
+
+Guards = Mapping[Any, Hashable]
+"""By name, everything that a capture depends on, but for sizes and for branches on numbers."""
+
+
+def difference(before: Guards, now: Guards, fn: Callable) -> str:
+    """The first guard that differs. Empty for tensors of the state: a first step makes those of the optimiser.
+
+    fn: the step, whose code reads the arguments.
+    """
+    for name in {**before, **now}:
+        if (old := before.get(name)) != (new := now.get(name)):
+            return "" if isinstance(name, Slot) else _sentence(name, old, new, fn)
+    return ""
+
+
+def _sentence(name: str, old: Hashable, new: Hashable, fn: Callable) -> str:
+    if _is_of_module(old) and _is_of_module(new) and old[0] is new[0]:
+        ours, theirs = dict(old[1]), dict(new[1])
+        attribute = next(k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k))
+        where = _first(_read_at(code, attribute) for code in _codes_of(old[0]))
+        return f"{name}: {attribute} was {_text(ours.get(attribute))} and is {_text(theirs.get(attribute))}{where}"
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    where = _first(_read_at(code, name.partition(".")[0]) for code in [code] if code is not None)
+    return f"{name} was {_text(old)} and is {_text(new)}{where}"
+
+
+def _is_of_module(key: Hashable) -> bool:
+    """Whether this is the guard of the attributes of a module."""
+    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type) and issubclass(key[0], nn.Module)
+
+
+def _text(key: Hashable) -> str:
+    """The value of which this is the guard."""
+    named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type)
+    text = repr(key[1] if named else getattr(key, "value", key))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ---- where it is read -------------------------------------------------------------------------
+
+
+def _codes_of(kind: type) -> Iterator[types.CodeType]:
+    """The code of the methods of a class, the nearest first."""
+    for each in kind.__mro__:
+        for method in vars(each).values():
+            if isinstance(method, types.FunctionType) and method.__name__ != "__init__":
+                yield method.__code__
+
+
+def _read_at(code: types.CodeType, name: str) -> str:
+    """The first line of a function that reads a variable or an attribute of this name; empty if there is none."""
+    line = code.co_firstlineno
+    starts = dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        if instruction.argval == name and instruction.opname.startswith("LOAD"):
+            return f", read at {code.co_filename}:{line}, in {code.co_name}"
+    return ""
+
+
+def _first(found: Iterator[str]) -> str:
+    return next(filter(None, found), "")

@@ -1,0 +1,81 @@
+"""The symbols of a capture: the sizes of its tensor arguments.
+
+    tokens: i64[8, 64]      tokens0 = tokens.shape[0], tokens1 = tokens.shape[1]
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd.expand.sizes.assumed import Assumed, Shapes, Source
+from spmd.expand.user_code import at_user_line, current_frames
+from spmd.mesh import DeviceMesh
+from spmd.tensor.spec import contiguous, spec_of_value
+
+__all__ = ["Shapes", "Sizes"]
+
+
+class Sizes:
+    """Makes the tensors that a trace is given. static: tensors whose sizes are no symbols."""
+
+    def __init__(self, symbols: _torch.Symbols, mesh: DeviceMesh | None, is_symbolic: bool):
+        self.symbols = _torch.SizeSymbols(symbols, lambda: at_user_line(current_frames()))
+        self.found: list[Source] = []
+        self.static: dict[str, tuple[int, ...]] = {}
+        self._mode, self._mesh, self._is_symbolic = symbols.fake_mode(), mesh, is_symbolic
+
+    def state(self, t: torch.Tensor) -> torch.Tensor:
+        """A fake global tensor of the state, with the strides that it has after it is placed on the mesh."""
+        return self._empty(t, t.shape, contiguous(t.shape) if spec_of_value(t) is None else t.stride())
+
+    def argument(self, path: str, t: torch.Tensor) -> torch.Tensor:
+        """A fake global tensor for an argument, whose sizes are symbols."""
+        order = _order(t) if self._is_symbolic else None
+        if order is None:
+            self.static[path] = tuple(t.shape)
+            return self.state(t)
+        shape = [self._size(path, d, n) for d, n in enumerate(t.shape)]
+        stride: list[Any] = [1] * t.ndim
+        for inner, outer in itertools.pairwise(order):
+            stride[outer] = stride[inner] * torch.sym_max(shape[inner], 1)
+        return self._empty(t, shape, stride)
+
+    def assumed(self, why_static: str) -> Assumed:
+        """What the trace has taken for granted. To be asked when it is complete."""
+        symbols = self.symbols
+        return Assumed(tuple(self.found), symbols.decisions, self.static, why_static, symbols.mixed)
+
+    def _size(self, path: str, dim: int, n: int) -> torch.SymInt:
+        name = f"{_identifier(path)}{dim}"
+        while any(name == other.name for other in self.found):
+            name += "_"
+        self.found.append(Source(name, path, dim))
+        return self.symbols.size(name, str(self.found[-1]), n)
+
+    def _empty(self, t: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+        device = self._mesh.device_type if t.is_meta and self._mesh is not None else t.device  # is made on the mesh
+        with self._mode:
+            return torch.empty_strided(shape, stride, dtype=t.dtype, device=device)
+
+
+def _identifier(path: str) -> str:
+    return re.sub(r"\W", "_", path) if path[:1].isalpha() else "_" + re.sub(r"\W", "_", path)
+
+
+def _order(t: torch.Tensor) -> list[int] | None:
+    """The dims from the innermost to the outermost; None for a tensor without dims, or not dense in any order."""
+    if not t.ndim or spec_of_value(t) is None:
+        return [*reversed(range(t.ndim))] or None
+    order = sorted(reversed(range(t.ndim)), key=lambda d: t.stride(d))
+    step = 1
+    for d in order:
+        if t.stride(d) != step:
+            return None
+        step *= max(t.shape[d], 1)
+    return order

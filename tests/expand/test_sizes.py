@@ -1,0 +1,190 @@
+"""Sizes are symbols: one capture serves other sizes; what else decided the trace is said in one line."""
+
+import copy
+import logging
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import spmd
+import spmd.expand.compile as compiling
+from spmd import LocalTensorMode, Partial, Shard
+from spmd.expand.sizes.size import Size, evaluated
+from spmd.sim import run_ranks
+from tests.expand.side_by_side import INPUTS, NET, Net, seeded, train_step, values
+
+
+@contextmanager
+def captures():
+    """Inside, the captures that are made are counted, in a list."""
+    made, real = [], compiling.capture
+
+    def counted(*args):
+        made.append(args)
+        return real(*args)
+
+    with mock.patch.object(compiling, "capture", counted):
+        yield made
+
+
+def first(x):
+    """The value on rank 0 of a simulation."""
+    x = x.detach().full_tensor() if isinstance(x, spmd.DTensor) else x
+    return x.reconcile() if isinstance(x, torch.Tensor) else x
+
+
+def on_ranks(fn, calls, inputs=None, mesh_shape=(2, 2), **options):
+    """The result of each call on simulated ranks, with one compiled step, and how many captures it took."""
+    with LocalTensorMode(torch.Size(mesh_shape).numel()), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
+        step = spmd.compile(fn, mesh, inputs=inputs or {"x": {"dp": Shard(0)}}, **options)
+        return [torch.utils._pytree.tree_map(first, step(*args)) for args in calls], len(made)
+
+
+def tensor(*shape):
+    return torch.linspace(-1.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+
+
+# ---- trainings --------------------------------------------------------------------------------
+
+BATCHES = [(4, 6), (4, 6), (3, 5), (1, 6), (5, 1)]
+"""Even, uneven, with empty shards, a batch of one, a length of one. The first step makes gradients, so the second one
+has another state."""
+
+
+def test_a_model_trains_on_any_sizes_without_another_capture():
+    """Its parameters are in shards on both axes: those that tp does not shard are stored so."""
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(*n, 4, generator=g).double(), torch.randint(3, n, generator=g)) for n in BATCHES]
+    model = seeded(Net).double()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    want = [train_step(alone, optimizer, *batch).item() for batch in batches]
+    with LocalTensorMode(4), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        step = spmd.compile(train_step, mesh, params=NET, inputs=INPUTS, fully_shard="dp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        got = [first(step(model, optimizer, *batch)).item() for batch in batches]
+        assert len(made) == 2 and len(step.programs) == len(BATCHES)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(first(mine), theirs.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_ranks_on_threads_take_one_capture_each():
+    """The ranks agree on the program of each size, and send what it says."""
+    def step(x):
+        return x.sum(0) / x.shape[0], x.shape[0] * 2
+
+    def rank(r):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        compiled = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}})
+        return [values(compiled(tensor(n, 3))) for n in (4, 3, 1, 4)], len(compiled._captures._kept)
+
+    for got, kept in run_ranks(rank, 2):
+        assert kept == 1
+        for (mean, twice), n in zip(got, (4, 3, 1, 4), strict=True):
+            torch.testing.assert_close(mean, tensor(n, 3).mean(0))
+            assert twice == 2 * n
+
+
+# ---- functions --------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    "reshapes": lambda x: (x.flatten(), x.reshape(-1, 2, x.shape[1] // 2).sum(1), x.T.contiguous()),
+    "means": lambda x: (x.mean(), x.square().mean(0), F.softmax(x, 0), F.layer_norm(x, x.shape[1:])),
+    "sizes as numbers": lambda x: (x.sum() / x.shape[0], x * x.numel(), x.new_ones((x.shape[0], 2)) * x.sum()),
+    "windows": lambda x: (F.pad(x, (1, 2)), x[1:], x[:, -2:], x[: x.shape[0] // 2], torch.cat([x, x])),
+    "places": lambda x: (torch.arange(x.shape[0]) + x.sum(), x.tril(), x.cumsum(0)),
+    "copies": lambda x: (x.repeat(2, 1), x[None].expand(3, -1, -1), x.split(x.shape[1] // 2, 1)[0], x.unsqueeze(-1)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_sizes_are_captured_once(name):
+    """Also on a batch smaller than the axis. The gradient is taken along."""
+    def step(x):
+        leaf = x.detach().requires_grad_()
+        out = FUNCTIONS[name](leaf)
+        return out, torch.autograd.grad([y.sum() for y in out if y.requires_grad], leaf)
+
+    calls = [(tensor(*shape),) for shape in ((8, 4), (5, 6), (1, 4))]
+    got, made = on_ranks(step, calls, mesh_shape=(4, 1))
+    for (x,), result in zip(calls, got, strict=True):
+        want = torch.utils._pytree.tree_map(lambda t: t.detach(), step(x))
+        torch.testing.assert_close(result, want, equal_nan=True)
+    assert made == 1
+
+
+def test_an_empty_batch_is_a_size():
+    """And where a Python number cannot be had of it, one device fails, too."""
+    calls = [(tensor(4, 2),), (tensor(0, 2),)]
+    got, made = on_ranks(lambda x: (F.softmax(x, 0), x.mean(), x * 2), calls)
+    assert made == 1 and got[1][0].shape == (0, 2) and got[1][1].isnan()
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(lambda x: x.sum() * (6 / x.shape[0]), calls)
+
+
+def test_equal_sizes_are_not_taken_for_one():
+    """A batch that happens to be as long as it is wide, and as another argument, is a size of its own."""
+    calls = [(tensor(4, 4), tensor(4)), (tensor(6, 2), tensor(3)), (tensor(2, 5), tensor(7))]
+    got, made = on_ranks(lambda x, y: x.sum() * y, calls)
+    assert made == 1 and all(torch.allclose(out, x.sum() * y) for out, (x, y) in zip(got, calls, strict=True))
+
+
+def test_terms_are_left_on_the_ranks_at_any_size():
+    got, made = on_ranks(lambda x: x.sum(0), [(tensor(n, 2),) for n in (4, 3)], outputs={"result": {"dp": Partial()}})
+    assert made == 1 and torch.allclose(got[1], tensor(3, 2).sum(0))
+
+
+# ---- what is captured anew --------------------------------------------------------------------
+
+
+def branches(x):
+    if x.shape[0] > 4:
+        return x * 2
+    return x + 1
+
+
+def unrolled(x):
+    return sum(x[i] * i for i in range(x.shape[0]))
+
+
+def flagged(x, times=1):
+    return x * times
+
+
+def broadcast(x, y):
+    return x + y
+
+
+ANEW = {
+    "a branch": (branches, [(tensor(8, 2),), (tensor(6, 2),), (tensor(3, 2),), (tensor(2, 2),)], 2,
+                 "holds where x.shape[0] > 4, at {here}, in branches"),
+    "a loop": (unrolled, [(tensor(3, 2),), (tensor(3, 5),), (tensor(2, 2),)], 2,
+               "x.shape[0] == 3, at {here}, in unrolled"),
+    "a broadcast": (broadcast, [(tensor(n, 2), tensor(m, 2)) for n, m in ((4, 4), (6, 6), (4, 1))], 2, "y.shape[0]"),
+    "a number": (flagged, [(tensor(4), 2), (tensor(6), 2), (tensor(4), 3)], 2,
+                 "times was 2 and is 3, read at {here}, in flagged"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANEW)
+def test_what_else_decides_is_said(name, caplog):
+    """A trace that other sizes or values would have taken elsewhere is made again, and one line says why."""
+    fn, calls, count, said = ANEW[name]
+    with caplog.at_level(logging.WARNING, "spmd"):
+        got, made = on_ranks(fn, [*calls, *calls])
+    for out, args in zip(got, [*calls, *calls], strict=True):
+        torch.testing.assert_close(out, fn(*args))
+    assert made == count
+    (line,) = [record.getMessage() for record in caplog.records]
+    before, _, after = said.partition("{here}")
+    assert before in line and after in line and (__file__ in line or "{here}" not in said)
+
+
+def test_a_size_is_text():
+    assert evaluated(("x0 // 2", "max(x0, 3)"), {"x0": 7}) == (3, 7) and repr(Size("x0 * 2")) == "x0 * 2"
