@@ -19,8 +19,8 @@ def _net():
 
 
 MESHES = {
+    "spmd.parallel.parallelize_module": [lambda mesh: parallelize_module(_net(), mesh, {"0": ColwiseParallel()})],
     "spmd.distribute_module with": [
-        lambda mesh: parallelize_module(_net(), mesh, {"0": ColwiseParallel()}),
         lambda mesh: fully_shard(_net(), mesh=mesh),
     ],
     "spmd.distribute_module": [lambda mesh: theirs.distribute_module(_net(), mesh)],
