@@ -155,6 +155,6 @@ def is_unbacked(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.has_hint()
 
 
-def size_now(n: Any) -> int:
-    """The present value of a size that may be a symbol. Nothing is taken for granted: only choices may read it."""
-    return n.node.hint if isinstance(n, torch.SymInt) else n
+def number_now(n: Any) -> Any:
+    """The present value of a number that may be a symbol. Nothing is taken for granted: only choices may read it."""
+    return n.node.hint if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else n

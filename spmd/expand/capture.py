@@ -446,7 +446,7 @@ def _check_written(op, args: tuple) -> None:
     for i in _torch.written_positions(op):
         x = args[i] if i < len(args) else None
         if isinstance(x, torch.Tensor) and any(
-            type(step) is int and not step and _torch.size_now(n) > 1
+            type(step) is int and not step and _torch.number_now(n) > 1
             for n, step in zip(x.shape, x.stride(), strict=True)
         ):
             raise NotImplementedError(

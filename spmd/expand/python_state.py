@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH
 
 Container = dict | list | set | deque
@@ -57,7 +58,17 @@ class PythonState:
                 put([(box, dict(items) if isinstance(box, dict) else [value for _, value in items])])
 
     def changes(self) -> Contents:
-        """The containers whose contents differ now, with their present contents."""
+        """The containers whose contents differ now, with their present contents.
+
+        They are right for one call alone, and so sizes and floats in them are plain numbers, also where the step has
+        noted symbols.
+        """
+        seen = set(self._apart)
+        for known, _ in self.before:
+            for _, box in boxes(known, seen, MAX_DEPTH):
+                if any(_without_symbols(x) is not x for x in _keys_and_values(box)):
+                    items = [(_without_symbols(k), _without_symbols(x)) for k, x in _pairs(box)]
+                    put([(box, dict(items) if isinstance(box, dict) else [x for _, x in items])])
         return [(box, copied(box)) for box, old in self.before if differs(box, old)]
 
     def has_new_tensor(self) -> bool:
@@ -148,6 +159,21 @@ def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(x, weakref.ref):
         return weakref.ref(new[id(x())]) if id(x()) in new else x
     return new.get(id(x), x)
+
+
+def _without_symbols(x: Any) -> Any:
+    """The present numbers in the place of symbols. Containers inside, but for tuples, are not looked into."""
+    if _torch.is_unbacked(x):
+        raise RuntimeError(
+            f"the step keeps {x!r} in a module, a number that is known only when the program runs; keep a tensor with "
+            "register_buffer, or let the step return the number"
+        )
+    if not isinstance(x, tuple):
+        return _torch.number_now(x)
+    inside = [_without_symbols(each) for each in x]
+    if all(new is old for new, old in zip(inside, x, strict=True)):
+        return x
+    return x._make(inside) if hasattr(x, "_make") else type(x)(inside)
 
 
 def copied(box: Container) -> Any:
