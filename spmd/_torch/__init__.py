@@ -9,6 +9,7 @@ Every other module imports them from here, so that one place shows what a new ve
     functionalize           functional tensors
     symbols                 numbers that stay symbols in a trace
     sizes                   sizes that do, with what is decided by them
+    read_numbers            both, as Python code of the user sees them
     traces                  make_fx: tensors and their proxies
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
@@ -137,6 +138,7 @@ from spmd._torch.ops import (
 )  # fmt: skip
 from spmd._torch.optimizers import scaled_steps, step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
+from spmd._torch.read_numbers import ValueRead, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked, number_now
 from spmd._torch.symbols import (

@@ -320,6 +320,7 @@ class _FlatFunction:
         yield _torch.assignable_data()
         yield _torch.seen_as_compiling()
         yield _torch.symbolic_min_max()
+        yield _torch.read_as_numbers()
         yield stream.traced()
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:

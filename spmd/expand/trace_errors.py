@@ -35,7 +35,7 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
             "uses a tensor that is not among its arguments, nor in a module or optimiser among them; pass it as an "
             "argument"
         )
-    if isinstance(error, TypeError | RuntimeError) and any(said in text for said in READS_A_VALUE):
+    if isinstance(error, _torch.ValueRead) or (isinstance(error, TypeError | RuntimeError) and READS_A_VALUE in text):
         return RuntimeError, (
             f"reads the value of a tensor in Python ({text}), which only the run knows; return the tensor, and read it "
             "after the step"
@@ -43,7 +43,7 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
     return None
 
 
-READS_A_VALUE = (".numpy() is not supported", "SymFloat.__format__", "SymInt.__format__")
+READS_A_VALUE = ".numpy() is not supported"
 """What torch says where Python code wants numbers of a traced tensor."""
 
 

@@ -153,6 +153,10 @@ def unrolled(x):
     return sum(x[i] * i for i in range(x.shape[0]))
 
 
+def described(x):
+    return x * float(f"{x.shape[0]:02d}.5") + {4: 0.25}.get(x.shape[0], 0.0)
+
+
 def flagged(x, times=1):
     return x * times
 
@@ -166,6 +170,7 @@ ANEW = {
                  "holds where x.shape[0] > 4, at {here}, in branches"),
     "a loop": (unrolled, [(tensor(3, 2),), (tensor(3, 5),), (tensor(2, 2),)], 2,
                "x.shape[0] == 3, at {here}, in unrolled"),
+    "a text": (described, [(tensor(4, 2),), (tensor(3, 2),)], 2, "x.shape[0] == 4, at {here}, in described"),
     "a broadcast": (broadcast, [(tensor(n, 2), tensor(m, 2)) for n, m in ((4, 4), (6, 6), (4, 1))], 2, "y.shape[0]"),
     "a number": (flagged, [(tensor(4), 2), (tensor(6), 2), (tensor(4), 3)], 2,
                  "times was 2 and is 3, read at {here}, in flagged"),

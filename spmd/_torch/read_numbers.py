@@ -1,0 +1,109 @@
+"""What Python code sees of a number or a tensor that a trace has no value of.
+
+    f"{x.shape[0]}"       the present size, which the trace then takes for granted: a decision, as a branch is
+    table[x.shape[0]]     the entry of the present size
+    f"{loss.item()}"      ValueRead: only the run knows it. torch would give the name of its symbol
+
+torch's own code and spmd's find all of this as torch has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+"""The types of symbols, with those of what they stand for."""
+
+
+class ValueRead(RuntimeError):
+    """Python code asks for a value that only the run knows."""
+
+
+@contextlib.contextmanager
+def read_as_numbers() -> Iterator[None]:
+    """Inside, Python code of the user finds symbols as the numbers that they stand for. One thread at a time may be
+    inside; the others find all as it is."""
+    thread = threading.get_ident()
+    with contextlib.ExitStack() as undo:
+        for kind, number in NUMBERS.items():
+            for name, read in _methods(kind, number).items():
+                undo.callback(_restore, kind, name, vars(kind).get(name))
+                setattr(kind, name, _for_the_user(thread, read, getattr(kind, name)))
+        undo.callback(_restore, FunctionalTensor, "__repr__", vars(FunctionalTensor).get("__repr__"))
+        FunctionalTensor.__repr__ = _for_the_user(thread, _refuse_tensor, FunctionalTensor.__repr__)
+        yield
+
+
+def _methods(kind: type, number: type) -> dict[str, Callable]:
+    """What asks a symbol for its value."""
+    return {
+        "__repr__": lambda x: repr(_value(x, number)),
+        "__format__": lambda x, spec: format(_value(x, number), spec),
+        "__hash__": lambda x: hash(_value(x, number)),
+    }
+
+
+def _restore(kind: type, name: str, before: Any) -> None:
+    if before is None:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, before)
+
+
+def _value(x: Any, number: type) -> Any:
+    """The present value, which the trace takes for granted."""
+    if not x.node.has_hint():
+        raise ValueRead("as text, or as a key")
+    return number(x)
+
+
+def _refuse_tensor(x: torch.Tensor) -> str:
+    raise ValueRead("as text")
+
+
+def _for_the_user(thread: int, read: Callable, plain: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        asked = threading.get_ident() == thread and _is_of_user(sys._getframe(1))
+        return read(*args) if asked else plain(*args, **kwargs)
+
+    return run
+
+
+def _folder(file: str) -> str:
+    return os.path.dirname(os.path.abspath(file)) + os.sep
+
+
+_TORCH = (_folder(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_PYTHON = _folder(os.__file__)
+_PACKAGES = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
+_SYMPY, _DEBUGGERS = os.sep + "sympy" + os.sep, ("pdb.py", "bdb.py")
+_PASSED_ON = {"__repr__", "__format__", "__torch_function__", "handle_torch_function"}
+"""What torch's code of these names does, its caller does."""
+
+
+def _is_of_user(frame: FrameType | None) -> bool:
+    """Whether code of the user asks, or of a package that the user calls: not torch, spmd, sympy or a debugger.
+
+    Python's own library, such as `logging`, asks for its caller.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            if frame.f_code.co_name not in _PASSED_ON:
+                return False
+        elif _SYMPY in file or file.endswith(_DEBUGGERS):
+            return False
+        elif not file.startswith("<") and (not file.startswith(_PYTHON) or file.startswith(_PACKAGES)):
+            return True
+        frame = frame.f_back
+    return False
