@@ -32,6 +32,7 @@ from __future__ import annotations
 from torch.utils import _pytree as pytree
 
 from spmd._torch.autograd import (
+    after_backward,
     backward_under,
     below_autograd,
     in_backward,

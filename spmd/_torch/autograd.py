@@ -18,6 +18,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def after_backward(run: Callable[[], None]) -> None:
+    """Call `run` when the backward pass that this thread is in has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(run)
+
+
 def in_forward_ad() -> bool:
     """Whether a level of forward-mode AD is open, in this process, so that tensors may have tangents."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -1,6 +1,6 @@
 """Functions of torch that take torch's meshes, and would half accept one of spmd.
 
-    torch.distributed.fsdp.fully_shard(model, mesh=mesh)      TypeError: ... use spmd.distribute_module ...
+    torch.distributed.fsdp.fully_shard(model, mesh=mesh)      TypeError: ... use spmd.parallel.fully_shard ...
 
 All of them first ask whether they were given a mesh, `mesh or default`: that is where they can be told. A DTensor
 meets most of them as a plain tensor in a collective, which is an error; fully_shard asks it whether it is contiguous,
@@ -17,7 +17,7 @@ _STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 
 _INSTEAD = {
     "parallelize_module": "spmd.parallel.parallelize_module, or spmd.compile with params={name: placements}",
-    "fully_shard": "spmd.distribute_module with partition_fn=, or spmd.compile with params={'*': [Shard(0)]}",
+    "fully_shard": "spmd.parallel.fully_shard, or spmd.compile with fully_shard=",
     "distribute_module": "spmd.distribute_module",
     "distribute_tensor": "spmd.distribute_tensor",
     "from_local": "spmd.DTensor.from_local",

@@ -5,12 +5,15 @@
 Nothing here is a mechanism of its own: a style is placements of parameters, of inputs and of outputs.
 """
 
+from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from spmd.parallel.parallelize import parallelize_module, placements_of
 from spmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
-    "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
-    "RowwiseParallel", "SequenceParallel", "parallelize_module", "placements_of",
+    "CPUOffloadPolicy", "ColwiseParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle",
+    "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
+    "UnshardHandle", "fully_shard", "parallelize_module", "placements_of", "register_fsdp_forward_method",
 ]  # fmt: skip

@@ -1,0 +1,317 @@
+"""A bucket: the parameters of a group that have one dtype. One gather, one reduction.
+
+flat shard [S]  --all-gather-->  [n, S]  --copy-->  memory of the whole parameters
+gradients  --copy-->  [n, S]  --reduce-scatter-->  [S], of which the gradients of the shards are views
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from spmd.comm import wait
+from spmd.comm.functional import all_gather_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
+from spmd.mesh import DeviceMesh
+from spmd.parallel.fully_sharded import memory
+from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from spmd.tensor.eager.conversions import to_dtensor
+from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.spec import Spec
+
+
+@dataclass
+class Managed:
+    """A parameter of a bucket, and all places where modules have it."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[tuple[nn.Module, str]]
+    shard: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Over:
+    """The ranks of a bucket: the axis over which parameters are shared out, and that of copies, if there is one."""
+
+    mesh: DeviceMesh
+    sharded: int
+    replicated: int | None
+
+    @property
+    def n(self) -> int:
+        return self.mesh.shape[self.sharded]
+
+    @property
+    def copies(self) -> int:
+        return 1 if self.replicated is None else self.mesh.shape[self.replicated]
+
+
+@dataclass(frozen=True)
+class Policies:
+    """What the user says of a group."""
+
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+
+
+class Bucket:
+    """Parameters that are gathered and reduced together."""
+
+    def __init__(self, over: Over, managed: Sequence[Managed], layout: memory.Layout, policies: Policies):
+        self.over, self.managed, self.layout, self.policies = over, list(managed), layout, policies
+        self.flat: torch.Tensor | None = None  # [S], the memory of the shards
+        self.gathered: torch.Tensor | None = None  # the memory of the whole parameters
+        self.is_whole = False
+        self.kept: torch.Tensor | None = None  # a part of what was gathered, for a gather of fewer ranks
+        self.seen: tuple[int, ...] = ()  # the versions of the shards that were gathered
+        self.arriving: torch.Tensor | None = None
+        self.unreduced: list[torch.Tensor | None] | None = None  # gradients that were not sent
+        self.uncopied: list[torch.Tensor] | None = None  # shards of gradients that were not reduced over the copies
+
+    # ---- shards -------------------------------------------------------------------------------
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the shards."""
+        return self.layout.stored[0].dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the whole parameters."""
+        wanted = self.policies.precision.param_dtype
+        return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
+
+    @property
+    def device(self) -> str:
+        """Where the whole parameters are."""
+        return self.over.mesh.device_type
+
+    def adopt(self) -> None:
+        """Let the parameters be views of one flat shard, if they are not: somebody gave them other memory."""
+        current = [_current(m) for m in self.managed]
+        if all(p is m.parameter and p._local_tensor is m.shard for p, m in zip(current, self.managed, strict=True)):
+            return
+        for p, m, spec in zip(current, self.managed, self.layout.stored, strict=True):
+            _check_adoptable(m, p, spec)
+            m.parameter = p
+            for module, key in m.places:
+                if isinstance(module._parameters[key], nn.Parameter):
+                    module._parameters[key] = p
+        with torch.no_grad():
+            self.take([p._local_tensor for p in current])
+
+    def take(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Copy these blocks into a new flat shard, of which the parameters become views."""
+        offload = self.policies.offload
+        is_offloaded = isinstance(offload, CPUOffloadPolicy) and blocks[0].device.type != "meta"
+        device = "cpu" if is_offloaded else blocks[0].device.type
+        pinned = is_offloaded and offload.pin_memory and self.device != "cpu"
+        self.flat, *shards = memory.flattened(self.layout, list(blocks), device, pinned)
+        for m, shard, spec in zip(self.managed, shards, self.layout.stored, strict=True):
+            m.shard = shard
+            if isinstance(m.parameter, DTensor):
+                m.parameter.data = DTensor(shard, spec)
+                m.shard = m.parameter._local_tensor
+        self.gathered, self.seen, self.kept = None, (), None
+
+    # ---- gather -------------------------------------------------------------------------------
+    def launch(self) -> None:
+        """Send the shards, if the whole parameters are not here."""
+        self.adopt()
+        if self.flat.is_meta:
+            raise RuntimeError(
+                f"fully_shard: {self.managed[0].name} is on the meta device; call model.to_empty(device=...) and give "
+                "the parameters their numbers before the first forward"
+            )
+        now = self._versions()
+        if now != self.seen:
+            self.free()
+            self.kept = self.arriving = None
+        if self.is_whole or self.arriving is not None:
+            return
+        self.seen = now
+        with torch.no_grad():
+            self.arriving = self._sent_from_parts() if self.kept is not None else self._sent()
+
+    def _versions(self) -> tuple[int, ...]:
+        """How often the parameters, and blocks that were handed out of them, were written into."""
+        return memory.version(self.flat), *[m.parameter._version for m in self.managed]
+
+    def _sent(self) -> torch.Tensor:
+        flat = self.flat.detach()
+        if flat.device.type != self.device:
+            flat = flat.to(self.device, non_blocking=True)
+        if flat.dtype != self.compute_dtype:
+            flat = flat.to(self.compute_dtype)
+        return flat if self.over.n == 1 else all_gather_tensor(flat, 0, (self.over.mesh, self.over.sharded))
+
+    def _sent_from_parts(self) -> torch.Tensor:
+        mesh, axis, part = self.kept
+        return all_gather_tensor(part, 0, (mesh, axis))
+
+    def receive(self, keep: tuple[DeviceMesh, int] | None = None) -> None:
+        """Have the whole parameters. keep: the mesh and axis of the fewer ranks that gather the next time."""
+        self.launch()
+        if self.is_whole:
+            return
+        with torch.no_grad():
+            if self.gathered is None:
+                self.gathered = memory.memory(self.layout, self.compute_dtype, self.device)
+            came, self.arriving = wait(self.arriving), None
+            memory.fill(self.layout, self.gathered, came)
+            if keep is not None:
+                mesh, axis = keep
+                self.kept = mesh, axis, memory.part(came, mesh.get_local_rank(axis), mesh.shape[axis])
+        self.is_whole = True
+
+    def free(self) -> None:
+        """Give the memory of the whole parameters back."""
+        if self.is_whole:
+            memory.free(self.gathered)
+            self.is_whole = False
+
+    def show(self, run: Callable) -> None:
+        """Let the modules have the whole parameters. run: called after a backward pass, with their gradients."""
+        wanted = [m.parameter.requires_grad for m in self.managed]
+        if any(wanted) and torch.is_grad_enabled():
+            found = Whole.apply(_anchor(), self, run, wanted)
+        else:
+            with torch.no_grad():
+                found = memory.wholes(self.layout, self.gathered)
+        for m, x, spec in zip(self.managed, found, self.layout.computed, strict=True):
+            x = x if spec is None else to_dtensor(x, spec.with_tensor(spec.shape, x.dtype), DTensor)
+            for module, key in m.places:
+                module._parameters[key] = x
+
+    def hide(self) -> None:
+        """Let the modules have the shards."""
+        for m in self.managed:
+            for module, key in m.places:
+                module._parameters[key] = m.parameter
+
+    # ---- reduce -------------------------------------------------------------------------------
+    def added(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients, with those that were not sent before."""
+        dtype = self.policies.precision.reduce_dtype
+        before, self.unreduced = self.unreduced, None
+        if before is None:
+            return list(gradients)
+        given = [g if g is None or dtype is None else g.to(dtype) for g in gradients]
+        return [a if b is None else b if a is None else a + b for a, b in zip(given, before, strict=True)]
+
+    def reduced(self, gradients: Sequence[torch.Tensor | None], factor: float | None) -> Reduction:
+        """Launch the sum of the gradients over the ranks."""
+        found = next((g.dtype for g in gradients if g is not None), self.compute_dtype)
+        dtype, n = self.policies.precision.reduce_dtype or found, self.over.n * self.over.copies
+        scale = 1 / (n if factor is None else factor)
+        with torch.no_grad():
+            rows = memory.packed(self.layout, list(gradients), dtype, self.gathered)
+            early = dtype is torch.float16  # a sum of halves may be more than a half can be
+            return Reduction(self, _sent_to_owners(rows.mul_(scale) if early else rows, self.over),
+                             1.0 if early else scale, [g is not None for g in gradients])  # fmt: skip
+
+
+def _current(m: Managed) -> torch.Tensor:
+    """The parameter that the module has; where it has the whole one, that of the shard."""
+    module, key = m.places[0]
+    found = module._parameters[key]
+    return found if isinstance(found, nn.Parameter) else m.parameter
+
+
+def _check_adoptable(m: Managed, p: torch.Tensor, spec: Spec) -> None:
+    if not isinstance(p, DTensor) or p._spec.shape != spec.shape or not p._spec.same_layout(spec):
+        raise RuntimeError(
+            f"fully_shard: {m.name} was a parameter {spec} and is now {getattr(p, '_spec', type(p).__name__)}; put a "
+            "DTensor of the same layout in its place, or call fully_shard after the change"
+        )
+    if p.dtype != spec.dtype:
+        raise RuntimeError(
+            f"fully_shard: {m.name} was {spec.dtype} and is now {p.dtype}; convert the model before fully_shard, or "
+            "compute in another dtype by mp_policy"
+        )
+
+
+def _sent_to_owners(rows: torch.Tensor, over: Over) -> torch.Tensor:
+    """[n, S] -> [S], or its n terms: gloo's reduce-scatter would send twice as much."""
+    if over.n == 1:
+        return rows
+    group = over.mesh, over.sharded
+    return all_to_all_single(rows, None, None, group) if over.mesh.device_type == "cpu" else (
+        reduce_scatter_tensor(rows, "sum", 0, group)
+    )  # fmt: skip
+
+
+@dataclass
+class Reduction:
+    """A reduction that is on its way. used: which parameters had a gradient on this rank."""
+
+    bucket: Bucket
+    sent: torch.Tensor
+    scale: float
+    used: list[bool]
+
+    def finish(self, over_copies: bool) -> None:
+        """Wait, and give the parameters their gradients; where the copies are not summed yet, keep the shards."""
+        bucket, over = self.bucket, self.bucket.over
+        with torch.no_grad():
+            summed = wait(self.sent).sum(0)
+            self.sent = None
+            if bucket.uncopied is not None:
+                summed, bucket.uncopied = summed + bucket.uncopied, None
+            if not over_copies and over.copies > 1:
+                bucket.uncopied = summed
+                return
+            if over.copies > 1:
+                summed = wait(all_reduce(summed, "sum", (over.mesh, over.replicated)))
+            counts, *blocks = memory.unpacked(bucket.layout, summed, self.scale, bucket.dtype)
+            used = self.used if all(self.used) else self._used_by_any(counts)
+        self._hand_out(blocks, used)
+
+    def _used_by_any(self, counts: torch.Tensor) -> list[bool]:
+        return [bool(here or there) for here, there in zip(self.used, _positive(counts), strict=True)]
+
+    def _hand_out(self, blocks: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
+        for m, block, spec, is_used in zip(self.bucket.managed, blocks, self.bucket.layout.stored, used, strict=True):
+            if is_used and m.parameter.requires_grad:
+                block = block if block.device.type == m.parameter._local_tensor.device.type else block.to("cpu")
+                give_gradient(m.parameter, DTensor(block, spec))
+
+
+def give_gradient(p: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient to that of a parameter, and call the hooks that wait for it."""
+    with torch.no_grad():
+        if p.grad is None:
+            p.grad = gradient
+        else:
+            p.grad += gradient
+    for hook in (p._post_accumulate_grad_hooks or {}).values():
+        hook(p)
+
+
+@memory.per_rank
+def _positive(counts: torch.Tensor) -> list[bool]:
+    return [x > 0 for x in counts.tolist()]
+
+
+def _anchor() -> torch.Tensor:
+    """What makes autograd record a node whose inputs get no gradient from it."""
+    return torch.empty(0, requires_grad=True)
+
+
+class Whole(torch.autograd.Function):
+    """The whole parameters of a bucket. Its backward is called when all their gradients are there."""
+
+    @staticmethod
+    def forward(ctx, anchor, bucket, run, wanted):
+        ctx.bucket, ctx.run = bucket, run
+        ctx.set_materialize_grads(False)
+        found = memory.wholes(bucket.layout, bucket.gathered)
+        ctx.mark_non_differentiable(*[x for x, wants in zip(found, wanted, strict=True) if not wants])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.run(ctx.bucket, gradients)
+        return None, None, None, None

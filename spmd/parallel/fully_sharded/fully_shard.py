@@ -1,0 +1,298 @@
+"""fully_shard: parameters, gradients and optimiser state in shards, with the names and meanings of torch's (FSDP2).
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())        # of shards
+
+Each call makes a group of the parameters that no call before has taken. A group is gathered in one collective before
+its forward and before its backward, and its gradients are reduced and scattered in one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd import _torch
+from spmd.mesh import DeviceMesh, current_mesh, init_device_mesh, world_size
+from spmd.parallel.fully_sharded.adopt import MANAGED, ShardPlacement, buckets_of, managed_by
+from spmd.parallel.fully_sharded.bucket import Over, Policies
+from spmd.parallel.fully_sharded.group import Group
+from spmd.parallel.fully_sharded.policies import MixedPrecisionPolicy, OffloadPolicy
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacement | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - a value, as in torch's signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+) -> nn.Module | list[nn.Module]:
+    """Share out the parameters of a module, or of several as one group, over data-parallel ranks. In place.
+
+    mesh: of one axis, over which parameters are sharded, or of two: copies over the first, shards over the second. By
+    default that of the `with mesh:` block around the call, or all ranks. reshard_after_forward: True frees the whole
+    parameters after the forward and gathers them again for the backward; False keeps them; a number, which divides the
+    axis, leaves a part on each of so many neighbouring ranks, which gather among themselves. None is False for the
+    module that is called first of all, True for those inside it. shard_placement_fn: for a parameter the dim that is
+    sharded, as `Shard(dim)`; None for the first. mp_policy, offload_policy: in which dtypes it computes, and where
+    shards are. ignored_params: those that stay as they are.
+
+    Parameters stay the objects that they are, as DTensors with `Shard(dim)`, of any sizes. Parameters that are DTensors
+    on another axis become DTensors on both. Each rank takes its blocks of its own values, and gradients are averages
+    over the ranks: each rank computes the mean loss of an equal part of the batch. On the meta device nothing is made
+    until `to_empty`.
+
+    Raises ValueError for a parameter without dims, for tied parameters in two groups, and for a mesh or a number that
+    does not fit.
+
+    >>> layer = fully_shard(nn.Linear(3, 2), mesh=DeviceMesh("cpu", [0]))
+    >>> print(layer.weight._spec, type(layer).__name__, isinstance(layer, FSDPModule))
+    f32[2, 3] FSDPLinear True
+    """
+    modules = _modules(module)
+    over = _over(_mesh(mesh))
+    policies = Policies(mp_policy, offload_policy)
+    ignored = {id(p) for p in ignored_params or ()}
+    buckets = buckets_of(managed_by(modules, ignored), over, shard_placement_fn, policies)
+    group = Group(modules, buckets, policies)
+    _set_reshard_after_forward(group, reshard_after_forward)
+    for each in modules:
+        _install(each, group)
+    return module
+
+
+def _modules(module: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard: {each!r} is no nn.Module")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard: a {type(each).__name__} has no forward; call it on what is in it")
+        if isinstance(each, FSDPModule):
+            raise ValueError(f"fully_shard: this {type(each).__name__} is sharded already; call it once")
+    if not modules:
+        raise ValueError("fully_shard: an empty list of modules")
+    return modules
+
+
+def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+    mesh = current_mesh() if mesh is None else mesh
+    if mesh is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(device, (world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh is {mesh!r}; give a mesh of spmd, such as mesh['dp']")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"fully_shard: the mesh has axes {', '.join(mesh.axis_names)}; give one, or two, of copies and of "
+            "shards"
+        )
+    return mesh
+
+
+def _over(mesh: DeviceMesh) -> Over:
+    return Over(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+
+
+def _set_reshard_after_forward(group: Group, said: bool | int | None) -> None:
+    group.reshard_after_forward, group.fewer = said, None
+    if said is None or isinstance(said, bool) or not group.buckets:
+        return
+    over = group.buckets[0].over
+    if not isinstance(said, int) or said < 2 or said >= over.n or over.n % said:
+        raise ValueError(
+            f"reshard_after_forward is {said!r}; give True, False, or a number of ranks from 2 on that is smaller than "
+            f"the {over.n} of the axis and divides them"
+        )
+    ranks = over.mesh.mesh.reshape(*over.mesh.shape[:-1], over.n // said, said)
+    group.fewer = DeviceMesh(over.mesh.device_type, ranks), ranks.ndim - 1
+
+
+# ---- modules ----------------------------------------------------------------------------------
+
+
+class FSDPModule:
+    """What a module that `fully_shard` was called on can do besides. torch's names, arguments and meanings."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters of the group. async_op: return a handle, and let the module have them when it waits."""
+        group = group_of(self)
+        group.launch()
+        handle = UnshardHandle(group)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the whole parameters of the group."""
+        group_of(self).reshard()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward pass is the last before the gradients are read, by default it is.
+
+        If not, the last reduction may still be on its way when it ends.
+        """
+        _run_of(self).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes reduce gradients. If not, whole gradients are kept, for the next that does."""
+        for group in self._groups(recurse):
+            group.requires_gradient_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward passes also reduce over copies of the shards. If not, shards of sums are kept."""
+        for group in self._groups(recurse):
+            group.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, recurse: bool = True) -> None:
+        """As the argument of `fully_shard`."""
+        for group in self._groups(recurse):
+            _set_reshard_after_forward(group, reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether the whole parameters are freed after a backward pass: not, where another micro-batch follows."""
+        for group in self._groups(recurse):
+            group.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The modules whose gathers begin when this one computes its forward."""
+        group_of(self).forward_prefetch = [group_of(m) for m in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The modules whose gathers begin when this one computes its backward; by default the one computed before."""
+        group_of(self).backward_prefetch = [group_of(m) for m in modules]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide sums of gradients by this, and not by the number of ranks."""
+        group_of(self).divide_factor = factor
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether the group is gathered for the backward: not, where no gradient reads its parameters."""
+        group_of(self).unshard_in_backward = unshard_in_backward
+
+    def reset_iter_state(self) -> None:
+        """After an error in a forward or backward pass: forget what was on its way, and what was not sent."""
+        run = _run_of(self)
+        run.on_the_way, run.is_ending = None, False
+        run.order.clear()
+        for group in run.groups:
+            for bucket in group.buckets:
+                bucket.unreduced = bucket.uncopied = None
+            group.end_backward()
+            group.reshard()
+
+    def _groups(self, recurse: bool) -> Iterable[Group]:
+        return dict.fromkeys(groups_in(self)) if recurse else [group_of(self)]
+
+
+class UnshardHandle:
+    """A gather that is on its way."""
+
+    def __init__(self, group: Group):
+        self._group = group
+
+    def wait(self) -> None:
+        """Wait, and let the modules have the whole parameters."""
+        self._group.unshard()
+        self._group.show()
+
+
+def group_of(module: Any) -> Group:
+    """The group of a module that `fully_shard` was called on. TypeError for others."""
+    if not isinstance(module, FSDPModule):
+        raise TypeError(f"{type(module).__name__} is not fully sharded; call fully_shard on it first")
+    return getattr(module, MANAGED)
+
+
+def groups_in(module: nn.Module) -> Iterator[Group]:
+    """The groups of the modules in a module, itself included."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            yield group_of(each)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method gather and free the parameters as `forward` does. Modules that are not sharded stay as they are."""
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _before_forward(self, args, kwargs)
+        return _after_forward(self, args, method(*args, **kwargs))
+
+    setattr(module, method_name, run.__get__(module, type(module)))
+
+
+def _install(module: nn.Module, group: Group) -> None:
+    """Give a module the methods of `FSDPModule`, and the hooks that gather and free."""
+    for each in module.modules():
+        if getattr(each, MANAGED, None) is None:
+            each.__dict__[MANAGED] = group
+    module.__class__ = _sharded_class(type(module))
+    module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(_after_forward, always_call=False)
+    module.register_state_dict_pre_hook(_with_shards)
+    module.register_load_state_dict_pre_hook(_with_shards)
+
+
+@functools.cache
+def _sharded_class(kind: type) -> type:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
+
+
+def _with_shards(module: nn.Module, *_: Any) -> None:
+    """Before a state dict is read or loaded: the module has its shards."""
+    group_of(module).reshard()
+
+
+def _run_of(module: Any) -> Any:
+    _begin(group_of(module), module)
+    return group_of(module).run
+
+
+def _begin(group: Group, module: nn.Module) -> None:
+    """The first module that computes is the root: the groups in it share its order and its reductions."""
+    if group.is_root is not None:
+        return
+    for each in dict.fromkeys(groups_in(module)):
+        if each.is_root:
+            raise RuntimeError("fully_shard: a module inside was called by itself before; call the whole model first")
+        each.is_root, each.run = each is group, group.run
+        if each is not group:
+            group.run.groups.append(each)
+
+
+def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    group = group_of(module)
+    _begin(group, module)
+    group.before_forward()
+    policy = group.policies.precision
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = _torch.pytree.tree_map(lambda x: _cast(x, policy.param_dtype), (args, kwargs))
+    return args, kwargs
+
+
+def _after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
+    group = group_of(module)
+    output = group.after_forward(output)
+    dtype = group.policies.precision.output_dtype
+    return output if dtype is None else _torch.pytree.tree_map(lambda x: _cast(x, dtype), output)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    is_other = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype is not dtype
+    return x.to(dtype) if is_other else x

@@ -1,0 +1,128 @@
+"""The memory of a bucket, on one rank: made, filled, freed and looked at. None of it communicates.
+
+Where one thread plays several ranks, each function runs for each of them, with that rank's tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from spmd.mesh import current_rank, per_rank
+from spmd.parallel.fully_sharded.slots import Slot, pack, total, unpack
+from spmd.tensor.spec import Spec
+
+
+class Layout:
+    """Where parameters are in a bucket, on every rank.
+
+    stored: the specs of their shards. computed: of what ranks compute with, on the axes of tensor parallelism; None for
+    a plain tensor. axis: the axis of the stored spec over which the bucket is shared out, of n ranks.
+    """
+
+    def __init__(self, stored: Sequence[Spec], computed: Sequence[Spec | None], axes: Sequence[int], dims, n: int):
+        self.stored, self.computed, self.axes, self.dims, self.n = stored, computed, axes, dims, n
+        self._here: dict[int, tuple[Slot, ...]] = {}
+
+    def here(self) -> tuple[Slot, ...]:
+        """The slots of the current rank."""
+        rank = current_rank()
+        found = self._here.get(rank)
+        if found is None:
+            found = self._here[rank] = tuple(self._slots())
+        return found
+
+    def _slots(self):
+        offset = 0
+        for stored, computed, axis, dim in zip(self.stored, self.computed, self.axes, self.dims, strict=True):
+            at = stored.mesh.get_coordinate()
+            first = (*at[:axis], 0, *at[axis + 1 :])
+            shape = stored.shape if computed is None else computed.local_shape(computed.mesh.get_coordinate())
+            slot = Slot(tuple(shape), dim, max(1, stored.length(dim, first)), stored.length(dim, at), offset)
+            yield slot
+            offset += slot.numel
+
+
+@per_rank
+def flattened(layout: Layout, blocks: Sequence[torch.Tensor], device: str, pinned: bool) -> list[torch.Tensor]:
+    """The flat shard with copies of these blocks, and then a view of it for each."""
+    slots = layout.here()
+    flat = torch.zeros(total(slots), dtype=blocks[0].dtype, device=device, pin_memory=pinned)
+    views = [slot.block(flat) for slot in slots]
+    for view, block in zip(views, blocks, strict=True):
+        view.copy_(block)
+    return [flat, *views]
+
+
+@per_rank
+def own_blocks(layout: Layout, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's blocks of whole parameters."""
+    found = []
+    for whole, slot, stored, axis in zip(wholes, layout.here(), layout.stored, layout.axes, strict=True):
+        place = stored.mesh.get_coordinate()[axis]
+        found.append(whole.narrow(slot.dim, min(place * slot.rows, whole.shape[slot.dim]), slot.length))
+    return found
+
+
+@per_rank
+def version(flat: torch.Tensor) -> int:
+    """How often the memory of the shards was written into."""
+    return flat._version
+
+
+@per_rank
+def memory(layout: Layout, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Memory for the gathered parameters, which is free until it is filled."""
+    made = torch.empty(layout.n * total(layout.here()), dtype=dtype, device=device)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+@per_rank
+def fill(layout: Layout, into: torch.Tensor, gathered: torch.Tensor) -> None:
+    """Write what was gathered into the memory. What autograd has saved of it stays valid: the numbers are the same."""
+    into = into.data  # which has a version of its own
+    into.untyped_storage().resize_(into.numel() * into.itemsize)
+    unpack(gathered, into, layout.here(), layout.n)
+
+
+@per_rank
+def free(x: torch.Tensor) -> None:
+    """Give the memory back. Tensors that show it stay, and must not be read until it is filled again."""
+    x.untyped_storage().resize_(0)
+
+
+@per_rank
+def wholes(layout: Layout, memory: torch.Tensor) -> list[torch.Tensor]:
+    """The whole parameters, as views of the memory."""
+    return [slot.whole(memory, layout.n) for slot in layout.here()]
+
+
+@per_rank
+def packed(layout: Layout, gradients: Sequence[torch.Tensor | None], dtype: torch.dtype, like: torch.Tensor):
+    """[n, elements of a shard + parameters]: gradients as they are sent, and behind them which there are."""
+    slots = layout.here()
+    size = total(slots)
+    rows = torch.empty(layout.n, size + len(slots), dtype=dtype, device=like.device)
+    pack(rows, gradients, slots)
+    rows[:, size:] = torch.tensor([float(g is not None) for g in gradients], dtype=dtype, device=like.device)
+    return rows
+
+
+@per_rank
+def unpacked(layout: Layout, reduced: torch.Tensor, scale: float, dtype: torch.dtype) -> list[torch.Tensor]:
+    """How many ranks had a gradient of each parameter, and then this rank's blocks of their sums."""
+    slots = layout.here()
+    size = total(slots)
+    summed = reduced.narrow(0, 0, size)
+    summed = summed.to(dtype) if summed.dtype != dtype else summed
+    if scale != 1.0:
+        summed.mul_(scale)
+    return [reduced.narrow(0, size, len(slots)), *(slot.block(summed) for slot in slots)]
+
+
+@per_rank
+def part(gathered: torch.Tensor, place: int, parts: int) -> torch.Tensor:
+    """A copy of one of so many equal parts of what was gathered."""
+    return gathered.view(parts, -1)[place].clone()

@@ -1,0 +1,413 @@
+"""A fully sharded model learns what it learns on one device: forward, backward and optimiser steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import ways
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import spmd
+from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
+from spmd.debug import CommDebugMode
+from spmd.parallel import (
+    ColwiseParallel,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+    register_fsdp_forward_method,
+)  # fmt: skip
+from tests.tensor.single import every_rank
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Odd(nn.Module):
+    """What a group meets: tied, frozen and unused parameters, a block that is called twice."""
+
+    def __init__(self, width: int = 8, hidden: int = 16, words: int = 12):
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(2))
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3, 4))
+
+    def forward(self, ids):
+        x = self.words(ids)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(self.frozen(x))
+
+
+SIZES = {
+    "even": {}, "uneven": {"width": 6, "hidden": 10, "words": 7}, "empty": {"width": 2, "hidden": 3, "words": 5},
+}  # fmt: skip
+BATCHES = torch.randint(5, (2, 8, 3), generator=torch.Generator().manual_seed(1))
+
+
+@functools.cache
+def _numbers(sizes: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return Odd(**SIZES[sizes]).double().state_dict()
+
+
+def model(sizes: str = "even") -> Odd:
+    net = Odd(**SIZES[sizes]).double()
+    net.load_state_dict(_numbers(sizes))
+    return net
+
+
+@pytest.fixture(autouse=True, scope="module")
+def numbers():
+    """Drawn on one device, before there are ranks."""
+    for sizes in SIZES:
+        _numbers(sizes)
+
+
+def whole(x):
+    return x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), 0.1, momentum=0.5)
+
+
+def loss_of(net: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, batches=BATCHES, part=lambda ids: ids) -> dict:
+    """Steps, and then all that a user can see, by name. part: the part of a batch that is this rank's."""
+    for ids in batches:
+        optimizer.zero_grad()
+        loss_of(net, part(ids)).backward()
+        optimizer.step()
+    return seen(net)
+
+
+def seen(net: nn.Module) -> dict:
+    found = {name: whole(p) for name, p in net.named_parameters()}
+    return found | {f"{name}.grad": whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
+
+
+def alone(sizes: str = "even", batches=BATCHES) -> dict:
+    net = model(sizes)
+    return train(net, sgd(net), batches)
+
+
+def mesh_of(axes: dict[str, int]):
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def shard_all(net: Odd, mesh, **said) -> Odd:
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh, **said)
+    return fully_shard(net, mesh=mesh, **said)
+
+
+def part_on(mesh):
+    """This rank's part of a batch: both axes of a hybrid mesh share it out."""
+    return lambda ids: distribute_tensor(ids, mesh, [Shard(0)] * mesh.ndim, src_data_rank=None).to_local()
+
+
+def equal(got: dict, want: dict, tolerance: float = 1e-10) -> None:
+    assert set(got) == set(want)
+    for name, x in want.items():
+        for block in every_rank(got[name]):
+            assert torch.allclose(block, x, rtol=tolerance, atol=tolerance / 100), name
+
+
+def last_dim(p: nn.Parameter) -> Shard:
+    return Shard(p.ndim - 1)
+
+
+SAID = {
+    "kept": {"reshard_after_forward": False}, "freed": {"reshard_after_forward": True},
+    "fewer": {"reshard_after_forward": 2}, "as it comes": {}, "last dim": {"shard_placement_fn": last_dim},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+}  # fmt: skip
+MESHES = {"line": {"dp": 4}, "hybrid": {"rep": 2, "dp": 2}, "alone": {"dp": 1}}
+CASES = [
+    *[("line", said, "uneven") for said in SAID], *[("line", "as it comes", sizes) for sizes in ("even", "empty")],
+    *[("hybrid", "as it comes", sizes) for sizes in SIZES], ("hybrid", "last dim", "empty"),
+    ("line", "last dim", "empty"), ("alone", "as it comes", "uneven"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh, said, sizes", CASES, ids=str)
+def test_it_learns_as_one_device(mesh, said, sizes):
+    """Two steps; unused parameters have no gradient, and shards are what the optimiser has."""
+    want, axes = alone(sizes), MESHES[mesh]
+    with LocalTensorMode(torch.Size(axes.values()).numel()):
+        over = mesh_of(axes)
+        net = shard_all(model(sizes), over, **SAID[said])
+        optimizer = sgd(net)
+        equal(train(net, optimizer, part=part_on(over)), want)
+        assert all(isinstance(s["momentum_buffer"], DTensor) for s in optimizer.state.values())
+        assert net.head.weight is net.words.weight and "FSDPOdd" in repr(type(net))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_beside_tensor_parallelism(sizes):
+    """Parameters of the plan are on both axes, the others on one."""
+    want = alone(sizes)
+    with LocalTensorMode(4):
+        both = mesh_of({"dp": 2, "tp": 2})
+        net = parallelize_module(
+            model(sizes), both["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        )
+        shard_all(net, both["dp"])
+        assert net.blocks[0].up.weight.device_mesh.axis_names == ("dp", "tp")
+        assert net.blocks[0].norm.weight.device_mesh.ndim == 1
+        equal(train(net, sgd(net), part=part_on(both["dp"])), want)
+
+
+@pytest.mark.parametrize("way", ("gloo", "threads"))
+def test_real_ranks_do_the_same(way, gloo4):
+    want = alone("uneven")
+    for rank in ways.run(way, gloo4, on_real_ranks):
+        for got in rank:
+            equal(got, want)
+
+
+def on_real_ranks():
+    """Sharded over all, and over two of four with copies."""
+    found = []
+    for axes, said in (({"dp": 4}, {"reshard_after_forward": 2}), ({"rep": 2, "dp": 2}, {})):
+        over = mesh_of(axes)
+        net = shard_all(model("uneven"), over, **said)
+        found.append(train(net, sgd(net), part=part_on(over)))
+    return found
+
+
+# ---- gradients of several passes --------------------------------------------------------------
+
+
+def accumulated(net: nn.Module, part=lambda ids: ids, between=lambda net, is_last: None) -> dict:
+    for i, ids in enumerate(BATCHES):
+        between(net, i == len(BATCHES) - 1)
+        loss_of(net, part(ids)).backward()
+    return seen(net)
+
+
+def no_sync(net, is_last):
+    net.set_requires_gradient_sync(is_last)
+
+
+def no_all_reduce(net, is_last):
+    net.set_requires_all_reduce(is_last)
+
+
+def stays_whole(net, is_last):
+    net.set_requires_gradient_sync(is_last)
+    net.set_reshard_after_backward(is_last)
+
+
+def in_flight(net, is_last):
+    net.set_is_last_backward(is_last)
+
+
+@pytest.mark.parametrize("between", [lambda *_: None, no_sync, no_all_reduce, stays_whole, in_flight])
+@pytest.mark.parametrize("mesh", ["line", "hybrid"])
+def test_gradients_of_several_passes_add_up(mesh, between):
+    want = accumulated(model("uneven"))
+    with LocalTensorMode(4):
+        over = mesh_of(MESHES[mesh])
+        net = shard_all(model("uneven"), over)
+        equal(accumulated(net, part_on(over), between), want)
+
+
+# ---- what is sent -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", ["freed", "kept"])
+def test_a_block_is_gathered_in_one_collective_and_reduced_in_one(said):
+    with LocalTensorMode(4):
+        net = nn.Sequential(*[Block(4, 8) for _ in range(3)])
+        for block in net:
+            fully_shard(block, mesh=mesh_of({"dp": 4}), **SAID[said])
+        fully_shard(net, mesh=mesh_of({"dp": 4}))
+        with CommDebugMode() as comm:
+            net(torch.ones(2, 4)).sum().backward()
+    counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+    assert counts == {"all_gather_into_tensor": 6 if said == "freed" else 3, "all_to_all_single": 3}
+
+
+# ---- policies and methods ---------------------------------------------------------------------
+
+
+def test_mixed_precision_computes_in_one_dtype_and_sums_in_another():
+    """As on one device with parameters and inputs cast; shards and gradients keep their dtype."""
+    seen_dtypes = []
+    with LocalTensorMode(2):
+        mesh = mesh_of({"dp": 2})
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
+        net = fully_shard(nn.Linear(4, 3), mesh=mesh, mp_policy=policy)
+        want = copy.deepcopy(nn.Linear(4, 3))
+        want.weight.data, want.bias.data = (whole(p).reconcile().clone() for p in net.parameters())
+        net.register_forward_pre_hook(lambda m, args: seen_dtypes.append((args[0].dtype, m.weight.dtype)))
+        x = torch.arange(8.0).reshape(2, 4) / 8
+        out = net(x)
+        out.sum().backward()
+        assert out.dtype is torch.float64 and seen_dtypes == [(torch.bfloat16, torch.bfloat16)]
+        assert net.weight.dtype is torch.float32 and net.weight.grad.dtype is torch.float32
+        got = net.weight.grad.full_tensor().reconcile()
+    want.bfloat16()(x.bfloat16()).double().sum().backward()
+    torch.testing.assert_close(got, want.weight.grad.float(), rtol=1e-2, atol=0)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.own = Block(4, 8), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.own(checkpoint(self.inner, x, use_reentrant=False))
+
+    def other(self, x):
+        return self.own(x).sum()
+
+
+def test_a_checkpointed_block_is_gathered_again():
+    torch.manual_seed(0)
+    net, x = Twice(), torch.ones(4, 4)
+    want = copy.deepcopy(net)
+    want(x).square().mean().backward()
+    with LocalTensorMode(2):
+        over = mesh_of({"dp": 2})
+        fully_shard(net.inner, mesh=over)
+        fully_shard(net, mesh=over)
+        net(part_on(over)(x)).square().mean().backward()
+        equal(seen(net), seen(want), 1e-5)
+        assert not any(bucket.is_whole for bucket in net._fully_sharded_group.buckets)
+
+
+def test_other_methods_and_prefetches():
+    with LocalTensorMode(2):
+        over = mesh_of({"dp": 2})
+        net = Twice()
+        fully_shard(net.inner, mesh=over)
+        fully_shard(net, mesh=over)
+        assert isinstance(net, FSDPModule) and not isinstance(net.own, FSDPModule)
+        register_fsdp_forward_method(net, "other")
+        net.other(torch.ones(4, 4)).backward()
+        assert net.own.weight.grad.full_tensor().reconcile().eq(4).all() and net.inner.up.weight.grad is None
+        net.set_modules_to_forward_prefetch([net.inner])
+        net.inner.set_modules_to_backward_prefetch([net])
+        net.unshard()
+        assert not isinstance(net.own.weight, DTensor) and isinstance(net.inner.up.weight, DTensor)
+        handle = net.inner.unshard(async_op=True)
+        assert isinstance(net.inner.up.weight, DTensor)
+        handle.wait()
+        assert not isinstance(net.inner.up.weight, DTensor)
+        net.inner.reshard()
+        assert isinstance(net.inner.up.weight, DTensor)
+        assert all(isinstance(x, DTensor) for x in net.state_dict().values())
+
+
+def test_what_was_written_in_between_is_gathered_again():
+    """A root that stays whole after a forward does not compute with old numbers."""
+    with LocalTensorMode(2):
+        net = fully_shard(nn.Linear(2, 2, bias=False), mesh=mesh_of({"dp": 2}))
+        x = torch.ones(1, 2)
+        held = next(iter(net.parameters()))
+        first = net(x).detach()
+        with torch.no_grad():
+            held.mul_(2)
+        assert torch.equal(net(x).reconcile(), 2 * first.reconcile())
+        net.load_state_dict({"weight": torch.ones(2, 2)})
+        assert net(x).reconcile().eq(2).all()
+
+
+def test_models_on_the_meta_device_are_made_shard_by_shard():
+    """The numbers do not depend on the mesh."""
+
+    def made(ranks: int):
+        with LocalTensorMode(ranks):
+            spmd.manual_seed(0)
+            with torch.device("meta"):
+                net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+            for layer in net:
+                fully_shard(layer, mesh=mesh_of({"dp": ranks}))
+            fully_shard(net, mesh=mesh_of({"dp": ranks}))
+            with pytest.raises(RuntimeError, match="to_empty"):
+                net(torch.ones(2, 4))
+            net.to_empty(device="cpu")
+            for layer in net:
+                layer.reset_parameters()
+            return [whole(p).reconcile() for p in net.parameters()], net(torch.ones(2, 4)).reconcile()
+
+    (two, out), (four, other) = made(2), made(4)
+    assert all(map(torch.equal, two, four)) and torch.allclose(out, other)
+
+
+def test_ranks_may_use_different_parameters():
+    """A parameter that some ranks use has the gradient of one device; one that no rank uses has none."""
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ParameterList(nn.Parameter(torch.full((3,), i + 1.0)) for i in range(3))
+
+        def forward(self, x, expert):
+            return (self.experts[expert] * x).sum()
+
+    def on_rank(rank):
+        net = fully_shard(Routed(), mesh=mesh_of({"dp": 2}))
+        net(torch.ones(3), rank).backward()
+        return [p.grad if p.grad is None else whole(p.grad) for p in net.experts]
+
+    for first, second, third in spmd.sim.run_ranks(on_rank, 2):
+        assert first.eq(0.5).all() and second.eq(0.5).all() and third is None
+
+
+def tied():
+    net = model()
+    fully_shard(net.words, mesh=mesh_of({"dp": 2}))
+    fully_shard(net, mesh=mesh_of({"dp": 2}))
+
+
+def on_two(net: nn.Module, **said) -> nn.Module:
+    return fully_shard(net, mesh=mesh_of({"dp": 2}), **said)
+
+
+ERRORS = {
+    "tied": (tied, "same parameter as words.weight.*one group"),
+    "twice": (lambda: on_two(on_two(nn.Linear(2, 2))), "sharded already"),
+    "list": (lambda: on_two(nn.ModuleList([nn.Linear(2, 2)])), "no forward"),
+    "number": (lambda: on_two(nn.Linear(2, 2), reshard_after_forward=2), "smaller than"),
+    "dim": (lambda: on_two(nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(2)), "dims"),
+    "scalar": (lambda: on_two(Scalar()), "shape .1."),
+}  # fmt: skip
+
+
+class Scalar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_mistakes_are_said(what):
+    make, said = ERRORS[what]
+    with LocalTensorMode(2), pytest.raises(ValueError, match=said):
+        make()
