@@ -249,8 +249,11 @@ def _install(module: nn.Module, group: Group) -> None:
     module.register_load_state_dict_pre_hook(_with_shards)
 
 
-@functools.cache
 def _sharded_class(kind: type) -> type:
+    """The class with the methods of `FSDPModule`, one for each class of modules."""
+    for made in kind.__subclasses__():
+        if made.__bases__ == (FSDPModule, kind):
+            return made
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {"__module__": kind.__module__})
 
 
