@@ -10,7 +10,6 @@ pattern that matches a value decides.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from spmd.expand.constraints import constrain_node
 from spmd.expand.origins import GRADIENT_OF, SITES, Site, handed_on
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.constraint import Constraint
-from spmd.tensor.annotations.patterns import Patterns, matches, without_root
+from spmd.tensor.annotations.patterns import Patterns, matches, what_there_is
 from spmd.tensor.placement import Placement
 from spmd.tensor.spec import Spec
 
@@ -104,9 +103,8 @@ def _require_matches(pins: Pins, sites: Sequence[Site]) -> None:
 
 def near_names(pattern: str, sites: Sequence[Site]) -> str:
     """What is there, for an error: the nearest names to a pattern, or the first."""
-    names = list(dict.fromkeys(site.names[0] for site in sites))
+    names = [site.names[0] for site in sites]
     if ":" in pattern:
         names = [name for name in names if ":" in name] or names
-    near = difflib.get_close_matches(pattern, [*names, *map(without_root, names)], n=3, cutoff=0.4)
-    return f"Near: {', '.join(near)}." if near else f"There are: {', '.join(names[:8]) or 'none'}."
+    return what_there_is(pattern, names)
 

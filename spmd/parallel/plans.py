@@ -9,9 +9,8 @@ Everything that a plan can get wrong is found here, before a model is changed.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from spmd.mesh import DeviceMesh
 from spmd.parallel.heads import check_heads
 from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from spmd.tensor.annotations.patterns import matches, what_there_is
 from spmd.tensor.placement import REPLICATE, Placement, Replicate
 
 Styled = Mapping[str, ParallelStyle]
@@ -54,22 +54,25 @@ def parts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> Parts:
         plan = {"": plan}
     if not isinstance(plan, Mapping):
         raise TypeError(f"parallelize_plan is {plan!r}; give a style, or a dict from names of modules to styles")
-    modules, names = dict(module.named_modules()), [name for name, _ in _parameters(module)]
+    modules = dict(module.named_modules())
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     styles: dict[str, ParallelStyle] = {}
     params: dict[str, Any] = {}
     for pattern, said in plan.items():
         style = _style(pattern, said)
         if style is None:
-            _require(pattern, names, "parameter")
+            if not any(matches(pattern, name) for name in names):
+                raise _nothing(pattern, "parameter", names)
             params[pattern] = said
             continue
         found = [name for name in modules if _matches(pattern, name)]
-        _require(pattern, list(modules), "module")
+        if not found:
+            raise _nothing(pattern, "module", modules)
         for name in found:
             styles.setdefault(name, style)
     for name, style in styles.items():
         style.check(modules[name], name or type(module).__name__)
-    _check_ties(module, styles, mesh)
+    _check_ties(module, styles)
     check_heads(modules, styles, mesh)
     return Parts(styles, params)
 
@@ -97,25 +100,11 @@ def _matches(pattern: str, name: str) -> bool:
     return len(wanted) == len(found) and all(map(fnmatch.fnmatchcase, found, wanted))
 
 
-def _require(pattern: str, names: list[str], what: str) -> None:
-    match = _matches if what == "module" else fnmatch_either
-    if any(match(pattern, name) for name in names):
-        return
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-    hint = f"Near: {', '.join(near)}." if near else f"There are: {', '.join([n for n in names if n][:8]) or 'none'}."
-    raise ValueError(f"parallelize_plan {pattern!r} matches no {what}. {hint}")
+def _nothing(pattern: str, what: str, names: Iterable[str]) -> ValueError:
+    return ValueError(f"parallelize_plan {pattern!r} matches no {what}. {what_there_is(pattern, names)}")
 
 
-def fnmatch_either(pattern: str, name: str) -> bool:
-    """Whether a pattern of parameters matches, as `spmd.compile` takes it."""
-    return fnmatch.fnmatchcase(name, pattern)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    yield from module.named_parameters(remove_duplicate=False)
-
-
-def _check_ties(module: nn.Module, styles: Styled, mesh: DeviceMesh) -> None:
+def _check_ties(module: nn.Module, styles: Styled) -> None:
     """ValueError for a parameter with two names that would be placed in two ways."""
     told: dict[int, tuple[str, Placement]] = {}
     names = dict(module.named_modules())

@@ -59,20 +59,12 @@ class PrepareModuleInput(ParallelStyle):
     def _prepared(self, args: tuple, mesh: DeviceMesh) -> tuple:
         if self.inputs is None:
             return args
-        if len(args) != len(self.inputs):
-            raise ValueError(
-                f"{self}: the module was given {len(args)} positional inputs, and there are layouts for "
-                f"{len(self.inputs)}; give one for each, None for what stays as it is"
-            )
-        return tuple(self._placed(x, mesh, pair) for x, pair in zip(args, self.inputs, strict=True))
+        _require_as_many(self, "was given {} positional inputs", args, self.inputs)
+        return tuple(_placed(x, mesh, pair, self.use_local_output) for x, pair in zip(args, self.inputs, strict=True))
 
     def _prepared_by_name(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-        return {k: self._placed(x, mesh, self.by_name[k]) if k in self.by_name else x for k, x in kwargs.items()}
-
-    def _placed(self, x: Any, mesh: DeviceMesh, pair: tuple) -> Any:
-        if not isinstance(x, torch.Tensor) or pair[0] is None:
-            return x
-        return leaving(x, mesh, *pair, self.use_local_output)
+        said = {k: self.by_name.get(k, (None, None)) for k in kwargs}
+        return {k: _placed(x, mesh, said[k], self.use_local_output) for k, x in kwargs.items()}
 
     def constraints(self) -> Mapping[str, Placement]:
         return _constraint("input", self.inputs)
@@ -105,15 +97,9 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _handed_out(self, output: Any, mesh: DeviceMesh) -> Any:
         values = as_tuple(output)
-        if len(values) != len(self.outputs):
-            raise ValueError(
-                f"{self}: the module gave {len(values)} outputs, and there are layouts for {len(self.outputs)}; give "
-                "one for each, None for what stays as it is"
-            )
-        placed = tuple(
-            leaving(x, mesh, *pair, self.use_local_output) if isinstance(x, torch.Tensor) and pair[0] is not None else x
-            for x, pair in zip(values, self.outputs, strict=True)
-        )
+        _require_as_many(self, "gave {} outputs", values, self.outputs)
+        pairs = zip(values, self.outputs, strict=True)
+        placed = tuple(_placed(x, mesh, pair, self.use_local_output) for x, pair in pairs)
         return placed if isinstance(output, (tuple, list)) else placed[0]
 
     def constraints(self) -> Mapping[str, Placement]:
@@ -153,6 +139,18 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 Pair = tuple[Placement | None, Placement | None]
+
+
+def _placed(x: Any, mesh: DeviceMesh, pair: Pair, use_local: bool) -> Any:
+    return leaving(x, mesh, *pair, use_local) if isinstance(x, torch.Tensor) and pair[0] is not None else x
+
+
+def _require_as_many(style: ParallelStyle, what: str, values: Sequence, pairs: Sequence[Pair]) -> None:
+    if len(values) != len(pairs):
+        raise ValueError(
+            f"{style}: the module {what.format(len(values))}, and there are layouts for {len(pairs)}; give one for "
+            "each, None for what stays as it is"
+        )
 
 
 def _pairs(name: str, layouts: Layouts, desired: Layouts) -> tuple[Pair, ...] | None:

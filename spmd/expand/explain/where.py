@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from spmd.expand.origins import ORIGIN, Line, Origin
 from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.roles import MARK, Roles
 from spmd.expand.state import Slot
-from spmd.tensor.annotations.patterns import matches, without_root
+from spmd.tensor.annotations.patterns import matches, what_there_is
 
 Found = dict[fx.Node, tuple[str, ...]]
 """For nodes, where they are from: the paths of modules and parameters, or lines."""
@@ -72,12 +71,10 @@ def _is_in(path: str, of: str) -> bool:
 
 
 def _near(of: str, graph: fx.Graph, paths: Found) -> str:
-    names = list(dict.fromkeys(p for each in paths.values() for p in each))
+    names = [p for each in paths.values() for p in each]
     if is_line(of):
         names = [str(n.meta[ORIGIN].lines[0]) for n in graph.nodes if n.meta.get(ORIGIN, Origin()).lines]
-    near = difflib.get_close_matches(of, [*names, *map(without_root, names)], n=3, cutoff=0.4)
-    names = list(dict.fromkeys(near or names[:8]))
-    return f"{'Near' if near else 'There are'}: {', '.join(names) or 'none'}."
+    return what_there_is(of, names)
 
 
 # ---- modules and parameters -------------------------------------------------------------------

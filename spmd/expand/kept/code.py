@@ -33,6 +33,7 @@ import spmd.expand.kept as here
 from spmd.expand.closed_over import MOST_ITEMS, is_installed, names_in, package_of
 from spmd.expand.kept.described import code_text, described, digest, qualified, shortened
 from spmd.expand.kept.notation import MAIN, CannotKeep, module_name
+from spmd.expand.python_state import is_set
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
@@ -185,7 +186,7 @@ class _Values:
         for name, x in given.items():
             self.value(f"{module_name(fn.__module__)}.{name}", x, names.attributes)
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-        bound = {name: cell.cell_contents for name, cell in cells if _is_set(cell)}
+        bound = {name: cell.cell_contents for name, cell in cells if is_set(cell)}
         bound |= fn.__kwdefaults__ or {}
         bound |= {f"default {i}": x for i, x in enumerate(fn.__defaults__ or ())}
         for name, x in bound.items():
@@ -235,14 +236,6 @@ def _items(x: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(x, dict):
         return x.items()
     return enumerate(x if isinstance(x, (list, tuple)) else sorted((y for y in x if isinstance(y, PLAIN)), key=repr))
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _is_of_user(x: Any) -> bool:

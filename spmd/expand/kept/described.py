@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from spmd import _torch
 from spmd.expand.guards import ById
 from spmd.expand.kept.notation import CannotKeep, module_name, spec_text
+from spmd.expand.python_state import is_set
 from spmd.expand.state import Slot
 from spmd.tensor.annotations.block_function import BlockFunction
 from spmd.tensor.spec import Spec
@@ -110,17 +111,9 @@ def code_text(code: types.CodeType) -> str:
 
 
 def _function(fn: types.FunctionType, inner: Callable[[Any], str]) -> str:
-    cells = [inner(c.cell_contents) for c in fn.__closure__ or () if _is_set(c)]
+    cells = [inner(c.cell_contents) for c in fn.__closure__ or () if is_set(c)]
     bound = [inner(fn.__defaults__ or ()), inner(fn.__kwdefaults__ or {}), *cells]
     return f"function {qualified(fn)} {digest(code_text(fn.__code__), *bound)}"
-
-
-def _is_set(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _module(x: nn.Module, inner: Callable[[Any], str]) -> str:

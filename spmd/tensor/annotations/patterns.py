@@ -65,9 +65,14 @@ def require_matches(patterns: Iterable[str], names: Sequence[str], what: str) ->
     """ValueError for a pattern that matches none of the names; the error lists the names that are nearest."""
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
-            near = difflib.get_close_matches(pattern, [*names, *map(without_root, names)], n=3, cutoff=0.4)
-            hint = f"Near: {', '.join(near)}." if near else f"There are: {', '.join(list(names)[:8]) or 'none'}."
-            raise ValueError(f"{what} {pattern!r} matches nothing. {hint}")
+            raise ValueError(f"{what} {pattern!r} matches nothing. {what_there_is(pattern, names)}")
+
+
+def what_there_is(pattern: str, names: Iterable[str]) -> str:
+    """For an error about a pattern that matches none of the names: those that are nearest to it, or the first."""
+    there = [name for name in dict.fromkeys(names) if name]
+    near = difflib.get_close_matches(pattern, [*there, *map(without_root, there)], n=3, cutoff=0.4)
+    return f"Near: {', '.join(dict.fromkeys(near))}." if near else f"There are: {', '.join(there[:8]) or 'none'}."
 
 
 def matches(pattern: str, name: str) -> bool:
