@@ -13,6 +13,7 @@ import torch
 
 from spmd import _torch
 from spmd.comm import packing as p
+from spmd.comm.added import adds_terms
 from spmd.comm.async_tensor import AsyncTensor, unless_written, wait
 from spmd.comm.check import compare_call, compare_splits, comparing
 from spmd.comm.group import Members
@@ -61,8 +62,12 @@ def reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, to: Members) -> to
     x = wait(x)
     packed, carrier = p.pack_reduce_scatter(x, reduce_op, dim, to.size), _transport_of(x)
     carrier = _compared(carrier, "reduce_scatter_tensor", [x], (reduce_op, dim), to)
-    raw = _launch(carrier, carrier.reduce_scatter_tensor, packed.sent, packed.op, to.size, to.name)
-    return _result(raw, packed, carrier, "reduce_scatter_tensor")
+    if carrier is _C10D or not adds_terms(carrier, x.device.type, packed.sent.dtype, packed.op):
+        raw = _launch(carrier, carrier.reduce_scatter_tensor, packed.sent, packed.op, to.size, to.name)
+        return _result(raw, packed, carrier, "reduce_scatter_tensor")
+    rows = [len(packed.sent) // to.size] * to.size
+    raw = _launch(carrier, carrier.all_to_all_single, packed.sent, rows, rows, to.name)
+    return _result(raw, p.of_terms(packed, rows), carrier, "reduce_scatter_tensor")
 
 
 @_on_each_played_rank

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from spmd.comm import wire
+from spmd.comm.added import added
 
 Shape = Sequence[int]
 
@@ -65,6 +66,12 @@ def pack_reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, n: int) -> Pa
         return Packed(sent, op, shape, x.dtype, lambda y: wire.without_marks(y.reshape(-1), shape))
     sent = torch.cat(parts) if dim else x.contiguous()
     return Packed(sent.to(sent_as), op, shape, x.dtype, _unpack_reduction(x.dtype, sent_as, reduce_op, n))
+
+
+def of_terms(packed: Packed, rows: Sequence[int]) -> Packed:
+    """The same reduce-scatter, if what is received are its terms, of so many rows each."""
+    unpack, op = packed.unpack or (lambda y: y), packed.op
+    return packed._replace(unpack=lambda y: unpack(added(y.split(rows), op, len(rows))))
 
 
 def pack_all_to_all(x: torch.Tensor, rows: int, shape: Shape | None) -> Packed:

@@ -91,6 +91,9 @@ class Transport(Protocol):
     def stop_comparing(self, mesh: DeviceMesh) -> None:
         """A rank of the mesh compares nothing more: no rank may wait for it."""
 
+    def exchanges_terms(self, device_type: str) -> bool:
+        """Whether to reduce and scatter tensors of such a device is faster by an exchange of terms: `comm/added.py`."""
+
 
 class C10dTransport:
     """The collectives of torch.distributed: NCCL on CUDA, gloo on CPU."""
@@ -147,6 +150,10 @@ class C10dTransport:
 
     def stop_comparing(self, mesh: DeviceMesh) -> None:
         """Nothing to do here."""
+
+    def exchanges_terms(self, device_type: str) -> bool:
+        """On the CPU, where gloo carries: its reduce-scatter is an all-reduce whose result is cut."""
+        return device_type == "cpu"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -221,7 +221,7 @@ class _GraphTransport:
 
     def __init__(self, transport: Transport, tracer: fx.proxy.GraphAppendingTracer):
         self._transport, self._tracer = transport, tracer
-        self.group = transport.group
+        self.group, self.exchanges_terms = transport.group, transport.exchanges_terms
         self.move: str | None = None  # the move of the program that is being launched
 
     def collective(self, op: _torch.OpOverload) -> Callable:

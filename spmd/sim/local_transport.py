@@ -51,6 +51,10 @@ class _Collectives:
     def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
         raise NotImplementedError
 
+    def exchanges_terms(self, device_type: str) -> bool:
+        """No: a collective of the simulator is one step, whatever it is."""
+        return False
+
     def all_reduce(self, x, op, group):
         """See `spmd.comm.Transport`, here and below."""
         return self._call("all_reduce", x, (op,), group)

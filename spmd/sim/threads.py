@@ -140,6 +140,10 @@ class ThreadTransport:
         self._board = board
         self._rank = rank
 
+    def exchanges_terms(self, device_type: str) -> bool:
+        """No: a collective of the simulator is one step, whatever it is."""
+        return False
+
     def all_reduce(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
         """See `spmd.comm.Transport`, here and below."""
         return self._meet(x, group, "all_reduce", op)

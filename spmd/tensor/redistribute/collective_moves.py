@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from spmd.comm import wire
+from spmd.comm.added import added, adds_terms
 from spmd.mesh import cost
 from spmd.tensor.redistribute.all_ranks import most_in_group, overlaps, sides, volumes
 from spmd.tensor.redistribute.boxes import (
@@ -266,15 +267,22 @@ class ReduceScatter(_Reduction):
         else:
             flat = cut(x, ctx.shape_before(), pieces)
         flat = _cast(flat, ctx.before.dtype, dtype).contiguous()
-        return ctx.transport.reduce_scatter_tensor(flat, op, len(pieces), ctx.group(self.axes))
+        n, rows = len(pieces), 2 * row if marked else row
+        if adds_terms(ctx.transport, ctx.before.mesh.device_type, dtype, op):
+            return ctx.transport.all_to_all_single(flat, [rows] * n, [rows] * n, ctx.group(self.axes))
+        return ctx.transport.reduce_scatter_tensor(flat, op, n, ctx.group(self.axes))
 
     def finish(self, y, ctx):
-        row = max(map(volume, self._pieces(ctx)))
+        pieces = self._pieces(ctx)
+        row = max(map(volume, pieces))
         if not row:
             return y.new_zeros(ctx.shape_after())
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
-        y = _cast(ctx.transport.wait_tensor(y), dtype, ctx.before.dtype)
-        if wire.marks_nan(ctx.before.dtype, op):
+        marked, y = wire.marks_nan(ctx.before.dtype, op), ctx.transport.wait_tensor(y)
+        if adds_terms(ctx.transport, ctx.before.mesh.device_type, dtype, op):
+            y = added(y.split([2 * row if marked else row] * len(pieces), 0), op, len(pieces))
+        y = _cast(y, dtype, ctx.before.dtype)
+        if marked:
             y = wire.without_marks(y, (row,))
         own = prod(ctx.shape_after())
         y = self._averaged(y, ctx)
@@ -324,16 +332,10 @@ class ReduceInOrder(_Reduction):
         if not any(map(volume, wanted)):
             return y.new_zeros(ctx.shape_after())
         terms = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype).split([own] * len(wanted), 0)
-        add, total = COMBINE[self.op(ctx.before)], terms[0]
-        for i in range(1, len(wanted)):
-            total = add(total, terms[i])
-        return self._averaged(total, ctx).view(ctx.shape_after())
+        return self._averaged(added(terms, self.op(ctx.before), len(wanted)), ctx).view(ctx.shape_after())
 
     def _details(self, before, after):
         return [dims_text(self.axes, after)]
-
-
-COMBINE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
 
 # ---- the wire ---------------------------------------------------------------------------------

@@ -62,11 +62,13 @@ def same_bits(found: list, wanted: list) -> bool:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("weights", [R, S0], ids=["replicated", "sharded"])
 def test_a_train_step_gives_the_same_bits_everywhere(gloo4: Pool, weights, compiled):
-    """Forward, backward and optimiser, on gloo and simulated, on one axis and on two. Gloo's own sums differ."""
+    """Forward, backward and optimiser, on gloo and simulated, on one axis and on two. Gloo's own sums differ; what is
+    scattered is added in this order anyway (`comm/added.py`)."""
     wanted = ThreadWorld(4).run(lambda rank: trained(rank, (4,), weights, compiled, True))
     for shape in MESHES:
         assert all(same_bits(each, wanted[0]) for each in gloo4.run(trained, shape, weights, compiled, True))
-    assert not same_bits(gloo4.run(trained, (4,), weights, compiled, False)[0], wanted[0])
+    if weights is R:
+        assert not same_bits(gloo4.run(trained, (4,), weights, compiled, False)[0], wanted[0])
 
 
 def test_ops_add_in_rank_order_inside_the_block_only():
