@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from workers import Pool
 
-from spmd.comm import C10dTransport, transport, use_transport
+from spmd.comm import C10dTransport, reduce_scatter_tensor, transport, use_transport
 from spmd.mesh import DeviceMesh, init_device_mesh
 from spmd.sim import run_ranks
 
@@ -157,3 +157,20 @@ def test_a_collective_is_an_op_that_traces_to_plain_data_without_a_process_group
 
 def test_one_rank_gathers_its_own_object_without_a_process_group() -> None:
     assert transport().gather_objects("mine", init_device_mesh("cpu", (1, 1))) == ["mine"]
+
+
+def scattered(rank: int) -> torch.Tensor:
+    return reduce_scatter_tensor(random_terms()[rank], "sum", 0, (LINE, "dp")).wait()
+
+
+def random_terms() -> torch.Tensor:
+    """Of four ranks. In other orders they have other sums."""
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(3)) * 100
+
+
+def test_on_cpus_scattered_terms_are_added_in_the_order_of_the_ranks(gloo4: Pool):
+    """What gloo adds by itself has other bits."""
+    a, b, c, d = random_terms()
+    found = torch.cat(gloo4.run(scattered))
+    assert torch.equal(found, a + b + c + d)
+    assert not torch.equal(found, d + c + b + a)
