@@ -5,6 +5,8 @@
 Nothing here is a mechanism of its own: a style is placements of parameters, of inputs and of outputs.
 """
 
+from spmd.parallel.clip import clip_grad_norm_
+from spmd.parallel.data_parallel import data_parallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from spmd.parallel.parallelize import parallelize_module, placements_of
@@ -15,5 +17,6 @@ from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, Sequ
 __all__ = [
     "CPUOffloadPolicy", "ColwiseParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle",
     "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
-    "UnshardHandle", "fully_shard", "parallelize_module", "placements_of", "register_fsdp_forward_method",
+    "UnshardHandle", "clip_grad_norm_", "data_parallel", "fully_shard", "parallelize_module", "placements_of",
+    "register_fsdp_forward_method",
 ]  # fmt: skip

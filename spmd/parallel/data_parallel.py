@@ -1,0 +1,196 @@
+"""data_parallel: each rank has all parameters, and the gradients of all ranks are averaged, in buckets.
+
+    model = data_parallel(model, mesh["dp"])
+    loss_of(model(part_of_the_batch)).backward()        # gradients are those of the whole batch
+
+Gradients are copied into a bucket as soon as they are made, in the order in which the backward pass makes them, and a
+full bucket is sent while the backward pass goes on. The gradients are then views of what was received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd import _torch
+from spmd.comm import transport, wait
+from spmd.comm.functional import all_reduce, broadcast
+from spmd.mesh import DeviceMesh, per_rank
+from spmd.tensor.eager.dtensor import DTensor
+
+FIRST_MB, MB = 1.0, 2**20
+
+
+@dataclass
+class _Bucket:
+    """Parameters of one dtype whose gradients are sent together. waiting: how many have none yet in this pass."""
+
+    parameters: list[nn.Parameter]
+    waiting: set[int] = field(default_factory=set)
+    sent: torch.Tensor | None = None
+    used: list[bool] = field(default_factory=list)
+
+
+def data_parallel(
+    module: nn.Module, mesh: DeviceMesh, *, bucket_cap_mb: float = 25.0, broadcast_buffers: bool = True
+) -> nn.Module:
+    """Average the gradients of a module over all ranks of a mesh, in place; returns the module.
+
+    Every rank computes the mean loss of an equal part of the batch. bucket_cap_mb: how many MB of gradients are sent
+    together; the first bucket has one. broadcast_buffers: before each forward, all ranks take the buffers of the first
+    rank. Parameters and buffers are the first rank's from now on, and stay the objects that they are. Those that are
+    DTensors, by tensor parallelism, have their blocks averaged. A parameter that some ranks have not used gets the
+    gradient of the others; one that no rank has used gets none.
+
+    `module.no_sync()` is a context in which backward passes send nothing: the next one outside sends what they added.
+
+    >>> layer = data_parallel(nn.Linear(3, 2), DeviceMesh("cpu", [0]))
+    >>> layer(torch.ones(1, 3)).sum().backward()
+    >>> layer.weight.grad
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"data_parallel: mesh is {mesh!r}; give a mesh of spmd, such as mesh['dp']")
+    if hasattr(module, "no_sync"):
+        raise ValueError(f"data_parallel: this {type(module).__name__} is data-parallel already; call it once")
+    gradients = _Gradients(module, mesh, bucket_cap_mb)
+    _take_first(mesh, [*module.parameters(), *module.buffers()])
+    if broadcast_buffers and any(True for _ in module.buffers()):
+        module.register_forward_pre_hook(lambda *_: _take_first(mesh, list(module.buffers())))
+    module.no_sync = gradients.no_sync
+    return module
+
+
+class _Gradients:
+    """The gradients of a module in buckets, which are sent in order."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float):
+        self.mesh, self.syncs, self.next, self.is_running = mesh, True, 0, False
+        trained = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+        self.buckets = list(_buckets(trained[::-1], cap_mb))
+        for bucket in self.buckets:
+            bucket.waiting = set(map(id, bucket.parameters))
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add their gradients on each rank."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def _hook(self, bucket: _Bucket) -> Any:
+        def made(p: nn.Parameter) -> None:
+            if not self.syncs:
+                return
+            if not self.is_running:
+                self.is_running = True
+                _torch.after_backward(self._end)
+            bucket.waiting.discard(id(p))
+            self._send_full()
+
+        return made
+
+    def _send_full(self) -> None:
+        """Send the buckets that are full, up to the first that is not: the order is the same on all ranks."""
+        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+            self._send(self.buckets[self.next])
+            self.next += 1
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        bucket.used = [p.grad is not None for p in bucket.parameters]
+        flat = _flat([_block(p) for p in bucket.parameters], [_block(p.grad) for p in bucket.parameters])
+        for p in bucket.parameters:
+            p.grad = None  # its memory may be freed now
+        everywhere = transport().group(self.mesh, tuple(range(self.mesh.ndim)))
+        bucket.sent = flat if self.mesh.size() == 1 else all_reduce(flat, "sum", everywhere)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        for bucket in self.buckets[self.next :]:
+            self._send(bucket)
+        for bucket in self.buckets:
+            counts, *views = _split(wait(bucket.sent), [_block(p) for p in bucket.parameters], self.mesh.size())
+            used = bucket.used if all(bucket.used) else _positive(counts)
+            for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
+                p.grad = _like(p, view) if is_used else None
+            bucket.sent, bucket.waiting = None, set(map(id, bucket.parameters))
+        self.next, self.is_running = 0, False
+
+
+def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
+    """The parameters in buckets of one dtype, in order; the first is small, so that something is sent early."""
+    most, size, found = min(FIRST_MB, cap_mb) * MB, 0, []
+    for p in parameters:
+        nbytes = _bytes(p)
+        if found and (size + nbytes > most or p.dtype != found[0].dtype):
+            yield _Bucket(found)
+            most, size, found = cap_mb * MB, 0, []
+        found.append(p)
+        size += nbytes
+    if found:
+        yield _Bucket(found)
+
+
+def _bytes(p: torch.Tensor) -> int:
+    return p._spec.local_nbytes if isinstance(p, DTensor) else p.numel() * p.itemsize
+
+
+def _block(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
+    return DTensor(block, p._spec) if isinstance(p, DTensor) else block
+
+
+@per_rank
+def _flat(like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The gradients as one vector, zeros for those that are missing, and behind them which there are."""
+    used = torch.tensor([float(g is not None) for g in gradients], dtype=like[0].dtype, device=like[0].device)
+    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(like, gradients, strict=True)]
+    return torch.cat([*(part.reshape(-1) for part in parts), used])
+
+
+@per_rank
+def _split(flat: torch.Tensor, like: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+    """How many ranks had each gradient, and the averages as views."""
+    *parts, counts = flat.split([*(p.numel() for p in like), len(like)])
+    flat.narrow(0, 0, flat.numel() - len(like)).div_(n)
+    return [counts, *(part.view(p.shape) for part, p in zip(parts, like, strict=True))]
+
+
+@per_rank
+def _positive(counts: torch.Tensor) -> list[bool]:
+    return [x > 0 for x in counts.tolist()]
+
+
+@torch.no_grad()
+def _take_first(mesh: DeviceMesh, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the first rank's numbers into these tensors, those of one dtype in one collective."""
+    blocks = [_block(x) for x in tensors]
+    group = transport().group(mesh, tuple(range(mesh.ndim)))
+    for dtype in dict.fromkeys(x.dtype for x in blocks) if mesh.size() > 1 else ():
+        mine = [x for x in blocks if x.dtype is dtype]
+        _write(wait(broadcast(_joined(mine), 0, group)), mine)
+
+
+@per_rank
+def _joined(blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([x.detach().reshape(-1) for x in blocks])
+
+
+@per_rank
+def _write(flat: torch.Tensor, blocks: Sequence[torch.Tensor]) -> None:
+    for x, part in zip(blocks, flat.split([x.numel() for x in blocks]), strict=True):
+        x.copy_(part.view(x.shape))

@@ -1,0 +1,142 @@
+"""Gradients of data-parallel ranks are those of one device, and so is their norm."""
+
+from __future__ import annotations
+
+import copy
+from math import inf
+
+import pytest
+import torch
+import ways
+from torch import nn
+
+import spmd
+from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor
+from spmd.debug import CommDebugMode
+from spmd.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, data_parallel, parallelize_module
+from spmd.sim import localize
+from tests.parallel.test_fully_shard import (
+    BATCHES,
+    alone,
+    equal,
+    loss_of,
+    mesh_of,
+    model,
+    part_on,
+    seen,
+    sgd,
+    train,
+    whole,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"rep": 2, "dp": 2}, {"dp": 1}], ids=str)
+@pytest.mark.parametrize("cap", [25.0, 1e-4])
+def test_it_learns_as_one_device(axes, cap):
+    want = alone("uneven")
+    with LocalTensorMode(torch.Size(axes.values()).numel()):
+        mesh = mesh_of(axes)
+        net = data_parallel(localize(model("uneven")), mesh, bucket_cap_mb=cap)
+        equal(train(net, sgd(net), part=part_on(mesh)), want)
+
+
+def test_beside_tensor_parallelism():
+    want = alone("uneven")
+    with LocalTensorMode(4):
+        both = mesh_of({"dp": 2, "tp": 2})
+        net = parallelize_module(
+            localize(model("uneven")),
+            both["tp"],
+            {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()},
+        )
+        net = data_parallel(net, both["dp"])
+        equal(train(net, sgd(net), part=part_on(both["dp"])), want)
+
+
+@pytest.mark.parametrize("way", ("gloo", "threads"))
+def test_real_ranks_do_the_same(way, gloo4):
+    want = alone("uneven")
+    for got in ways.run(way, gloo4, on_real_ranks):
+        equal(got, want)
+
+
+def on_real_ranks():
+    mesh = mesh_of({"dp": 4})
+    net = data_parallel(model("uneven"), mesh, bucket_cap_mb=1e-3)
+    return train(net, sgd(net), part=part_on(mesh))
+
+
+def test_passes_add_up_and_send_once():
+    want = model()
+    for ids in BATCHES:
+        loss_of(want, ids).backward()
+    with LocalTensorMode(4):
+        mesh = mesh_of({"dp": 4})
+        net, part = data_parallel(localize(model()), mesh), part_on(mesh)
+        with CommDebugMode() as comm:
+            with net.no_sync():
+                loss_of(net, part(BATCHES[0])).backward()
+            assert comm.get_total_counts() == 0
+            loss_of(net, part(BATCHES[1])).backward()
+        assert comm.get_total_counts() == 1
+        equal(seen(net), seen(want))
+
+
+def test_ranks_that_use_different_parameters_agree():
+    def on_rank(rank):
+        layers = nn.ParameterList(nn.Parameter(torch.full((3,), i + 1.0)) for i in range(3))
+        data_parallel(layers, mesh_of({"dp": 2}))
+        (layers[rank] * 2).sum().backward()
+        return [p.grad for p in layers]
+
+    for first, second, third in spmd.sim.run_ranks(on_rank, 2):
+        assert first.eq(1).all() and second.eq(1).all() and third is None
+
+
+def test_all_ranks_begin_with_the_first_ranks_numbers():
+    def on_rank(rank):
+        net = nn.BatchNorm1d(2)
+        net.weight.data.fill_(rank + 1.0)
+        data_parallel(net, mesh_of({"dp": 2}))
+        start = net.weight.detach().clone()
+        for _ in range(2):
+            net(torch.full((4, 2), rank + 1.0))
+        net.eval()
+        net(torch.ones(4, 2))
+        return start, net.running_mean
+
+    (one, mean), (other, same) = spmd.sim.run_ranks(on_rank, 2)
+    assert one.eq(1).all() and other.eq(1).all() and torch.equal(mean, same)
+
+
+# ---- the norm of all gradients ----------------------------------------------------------------
+
+PLACINGS = {
+    "rows": [Shard(0), Replicate()], "both": [Shard(0), Shard(1)], "copies": [Replicate(), Replicate()],
+    "twice": [Shard(0), Shard(0)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_clipped_as_on_one_device(p, dtype):
+    """Of any layouts together, uneven and empty; a collective for each set of axes."""
+    draw = torch.Generator().manual_seed(0)
+    whole_ones = [torch.zeros(3, 5, dtype=dtype, requires_grad=True) for _ in range(len(PLACINGS) + 1)]
+    for x in whole_ones:
+        x.grad = torch.randn(3, 5, generator=draw, dtype=torch.float32).to(dtype)
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-2
+    with LocalTensorMode(4):
+        mesh = mesh_of({"dp": 2, "tp": 2})
+        placed = [distribute_tensor(x.detach(), mesh, at) for x, at in zip(whole_ones, PLACINGS.values(), strict=False)]
+        placed = [localize(nn.Parameter(whole_ones[-1].detach().clone())), *map(nn.Parameter, placed)]
+        placed[0].grad = localize(whole_ones[-1].grad.clone())
+        for x, y, at in zip(placed[1:], whole_ones, PLACINGS.values(), strict=False):
+            x.grad = distribute_tensor(y.grad, mesh, at)
+        with CommDebugMode() as comm:
+            got = clip_grad_norm_(placed, 0.5, p)
+        want = torch.nn.utils.clip_grad_norm_(copies := copy.deepcopy(whole_ones), 0.5, p)
+        assert comm.get_total_counts() == 2
+        assert torch.allclose(got.reconcile().double(), want.double(), rtol=tolerance)
+        for x, y in zip(placed[1:], copies, strict=False):
+            assert torch.allclose(whole(x.grad).reconcile(), y.grad, rtol=tolerance, atol=tolerance)
