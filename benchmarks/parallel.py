@@ -196,8 +196,11 @@ def run(what: tuple, args: argparse.Namespace):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    if len(what) == 2:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # memory that is freed goes back to the system
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(on_rank, (port, what, args, answers), RANKS)
+    os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
     return answers.get()
 
 
@@ -222,7 +225,6 @@ HEADER = ["step", "spmd, ms", "torch, ms", "ratio", "bar", "of processors", "of 
 
 
 def main() -> int:
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # memory that is freed goes back to the system
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=BARS, default=list(BARS), help="these rows")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure memory, too")

@@ -26,14 +26,9 @@ class Run:
 
     groups: list[Group] = field(default_factory=list)
     order: list[Group] = field(default_factory=list)  # in which they were computed
-    on_the_way: Reduction | None = None
+    on_the_way: tuple[Reduction, bool] | None = None  # and whether it goes over the copies
     is_last_backward: bool = True
     is_ending: bool = False  # whether the end of this backward pass will be told
-
-    def send(self, reduction: Reduction, over_copies: bool) -> None:
-        """Let a reduction be on its way, and wait for the one before."""
-        self.arrive()
-        self.on_the_way = reduction, over_copies
 
     def arrive(self) -> None:
         """Wait for the reduction that is on its way."""
@@ -146,15 +141,16 @@ class Group:
     def reduce(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
         """A bucket has its gradients."""
         self.run.expect_end()
-        gradients = bucket.added(gradients)
-        if not self.requires_gradient_sync:
-            bucket.unreduced = [_reduced_as(g, self.policies.precision.reduce_dtype) for g in gradients]
-        else:
-            self.run.send(bucket.reduced(gradients, self.divide_factor), self.requires_all_reduce)
         self.in_backward = False
         if self.reshard_after_backward:
             bucket.hide()
             bucket.free()
+        gradients = bucket.added(gradients)
+        if not self.requires_gradient_sync:
+            bucket.unreduced = [_reduced_as(g, self.policies.precision.reduce_dtype) for g in gradients]
+            return
+        self.run.arrive()  # before there is memory for the next one
+        self.run.on_the_way = bucket.reduced(gradients, self.divide_factor), self.requires_all_reduce
 
     def end_backward(self) -> None:
         """Free what the backward pass has left whole: groups whose parameters no gradient reached."""
