@@ -2,6 +2,7 @@
 
     f"{x.shape[0]}"       the present size, which the trace then takes for granted: a decision, as a branch is
     table[x.shape[0]]     the entry of the present size
+    isinstance(n, int)    True of an argument n that is an int
     f"{loss.item()}"      ValueRead: only the run knows it. torch would give the name of its symbol
 
 torch's own code and spmd's find all of this as torch has it.
@@ -27,6 +28,14 @@ NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 class ValueRead(RuntimeError):
     """Python code asks for a value that only the run knows."""
+
+
+class Integer(torch.SymInt):
+    """A symbol for an int that a step is given. Code of the user finds that it is an int."""
+
+    @property
+    def __class__(self) -> type:
+        return int if asked_by_user(sys._getframe(1)) else Integer
 
 
 @contextlib.contextmanager
@@ -73,7 +82,7 @@ def _refuse_tensor(x: torch.Tensor) -> str:
 
 def _for_the_user(thread: int, read: Callable, plain: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
-        asked = threading.get_ident() == thread and _is_of_user(sys._getframe(1))
+        asked = threading.get_ident() == thread and asked_by_user(sys._getframe(1))
         return read(*args) if asked else plain(*args, **kwargs)
 
     return run
@@ -91,7 +100,7 @@ _PASSED_ON = {"__repr__", "__format__", "__torch_function__", "handle_torch_func
 """What torch's code of these names does, its caller does."""
 
 
-def _is_of_user(frame: FrameType | None) -> bool:
+def asked_by_user(frame: FrameType | None) -> bool:
     """Whether code of the user asks, or of a package that the user calls: not torch, spmd, sympy or a debugger.
 
     Python's own library, such as `logging`, asks for its caller.

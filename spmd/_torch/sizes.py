@@ -38,6 +38,8 @@ class SizeSymbols:
         self.env, self._mode, self._where = symbols.env, symbols.fake_mode(), where
         self.mixed = False
         """Whether something was decided by sizes together with other numbers."""
+        self.arguments: frozenset[str] = frozenset()
+        """The names of those that stay inputs of the program: no shape depends on them."""
         self._names: dict[Any, str] = {}
         self._printed: dict[Any, str] = {}
         self._found: dict[tuple, tuple[str, str]] = {}
@@ -92,8 +94,13 @@ class SizeSymbols:
 
         The text may use `math` and `torch`.
         """
-        expr = value.node.expr
-        return self._text(expr) if expr.free_symbols <= self._names.keys() else None
+        free = value.node.expr.free_symbols
+        known = free <= self._names.keys() and not self.arguments & {self._names[symbol] for symbol in free}
+        return self._text(value.node.expr) if known else None
+
+    def names_in(self, value: Any) -> set[str]:
+        """The names of the sizes that a symbolic number depends on."""
+        return {self._names[symbol] for symbol in value.node.expr.free_symbols if symbol in self._names}
 
     def _text(self, expr: Any) -> str:
         if expr not in self._printed:

@@ -13,7 +13,7 @@ import functools
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves
 
 from spmd._torch.fakes import UNKNOWN_SHAPE, FakeTensorMode
+from spmd._torch.read_numbers import Integer
 
 
 def _symbolic_shapes() -> ModuleType:
@@ -245,6 +246,10 @@ class Symbols:
         used = frozenset().union(*(condition.free_symbols for condition in self.conditions))
         return frozenset(name for name, symbol in self.symbols.items() if symbol in used)
 
+    def became_constants(self, names: Iterable[str]) -> bool:
+        """Whether one of these floats was asked for its value. torch then computes with it, in ways of its own."""
+        return any(self.symbols[name] in self.env.replacements for name in names if name in self.symbols)
+
     def still_hold(self, values: Mapping[str, float]) -> bool:
         """Whether every branch taken on the symbols would be taken again with these values."""
         asked = tuple((name, repr(values[name])) for name in sorted(self.asked))
@@ -268,7 +273,7 @@ def symbolic_min_max() -> Iterator[None]:
             if threading.get_ident() != thread or options:
                 return plain(*args, **options)
             items = list(args[0]) if len(args) == 1 else args
-            if any(isinstance(x, torch.SymFloat) for x in items):
+            if any(isinstance(x, (torch.SymFloat, Integer)) for x in items):
                 return functools.reduce(symbolic, items)
             return plain(items) if len(args) == 1 else plain(*args)
 

@@ -26,19 +26,19 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
-from spmd.expand.draws import Draws, Numbering, number_draws
+from spmd.expand.draws import Draws, number_draws
 from spmd.expand.hooks import copy_hooks, hooks_of
-from spmd.expand.keep_products import TRACED_AS, KeepProducts, restore_torch_ops
+from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
-from spmd.expand.outs import write_out
 from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.lift import lift_sizes
+from spmd.expand.sizes.size import Size
 from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.optimizers import updates_stamped
@@ -46,11 +46,10 @@ from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
-from spmd.expand.user_code import at_user_line, current_frames
+from spmd.expand.traced_ops import Normalise
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
-from spmd.tensor.rules.lists import list_decompositions
 
 aten = torch.ops.aten
 
@@ -72,10 +71,10 @@ class Captured:
     inputs: one `Slot` or `Argument` for each placeholder, and `Draws` last if the function draws random numbers.
     outputs: for each output its `Slot`, or the index of a leaf of the return value. leaves, tree: the flattened return
     value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
-    that it changes, by name. fixed: the float arguments that could not stay symbols, with the values that the graph is
+    that it changes, by name. fixed: the number arguments that could not stay symbols, with the values that the graph is
     right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
     kept: the numbers in the tensors of the state, which the function may decide by. assumed: what the graph takes for
-    granted about sizes.
+    granted about sizes. sizes: the values of their symbols, once they are known (`at`).
     """
 
     graph: fx.Graph
@@ -89,30 +88,34 @@ class Captured:
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
     assumed: Assumed = field(default_factory=Assumed)
+    sizes: Mapping[str, float] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
         """
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
-        return fixed and are_one(self._watched(), numbers) and self.symbols.still_hold(numbers)
+        if not fixed or not are_one(self._watched(), numbers) or not self.symbols.still_hold(numbers):
+            return False
+        return not self.sizes or self.assumed.hold_for(self.sizes, numbers)
 
-    def failed(self, shapes: Shapes, mesh: DeviceMesh) -> Failed | None:
+    def failed(self, shapes: Shapes, numbers: Mapping[str, float], mesh: DeviceMesh) -> Failed | None:
         """What the graph takes for granted and arguments of these shapes do not have; None if it is right for them."""
-        return self.assumed.failed(shapes, lambda: self._fits(shapes, mesh))
+        return self.assumed.failed(shapes, numbers, lambda: self._fits(shapes, numbers, mesh))
 
-    def _fits(self, shapes: Shapes, mesh: DeviceMesh) -> bool:
+    def _fits(self, shapes: Shapes, numbers: Mapping[str, float], mesh: DeviceMesh) -> bool:
         """Whether the inputs and the ops of the graph have at these sizes the shapes that the graph says."""
         try:
-            graph = self.at(shapes).graph
+            graph = self.at(shapes, numbers).graph
         except ArithmeticError:  # a division by a size of zero
             return False
         given = zip(graph.find_nodes(op="placeholder"), self.inputs, strict=True)
         said = {i.path: n.meta["val"].shape for n, i in given if isinstance(i, Argument) and i.path in shapes}
         return said == shapes and ops_agree(graph, mesh)
 
-    def at(self, shapes: Shapes) -> Captured:
-        """The same function for arguments of these shapes, as a capture with these would give it."""
-        return replace(self, graph=graph_at(self.graph, self.assumed.values(shapes)))
+    def at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
+        """The same function for arguments of these shapes, and these ints, as a capture with these would give it."""
+        values, fixed = self.assumed.values(shapes, numbers), self.fixed | self.assumed.sized(numbers)
+        return replace(self, graph=graph_at(self.graph, values), fixed=fixed, sizes=values)
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:
@@ -171,25 +174,38 @@ def _capture_once(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None
 ) -> Captured:
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
-    floats = {path: x for path, x in named_leaves(args) if isinstance(x, float)}
+    leaves = named_leaves(args)
+    to_fix = [
+        numbers for kind in (int, float) if (numbers := {path: x for path, x in leaves if type(x) is kind})
+    ]  # fmt: skip
     fixed: dict[str, float] = {}
     static = ""
     while True:
         try:
             captured = _trace(fn, args, call, state, fixed, mesh, static)
         except Exception as error:
-            if static and (fixed or not floats):
-                raise
-            if not static:
+            if not static and not _ints(to_fix):
                 static = f"{type(error).__name__}: {error}".partition("\n")[0]
                 continue
+            if not to_fix:
+                raise
         else:
-            if captured.assumed.is_mixed:
+            if captured.assumed.is_mixed and not _ints(to_fix):
                 static = "something is decided by sizes and floats together"
                 continue
-            if fixed or not floats or _only_arithmetic(captured.graph):
+            if not captured.assumed.is_mixed and (not to_fix or _is_as_computed(captured, to_fix[-1])):
                 return captured
-        fixed = floats
+        fixed = fixed | to_fix.pop(0)
+
+
+def _is_as_computed(captured: Captured, numbers: dict[str, float]) -> bool:
+    """Whether the graph computes with symbols as the step would with these numbers."""
+    return _only_arithmetic(captured.graph) and not captured.symbols.became_constants(numbers)
+
+
+def _ints(numbers: list[dict[str, float]]) -> bool:
+    """Whether the first of these are ints: they are the first that are symbols no more."""
+    return bool(numbers) and type(next(iter(numbers[0].values()))) is int
 
 
 def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]:
@@ -217,8 +233,10 @@ def _traced(
     leaves = dict(named_leaves(args))
     inputs: dict[Slot | Argument, Any] = {slot: sizes.state(t) for slot, t in slots.items()}
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
-    numbers = state.numbers() | {path: x for path, x in leaves.items() if isinstance(x, float) and path not in fixed}
+    given = {path: x for path, x in leaves.items() if path not in fixed}
+    numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
+    inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
     kept, known = kept_numbers(slots)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
     flat = _FlatFunction(call, args, state, slots, tuple(inputs), note)
@@ -248,15 +266,25 @@ def _traced(
 
 ARITHMETIC = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos,
-    torch.sym_min, torch.sym_max,
+    torch.sym_min, torch.sym_max, torch.sym_float,
 }  # fmt: skip
+OF_INTS = {operator.floordiv, operator.mod}
 
 
 def _only_arithmetic(graph: fx.Graph) -> bool:
     """Whether numbers are only used in arithmetic. Other functions, such as rounding, treat symbols and floats
     differently."""
     numbers = (n for n in graph.nodes if n.op == "call_function" and _torch.is_symbol(n.meta.get("val")))
-    return all(n.target in ARITHMETIC or isinstance(n.target, _torch.OpOverload) for n in numbers)
+    return all(
+        n.target in ARITHMETIC
+        or isinstance(n.target, _torch.OpOverload)
+        or (n.target in OF_INTS and all(map(_is_int, n.args)))
+        for n in numbers
+    )
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x.meta["val"] if isinstance(x, fx.Node) else x, (int, torch.SymInt, Size))
 
 
 @dataclass
@@ -285,7 +313,7 @@ class _FlatFunction:
             given = dict(zip(self.inputs, flat_inputs, strict=True))
             for slot, note in self.note.items():
                 note(given[slot])
-            wrapped = {k: _torch.to_functional(v) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            wrapped = {k: _wrapped(v) for k, v in given.items()}
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             with self.state.swap(new, numbers):
@@ -312,7 +340,7 @@ class _FlatFunction:
     def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
         yield new_values_noted(self.state.parameters())
-        yield _Normalise(self.phases, self.origins)
+        yield Normalise(self.phases, self.origins)
         yield _torch.scaled_steps(self.skipped.run)
         yield TracedCalls()
         yield KeepProducts(self.origins.made)
@@ -398,6 +426,13 @@ class _FlatFunction:
         return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
+def _wrapped(x: Any) -> Any:
+    """What the step is given in the place of a value of the trace."""
+    if isinstance(x, torch.Tensor):
+        return _torch.to_functional(x)
+    return _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x
+
+
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     found, tree = pytree.tree_flatten(args)
     paths = [path for path, _ in named_leaves(args)]
@@ -406,60 +441,6 @@ def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-
-
-# ---- ops before functionalisation -------------------------------------------------------------
-
-
-class _Normalise(_torch.TorchDispatchMode):
-    """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
-
-    Numbers what is drawn. Refuses ops whose result sizes depend on values.
-    """
-
-    table = list_decompositions() | DENSE_VIEWS
-
-    def __init__(self, phases: Phases, origins: Origins):
-        super().__init__()
-        self.phases, self.origins, self.numbering = phases, origins, Numbering()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        self.phases.note()
-        _check_written(op, args)
-        with self.numbering.drawing(op, args, kwargs):
-            out = write_out(op, args, kwargs)
-            if out is NotImplemented:
-                out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
-            if out is NotImplemented:
-                out = op(*args, **kwargs)
-        self.origins.note()
-        if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
-            raise NotImplementedError(
-                f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
-                f"keep sizes, such as torch.where{at_user_line(current_frames())}"
-            )
-        return out
-
-
-def _check_written(op, args: tuple) -> None:
-    """Refuse a write into an expanded tensor, whose elements share memory: functionalisation gets it wrong."""
-    for i in _torch.written_positions(op):
-        x = args[i] if i < len(args) else None
-        if isinstance(x, torch.Tensor) and any(
-            type(step) is int and not step and _torch.number_now(n) > 1
-            for n, step in zip(x.shape, x.stride(), strict=True)
-        ):
-            raise NotImplementedError(
-                f"{op}: writes into an expanded tensor of shape {list(x.shape)}, whose elements share memory; write "
-                "into the tensor that was expanded, or clone() it first"
-                f"{at_user_line(current_frames())}"
-            )
-
-
-def _has_unknown_size(out: Any) -> bool:
-    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    return any(_torch.is_unbacked(n) for t in tensors for n in t.shape)
 
 
 # ---- cleaning ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from spmd.expand.draws import Draws
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.explain.reasons import written
 from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_specs, state_written
-from spmd.expand.guards import guard_key, modes_guard
+from spmd.expand.guards import guard_key, is_number, modes_guard
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
 from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
@@ -202,6 +202,7 @@ class CompiledStep:
         check_arguments(call.leaves, call.tensors, bound.changed)
         if call.key in self._bound:
             self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
+            self._bound[call.key].sort(key=lambda other: other is bound)  # and among those of the key this one
         self._last = bound
         check_explicit(self._title, bound.program)
         tensors = call.placed_state(self._init)
@@ -355,7 +356,7 @@ class _Call:
         require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
         specs = state_specs(state, tensors, table, first)
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
-        numbers = state.numbers() | {k: v for k, v in leaves.items() if isinstance(v, float)}
+        numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         tree = str(pytree.tree_structure(named))
         key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
         return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
@@ -388,7 +389,7 @@ def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves
     """The key of a program: everything that it depends on, except branches on numbers (`_BoundProgram.holds`)."""
     layout = tuple((slot, specs[slot], t.requires_grad) for slot, t in tensors.items())
     arguments = tuple(
-        (k, (leaf_specs[k], v.device) if k in leaf_specs else float if isinstance(v, float) else guard_key(v))
+        (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
         for k, v in leaves.items()
     )
     return layout, arguments, tuple(state.constants().items())

@@ -66,6 +66,11 @@ def guard_key(value: Any, depth: int = MAX_DEPTH) -> Hashable:
     return ById(value)
 
 
+def is_number(value: Any) -> bool:
+    """Whether an argument may be a symbol: a program then says itself for which of its values it is right."""
+    return isinstance(value, float) or type(value) is int
+
+
 GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 """Where a module keeps its tensors and submodules. These have guards of their own."""
 

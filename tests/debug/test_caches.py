@@ -66,20 +66,20 @@ def test_caches_forget_and_numbers_stay(monkeypatch):
     forget_decisions()
 
 
-@pytest.mark.filterwarnings("ignore:the program of scaled is kept in 3 versions")
+@pytest.mark.filterwarnings("ignore:the program of repeated is kept in 3 versions")
 def test_a_compiled_step_keeps_so_many_programs(monkeypatch):
-    """An int that grows needs a program for each call. The last one is kept, and a forgotten one is made again."""
+    """A size that grows needs a program for each call. The last one is kept, and a forgotten one is made again."""
     monkeypatch.setattr(compiling, "MOST_PROGRAMS", 3)
 
-    def scaled(x, times):
-        return x * times
+    def repeated(x, times):
+        return x.repeat(times)
 
     def rank(rank):
         mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        step = spmd.compile(scaled, mesh, inputs={"x": [Shard(0)]})
+        step = spmd.compile(repeated, mesh, inputs={"x": [Shard(0)]})
         x, found = torch.arange(4.0), []
         for times in (1, 2, 3, 1, 4, 5, 1, 2):
-            assert torch.equal(step(x, times).full_tensor(), x * times)
+            assert torch.equal(step(x, times).full_tensor(), x.repeat(times))
             found.append(len(step.programs))
         programs = [str(p) for p in step.programs]
         step(x, 1)

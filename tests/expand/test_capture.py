@@ -118,7 +118,7 @@ def test_sizes_are_global():
     args = [str(a) for n in found.graph.nodes for a in n.args]
     assert {"x0*x1", "x1*x0"} & {*args} and "x0" in args
     for shape in ((6, 4), (5, 3)):
-        args = [a for n in found.at({"x": shape}).graph.nodes for a in n.args]
+        args = [a for n in found.at({"x": shape}, {}).graph.nodes for a in n.args]
         assert shape[0] * shape[1] in args and shape[0] in args
 
 

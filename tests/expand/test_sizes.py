@@ -3,6 +3,7 @@
 import copy
 import logging
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -157,8 +158,12 @@ def described(x):
     return x * float(f"{x.shape[0]:02d}.5") + {4: 0.25}.get(x.shape[0], 0.0)
 
 
-def flagged(x, times=1):
-    return x * times
+def flagged(x, double=False):
+    return x * 2 if double else x
+
+
+def repeated(x, times):
+    return sum(x * i for i in range(times))
 
 
 def broadcast(x, y):
@@ -172,8 +177,10 @@ ANEW = {
                "x.shape[0] == 3, at {here}, in unrolled"),
     "a text": (described, [(tensor(4, 2),), (tensor(3, 2),)], 2, "x.shape[0] == 4, at {here}, in described"),
     "a broadcast": (broadcast, [(tensor(n, 2), tensor(m, 2)) for n, m in ((4, 4), (6, 6), (4, 1))], 2, "y.shape[0]"),
-    "a number": (flagged, [(tensor(4), 2), (tensor(6), 2), (tensor(4), 3)], 2,
-                 "times was 2 and is 3, read at {here}, in flagged"),
+    "a flag": (flagged, [(tensor(4), True), (tensor(6), True), (tensor(4), False)], 2,
+               "double was True and is False, read at {here}, in flagged"),
+    "a loop of an int": (repeated, [(tensor(4), 2), (tensor(6), 2), (tensor(4), 3)], 2,
+                         "times == 2, at {here}, in repeated"),
 }  # fmt: skip
 
 
@@ -189,6 +196,70 @@ def test_what_else_decides_is_said(name, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     before, _, after = said.partition("{here}")
     assert before in line and after in line and (__file__ in line or "{here}" not in said)
+
+
+# ---- ints -------------------------------------------------------------------------------------
+
+
+def decayed(x, count):
+    """As bias corrections and warm-ups are written."""
+    rate = min(count, 10) / 10 * (1 - 0.9**count)
+    return x * rate + count // 3 - count % 2 if isinstance(count, int) else x, count + 1
+
+
+def masked(x, count):
+    return x.masked_fill(torch.arange(x.shape[0])[:, None] < count, count)
+
+
+def cut(x, n):
+    return x[:n].sum(0), x.new_full((n, 2), n) + n * x.shape[1], x.select(0, n)
+
+
+def warmed(x, count):
+    return x * count if count < 4 else x / (count + x.shape[0])
+
+
+@dataclass
+class Cache:
+    seen: int
+    total: torch.Tensor
+
+
+def counted(x, cache):
+    cache.seen += x.shape[0]
+    return x / cache.seen + cache.total
+
+
+INTS = {
+    "arithmetic": (decayed, [1, 2, 7, 40], 1, 1),
+    "a mask": (masked, [1, 3, 0, -2], 1, 1),
+    "sizes and places": (cut, [2, 1, 3], 1, 3),
+    "a branch": (warmed, [1, 3, 7, 2], 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", INTS)
+def test_ints_are_symbols(name):
+    """An int makes no new capture, and where no shape depends on it no new program."""
+    fn, ints, captured, programs = INTS[name]
+    with LocalTensorMode(2), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step = spmd.compile(fn, mesh, inputs={"x": {"dp": Shard(0)}})
+        for n in ints:
+            x = tensor(4, 2)
+            got = torch.utils._pytree.tree_map(first, step(x, n))
+            torch.testing.assert_close(got, fn(x, n))
+        assert (len(made), len(step.programs)) == (captured, programs)
+
+
+def test_ints_in_objects_are_symbols():
+    with LocalTensorMode(2), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step, cache, alone = spmd.compile(counted, mesh), Cache(1, tensor(2)), Cache(1, tensor(2))
+        for n in (4, 3, 4):
+            torch.testing.assert_close(first(step(tensor(n, 2), cache)), counted(tensor(n, 2), alone))
+            assert cache.seen == alone.seen and type(cache.seen) is int
+        assert len(made) == 1 and len(step.programs) == 2
 
 
 def test_a_size_is_text():

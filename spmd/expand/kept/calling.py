@@ -30,7 +30,9 @@ def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
     """What a call has to know of the program of a capture. modules: those that the step is given, by path."""
     conditions = _torch.Conditions.of(captured.symbols)
     said = {name: getattr(captured, name) for name in FIELDS}
-    said |= {"tree": as_value(captured.tree), "names": conditions.names, "conditions": conditions.texts}
+    names, texts = captured.assumed.conditions_at(captured.sizes)
+    said |= {"names": conditions.names | names, "conditions": (*conditions.texts, *texts)}
+    said |= {"tree": as_value(captured.tree)}
     return lines_of(said | {"changes": changes.as_value(captured.changes, modules)})
 
 

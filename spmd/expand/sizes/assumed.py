@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,16 +18,22 @@ from spmd.expand.sizes.size import evaluated
 Shapes = Mapping[str, tuple[int, ...]]
 """The global shapes of the tensors among the arguments, by path."""
 
+Numbers = Mapping[str, float]
+"""The numbers that a call is given, by path."""
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
 
 class Source(NamedTuple):
-    """Where a call has the value of a symbol: the size of a dim of the argument at a path. name: of the symbol."""
+    """Where a call has the value of a symbol: the size of a dim of the argument at a path, or the argument itself, an
+    int, where dim is None. name: of the symbol."""
 
     name: str
     path: str
-    dim: int
+    dim: int | None
 
     def __str__(self):
-        return f"{self.path}.shape[{self.dim}]"
+        return self.path if self.dim is None else f"{self.path}.shape[{self.dim}]"
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,8 @@ class Assumed:
 
     sources: its symbols. decisions: what was asked about them. static: the shapes of tensors whose sizes are no
     symbols. why_static: the error of a trace with symbols, where that is the reason. is_mixed: whether something was
-    decided by sizes together with other numbers, which none of the conditions says.
+    decided by sizes together with other numbers, which none of the conditions says. arguments: the names of the ints
+    that stay inputs of the program, for no shape depends on them.
     """
 
     sources: tuple[Source, ...] = ()
@@ -57,12 +65,36 @@ class Assumed:
     static: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     why_static: str = ""
     is_mixed: bool = False
+    arguments: frozenset[str] = frozenset()
 
-    def values(self, shapes: Shapes) -> dict[str, int]:
-        """The values of the symbols for arguments of these shapes."""
-        return {source.name: shapes[source.path][source.dim] for source in self.sources}
+    def values(self, shapes: Shapes, numbers: Numbers) -> dict[str, int]:
+        """The values of the symbols for arguments of these shapes, and these ints."""
+        return {name: numbers[path] if dim is None else shapes[path][dim] for name, path, dim in self.sources}
 
-    def failed(self, shapes: Shapes, ops_agree: Callable[[], bool]) -> Failed | None:
+    def sized(self, numbers: Numbers) -> dict[str, int]:
+        """The ints, by path, that shapes depend on, with their values."""
+        return {path: numbers[path] for name, path, dim in self.sources if dim is None and name not in self.arguments}
+
+    def hold_for(self, sizes: Mapping[str, float], numbers: Numbers) -> bool:
+        """Whether the conditions on ints that stay inputs hold for these numbers, at these sizes."""
+        if not self._of_arguments:
+            return True
+        given = {name: numbers[path] for name, path, dim in self.sources if dim is None}
+        return _first_wrong(self._of_arguments, {**sizes, **given}) is None
+
+    @cached_property
+    def _of_arguments(self) -> tuple[_torch.Decision, ...]:
+        return tuple(d for d in self._of_step if self.arguments & set(_NAME.findall(d.condition)))
+
+    def conditions_at(self, sizes: Mapping[str, float]) -> tuple[dict[str, str], tuple[str, ...]]:
+        """The same conditions as text at these sizes: the path of each int by its name in them, and the texts."""
+        paths = {name: path for name, path, dim in self.sources if name in self.arguments}
+        said = {name: f"i{k}" for k, name in enumerate(paths)}
+        said |= {name: repr(n) for name, n in sizes.items() if name not in paths}
+        texts = tuple(_renamed(d.condition, said) for d in self._of_arguments)
+        return {said[name]: path for name, path in paths.items()} if texts else {}, texts
+
+    def failed(self, shapes: Shapes, numbers: Numbers, ops_agree: Callable[[], bool]) -> Failed | None:
         """The first condition that does not hold for these sizes; None where the capture is right for them.
 
         ops_agree: whether the ops give the shapes that the capture says at these sizes. It is asked where an op might
@@ -71,7 +103,7 @@ class Assumed:
         for path, shape in self.static.items():
             if shapes[path] != shape:
                 return Failed(f"{path}.shape == {list(shape)}", why_static=self.why_static)
-        values = self.values(shapes)
+        values = self.values(shapes, numbers)
         if (decision := _first_wrong(self._of_step, values)) is not None:
             return Failed(self._shown(decision.condition), decision.asked_at)
         if (decision := _first_wrong(self._of_ops, values)) is not None and not ops_agree():
@@ -88,9 +120,11 @@ class Assumed:
 
     def _shown(self, condition: str) -> str:
         """The condition in the words of the user: `tokens.shape[0]` and not `tokens0`."""
-        for source in sorted(self.sources, key=lambda source: -len(source.name)):
-            condition = condition.replace(source.name, str(source))
-        return condition
+        return _renamed(condition, {source.name: str(source) for source in self.sources})
+
+
+def _renamed(condition: str, names: Mapping[str, str]) -> str:
+    return _NAME.sub(lambda found: names.get(found[0], found[0]), condition)
 
 
 def _first_wrong(decisions: tuple[_torch.Decision, ...], values: Mapping[str, float]) -> _torch.Decision | None:

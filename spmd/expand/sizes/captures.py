@@ -36,7 +36,7 @@ class Captures:
         if found is None:
             found = make()
             self._keep(guards, found)
-        return found.at(shapes)
+        return found.at(shapes, call.numbers)
 
     def _find(
         self, guards: Guards, numbers: Mapping[str, float], tensors: Tensors, shapes: Shapes
@@ -46,7 +46,7 @@ class Captures:
         for captured in self._kept.get(key, ()):
             if not captured.holds({**numbers, **numbers_in(tensors, captured.watched)}):
                 continue  # a branch on a number: each side is a capture
-            failed = captured.failed(shapes, self._mesh)
+            failed = captured.failed(shapes, numbers, self._mesh)
             if failed is None:
                 self._kept[key] = self._kept.pop(key)
                 return captured

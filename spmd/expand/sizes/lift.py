@@ -23,17 +23,59 @@ SIZED = "sized"
 
 def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> fx.Graph:
     """The graph without nodes of sizes. Its nodes have the names that they would have had without."""
+    _leave_arguments(graph, symbols)
     lifted: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
-        if node.op == "call_function" and _torch.is_symbol(value):
+        if node.op != "output" and _torch.is_symbol(value):
             text = symbols.text(value)
             if text is not None:
                 lifted[node] = Size(text)
     _Lift(symbols, lifted).rewrite(graph)
     for node in reversed(lifted):
-        graph.erase_node(node)
+        if node.op == "call_function":
+            graph.erase_node(node)
     return _renumbered(graph)
+
+
+def _leave_arguments(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
+    """Find the ints among the inputs that only arithmetic reads. They stay inputs, and are no sizes.
+
+    Which are sizes: those that a shape depends on, or an argument of an op that is a number of indices or a place.
+    """
+    found = {n for n in graph.find_nodes(op="placeholder") if _torch.is_symbol(n.meta.get("val"))}
+    ints = set().union(*(symbols.names_in(n.meta["val"]) for n in found))
+    if ints:
+        symbols.arguments = frozenset(ints - _sizes(graph, symbols))
+
+
+def _sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> set[str]:
+    found: set[str] = set()
+
+    def note(x: Any) -> None:
+        if isinstance(x, torch.SymInt):
+            found.update(symbols.names_in(x))
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            for n in (*x.shape, *x.stride(), x.storage_offset()) if isinstance(x, torch.Tensor) else ():
+                note(n)
+        if node.op == "call_function":
+            fx.node.map_arg(_counts(node), lambda n: note(n.meta.get("val")))
+    return found
+
+
+def _counts(node: fx.Node) -> Any:
+    """The arguments of a node that are sizes, indices or dims, and not scalars or operands of arithmetic."""
+    if not isinstance(node.target, _torch.OpOverload):
+        return () if getattr(node.target, "__module__", "") in _ARITHMETIC else (node.args, dict(node.kwargs))
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    given = {a.name: x for a, x in named} | dict(node.kwargs)
+    return [given[a.name] for a in node.target._schema.arguments if a.name in given and "int" in str(a.type)]
+
+
+_ARITHMETIC = ("_operator", "torch")
 
 
 def _renumbered(graph: fx.Graph) -> fx.Graph:

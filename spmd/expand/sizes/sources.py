@@ -1,6 +1,7 @@
-"""The symbols of a capture: the sizes of its tensor arguments.
+"""The symbols of a capture: the sizes of its tensor arguments, and its ints.
 
     tokens: i64[8, 64]      tokens0 = tokens.shape[0], tokens1 = tokens.shape[1]
+    steps: 3                steps
 """
 
 from __future__ import annotations
@@ -40,19 +41,24 @@ class Sizes:
         if order is None:
             self.static[path] = tuple(t.shape)
             return self.state(t)
-        shape = [self._size(path, d, n) for d, n in enumerate(t.shape)]
+        shape = [self._symbol(path, d, n) for d, n in enumerate(t.shape)]
         stride: list[Any] = [1] * t.ndim
         for inner, outer in itertools.pairwise(order):
             stride[outer] = stride[inner] * torch.sym_max(shape[inner], 1)
         return self._empty(t, shape, stride)
 
+    def integer(self, path: str, n: int) -> torch.SymInt:
+        """A symbol for an int among the arguments."""
+        return self._symbol(path, None, n)
+
     def assumed(self, why_static: str) -> Assumed:
         """What the trace has taken for granted. To be asked when it is complete."""
         symbols = self.symbols
-        return Assumed(tuple(self.found), symbols.decisions, self.static, why_static, symbols.mixed)
+        given = tuple(self.found), symbols.decisions, self.static, why_static, symbols.mixed
+        return Assumed(*given, arguments=symbols.arguments)
 
-    def _size(self, path: str, dim: int, n: int) -> torch.SymInt:
-        name = f"{_identifier(path)}{dim}"
+    def _symbol(self, path: str, dim: int | None, n: int) -> torch.SymInt:
+        name = f"{_identifier(path)}{'' if dim is None else dim}"
         while any(name == other.name for other in self.found):
             name += "_"
         self.found.append(Source(name, path, dim))

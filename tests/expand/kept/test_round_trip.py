@@ -114,9 +114,10 @@ class Output:
 Pair = namedtuple("Pair", "first second")
 
 
-def trees(x, rate):
+def trees(x, rate, count):
     """Results in containers of all kinds, plain values among them, and numbers that take branches."""
     y = x.softmax(0) * rate if rate > 0.5 else x * rate
+    y = y * count if count < len(x) else y + 1 / count
     found = {"a": [y, None, 3], "b": (torch.float32, "text", float("inf"))}
     return Output(y + 1, "out"), Pair(x.sum(), F.gelu), OrderedDict(found), y.t().sort(0)
 
@@ -146,7 +147,8 @@ def momentum(params, lr):
 g = torch.Generator().manual_seed(0)
 IMAGES = [(torch.randn(2, 1, 4, 8, generator=g), torch.tensor([0, 1]))] * 2
 IDS = [(torch.randn(5, 8, generator=g), torch.randint(0, 16, (5,), generator=g)) for _ in range(2)]
-NO_STATE = [(torch.randn(5, 3, generator=g), rate) for rate in (0.25, 0.75, 0.25)]
+NUMBERS = ((0.25, 2), (0.75, 2), (0.25, 9), (0.125, 4), (0.125, 7))
+NO_STATE = [(torch.randn(5, 3, generator=g), *numbers) for numbers in NUMBERS]
 
 CASES = {
     "tensor parallel": Case(train_step, trained(Net), rows(8), {"params": NET, "inputs": INPUTS}),

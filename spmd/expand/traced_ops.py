@@ -1,0 +1,69 @@
+"""Ops of a trace before functionalisation sees them: decomposed, numbered, noted, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.dense_views import DENSE_VIEWS
+from spmd.expand.draws import Numbering
+from spmd.expand.keep_products import TRACED_AS
+from spmd.expand.origins import Origins
+from spmd.expand.outs import write_out
+from spmd.expand.phases import Phases
+from spmd.expand.user_code import at_user_line, current_frames
+from spmd.tensor.rules.lists import list_decompositions
+
+
+class Normalise(_torch.TorchDispatchMode):
+    """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
+
+    Numbers what is drawn. Refuses ops whose result sizes depend on values.
+    """
+
+    table = list_decompositions() | DENSE_VIEWS
+
+    def __init__(self, phases: Phases, origins: Origins):
+        super().__init__()
+        self.phases, self.origins, self.numbering = phases, origins, Numbering()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.phases.note()
+        _check_written(op, args)
+        with self.numbering.drawing(op, args, kwargs):
+            out = write_out(op, args, kwargs)
+            if out is NotImplemented:
+                out = self.table.get(op, TRACED_AS.get(op, op))(*args, **kwargs)
+            if out is NotImplemented:
+                out = op(*args, **kwargs)
+        self.origins.note()
+        if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
+            raise NotImplementedError(
+                f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
+                f"keep sizes, such as torch.where{at_user_line(current_frames())}"
+            )
+        return out
+
+
+def _check_written(op, args: tuple) -> None:
+    """Refuse a write into an expanded tensor, whose elements share memory: functionalisation gets it wrong."""
+    for i in _torch.written_positions(op):
+        x = args[i] if i < len(args) else None
+        if isinstance(x, torch.Tensor) and any(
+            type(step) is int and not step and _torch.number_now(n) > 1
+            for n, step in zip(x.shape, x.stride(), strict=True)
+        ):
+            raise NotImplementedError(
+                f"{op}: writes into an expanded tensor of shape {list(x.shape)}, whose elements share memory; write "
+                "into the tensor that was expanded, or clone() it first"
+                f"{at_user_line(current_frames())}"
+            )
+
+
+def _has_unknown_size(out: Any) -> bool:
+    tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+    return any(_torch.is_unbacked(n) for t in tensors for n in t.shape)
