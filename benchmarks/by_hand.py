@@ -140,6 +140,7 @@ PLANS = {
     "ZeRO-1": Plan(LINE, {"fully_shard": FullyShard("dp", 1)}, ZERO_3[1:]),
     "ZeRO-2": Plan(LINE, {"fully_shard": FullyShard("dp", 2)}, ZERO_3[1:]),
     "ZeRO-3": Plan(LINE, {"fully_shard": "dp"}, ZERO_3),
+    "all on dp": Plan(LINE, {"params": {"*": {"dp": Shard(0)}}}, tuple((kind, 4, axis) for kind, _, axis in ZERO_3)),
     "ZeRO-3, named dims": Plan(LINE, {"stored": {"*": {"dp": Shard(0)}}}, ZERO_3),
     "hybrid": Plan({"rep": 2, "dp": 4}, {"fully_shard": "dp"}, (*ZERO_3, ("all_reduce", 1 / 4, "rep"))),
     "Megatron": Plan(SQUARE, {}, REDUCED),
@@ -174,10 +175,11 @@ def batch(size: Size) -> dict[str, torch.Tensor]:
 
 
 def compiled(name: str, plan: Plan, mesh: spmd.DeviceMesh, choose: str) -> spmd.CompiledStep:
-    said = TP[name].items() if plan.tensor_parallel else ()
-    params = {pattern: {"tp": p if isinstance(p, Shard) else Shard(p)} for pattern, p in said}
+    sharded = TP[name].items() if plan.tensor_parallel else ()
+    params = {pattern: {"tp": p if isinstance(p, Shard) else Shard(p)} for pattern, p in sharded}
     inputs = {"batch.*": plan.inputs}
-    return spmd.compile(train_step, mesh, params=params, inputs=inputs, bucket_mb=None, choose=choose, **plan.said)
+    said = {"params": params, "inputs": inputs} | plan.said
+    return spmd.compile(train_step, mesh, bucket_mb=None, choose=choose, **said)
 
 
 def program(name: str, plan: Plan, choose: str) -> Program:

@@ -42,9 +42,7 @@ from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.bucket import bucket_all_reduces
-from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.late_numbers import compute_numbers_late
-from spmd.expand.passes.place_reductions import place_reductions
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -278,7 +276,7 @@ class CompiledStep:
         captured = self._captures.at(call, lambda: self._capture(call))
         places = places_of(call.state, call.tensors, self._table)
         results = Results(captured, self.settings.outputs)
-        program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results), results)
+        program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results))
         program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
         for rewrite in self._passes():
             program = rewrite(program).verify()
@@ -293,14 +291,13 @@ class CompiledStep:
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
 
-    def _expanded(self, given: Expansion, results: Results) -> Program:
+    def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1
         write = (chosen, "for the program") if for_program else (Expansion.program, "by op")
-        return replace(written(given, self.settings.pins, *write), owed=results.owed).verify()
+        return written(given, self.settings.pins, *write)
 
     def _passes(self) -> Iterator[Callable[[Program], Program]]:
-        yield place_reductions
-        yield keep_gathered
+        """What is done to a program that was chosen."""
         if (most := self.settings.bucket_mb) is not None:
             yield compute_numbers_late
             yield lambda program: bucket_all_reduces(program, min(1.0, most), most)

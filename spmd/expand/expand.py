@@ -35,7 +35,7 @@ from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEm
 from spmd.expand.nodes import SOURCE, first_positions, in_schema_order, result_metadata, source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
-from spmd.expand.places.roles import MARK, Roles, gradient_places, scattered_first
+from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -78,11 +78,12 @@ def expand(
     pins: gets, for each op, how it runs.
     """
     expander = _Expander(mesh, constants, gradient_places(roles, places), choice, {} if pins is None else pins)
-    reads = Reads(expander, roles, {n: places[path] for n, path in roles.parameters.items()})
+    chosen = choice is not BY_OP
+    reads = Reads(expander, roles, {n: places[path] for n, path in roles.parameters.items()}, chosen)
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
-        expander.source = source_of(node)
+        expander.source, expander.phase = source_of(node), phase_of(node)
         if node.op == "placeholder":
             expander.placeholder(node, next(specs)[1])
         elif node.op == "get_attr":
@@ -106,8 +107,9 @@ class _Expander:
 
     local: for each node of the global graph, the node of its value in `graph`. final_specs: where nodes of the global
     graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
-    value with this spec; for a node and a halo, the node of what the halo gives. reduced: for a node of `graph`, the
-    node of its last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
+    value with this spec; for a node and a halo, the node of what the halo gives. moved_anew: nodes of `graph` that are
+    moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
+    last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
     decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as nodes of global
     tensors. source: the op of the captured graph that is being written, by name.
     """
@@ -120,6 +122,8 @@ class _Expander:
     graph: fx.Graph = field(default_factory=fx.Graph)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec | Step, int | None], fx.Node] = field(default_factory=dict)
+    moved_anew: set[fx.Node] = field(default_factory=set)
+    phase: int = 0
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
@@ -354,6 +358,8 @@ class _Expander:
 
         phase: only those that were written for a reader of this phase.
         """
+        if value in self.moved_anew:
+            phase = self.phase
         for step in moves.effective.steps:
             key = (value, step.after if step.move.keeps_tensor else step, phase)
             if key not in self.moved:

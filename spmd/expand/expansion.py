@@ -38,7 +38,8 @@ def expansion_of(
     name = getattr(fn, "__name__", "step")
     return Expansion(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
-        (captured.inputs, captured.outputs), places,
+        (captured.inputs, captured.outputs), places, results.owed,
+        (place_reductions, keep_gathered),
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
 from spmd.expand.places.places import Places
+from spmd.expand.places.reads import phases_of_reading
 from spmd.expand.places.roles import MARK, Roles, gradient_places
 from spmd.mesh import DeviceMesh
 from spmd.tensor.cache import frozen
@@ -38,6 +39,9 @@ from spmd.tensor.rules.rule import Row, rows
 from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
+
+UPDATE, END = -1, -2
+"""In the place of a phase in which a parameter is moved: for its update, and where its new value is kept."""
 
 
 @dataclass(eq=False)
@@ -89,7 +93,7 @@ class Model:
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
         self.cells: Cells = cells_of(graph)
         self.homes = self._homes()
-        self.classes = Classes(self.cells, {**sources, **self.gradients}, self._meetings())
+        self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
         self.choosers = self._choosers()
         self._admit_given()
         for chooser in self.choosers:
@@ -245,11 +249,8 @@ class Model:
                 self.layouts(value).admit(home)
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
-        """Where ops that compute, and ops that update, read a parameter that is stored elsewhere; else nothing."""
-        if value not in self.places:
-            return ()
-        of = self.places[value]
-        return of.computed or of.stored, of.state
+        """Where ops that update read a parameter that is stored elsewhere; else nothing."""
+        return (self.places[value].state,) if value in self.places else ()
 
     def _homes(self) -> dict[fx.Node, tuple[tuple[Spec, ...], tuple[tuple[int, Spec, Spec], ...]]]:
         """For each value that is returned the specs that it must have, and the outputs whose spec depends on its own.
@@ -315,27 +316,44 @@ class Model:
         return Problem(self.work, values, self.count)
 
     def _meetings(self) -> list[Meeting]:
-        """All values with the cells around them. A parameter that is stored elsewhere is moved for the ops that compute
-        with it and for those that update it."""
-        readers: dict[tuple[fx.Node, bool], list[tuple[int, int]]] = {}
+        """All values with the cells around them. A parameter that is stored elsewhere than it is computed with is moved
+        for each phase that computes with it, and for those that update it."""
+        readers: dict[tuple[fx.Node, int | None], list[tuple[int, int]]] = {}
         writer = {value: (i, at) for i, cell in enumerate(self.cells.every) for at, value in enumerate(cell.writes)}
         for i, cell in enumerate(self.cells.every):
             for at, n in enumerate(operands_of(cell)):
-                computes = n in self.places and cell.node in self.roles.compute
-                readers.setdefault((n, computes), []).append((i, at))
+                for when in self._passes(n, cell) if n in self.places else (None,):
+                    readers.setdefault((n, when), []).append((i, at))
         for value in self.homes:
-            readers.setdefault((value, False), [])
-        return [self._meeting(value, computes, own, writer.get(value)) for (value, computes), own in readers.items()]
+            if value not in self.places or value in writer:
+                readers.setdefault((value, END if value in self.places else None), [])
+        return [
+            meeting
+            for (value, when), own in readers.items()
+            for meeting in self._of_value(value, when, own, writer.get(value))
+        ]
 
-    def _meeting(
-        self, value: fx.Node, computes: bool, readers: list[tuple[int, int]], writer: tuple[int, int] | None
-    ) -> Meeting:
-        if value in self.places:
-            return Meeting(value, (self._read_places(value)[not computes], (), ()), None, readers)
+    def _passes(self, value: fx.Node, cell: Cell) -> Sequence[int]:
+        """When a cell moves a parameter: in the phases of those that read it or a view of it, once if it is kept for all
+        of them, or for the update."""
+        if cell.node not in self.roles.compute:
+            return (UPDATE,)
+        return (0,) if self.places[value].reshard is False else phases_of_reading(cell.node)
+
+    def _of_value(
+        self, value: fx.Node, when: int | None, readers: list[tuple[int, int]], writer: tuple[int, int] | None
+    ) -> list[Meeting]:
+        """A value at one time. A gradient that is computed from gradients goes to its place first."""
+        if when == UPDATE:
+            return [Meeting(value, (self.places[value].state, (), ()), None, readers)]
         spec = None if writer else self.sources.get(value) or self._bare(value)
-        homes, free = self.homes.get(value, ((), ()))
-        known = spec or value_shape(value), homes, tuple(each[1:] for each in free)
-        return Meeting(value, known, writer, readers)
+        homes, free = self.homes.get(value, ((), ())) if when in (None, END) else ((), ())
+        rest = homes, tuple(each[1:] for each in free)
+        if writer is None or value not in self.gradients or value.target is MARK:
+            return [Meeting(value, (spec or value_shape(value), *rest), writer, readers)]
+        place = self.gradients[value]
+        made = Meeting(value, (value_shape(value), (place,), ()), writer, [])
+        return [made, Meeting(value, (place, *rest), None, readers)]
 
     def _kinds_of_values(self) -> dict[tuple, list[Meeting]]:
         """All values, equal ones together: the same maker and the same readers, by classes."""
@@ -354,7 +372,7 @@ class Model:
         layouts = self.layouts(value)
         made = self._end(layouts, maker or spec)
         ends = self._readers(layouts, readers, homes)
-        if free and made.variable != FIXED:
+        if known[2] and made.variable != FIXED:
             self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
         if not ends:
             return []

@@ -9,7 +9,7 @@ cheaper one is taken. So whatever the model leaves out, the result is at most as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,7 +32,8 @@ from spmd.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Expansion:
-    """What is expanded: the arguments of `expand`. slots: what each placeholder and each output is."""
+    """What is expanded: the arguments of `expand`. slots: what each placeholder and each output is. owed: as in
+    `Program`. passes: what is done to a program before it is priced."""
 
     name: str
     mesh: DeviceMesh
@@ -43,13 +44,19 @@ class Expansion:
     output_spec: OutputSpec
     slots: tuple[Sequence[object], Sequence[object]] = ((), ())
     places: Mapping[str, Places] = field(default_factory=dict)
+    owed: frozenset[str] = frozenset()
+    passes: Sequence[Callable[[Program], Program]] = ()
 
     def program(self, choice: Choice = BY_OP, pins: dict[fx.Node, Pin] | None = None) -> Program:
         """The program by a choice. pins: gets, for each op, how it runs."""
-        return expand(
+        program = expand(
             self.name, self.mesh, self.graph, self.constants, self.inputs, self.output_names, self.output_spec,
             self.roles, self.places, choice, pins,
         )  # fmt: skip
+        program = replace(program, owed=self.owed).verify()
+        for rewrite in self.passes:
+            program = rewrite(program).verify()
+        return program
 
     @cached_property
     def roles(self) -> Roles:

@@ -36,9 +36,11 @@ PARAMETER = "parameter"
 
 
 class Writer(Protocol):
-    """What this needs of the expander. local: the value of each node of the captured graph."""
+    """What this needs of the expander. local: the value of each node of the captured graph. moved_anew: the values of
+    the program that are moved in each phase anew."""
 
     local: dict[fx.Node, fx.Node]
+    moved_anew: set[fx.Node]
 
     def call(self, node: fx.Node) -> None:
         """Write a node. It reads of its operands what they have in `local`."""
@@ -54,14 +56,17 @@ class Writer(Protocol):
 class Reads:
     """The values that follow parameters, and what was written for their readers.
 
-    places: of parameters and of their new values. operand: for each value that follows a parameter, the operand that it
-    follows it by; itself for a parameter. roots: values that exist as they are stored, parameters and arithmetic on
-    them, with their nodes in the program. All others are views. made: by value, place and phase.
+    places: of parameters and of their new values. chosen: whether readers move a parameter from where it is stored to
+    where a choice for the program wants it, in each phase anew, and not by way of the place that it is computed in.
+    operand: for each value that follows a parameter, the operand that it follows it by; itself for a parameter. roots:
+    values that exist as they are stored, parameters and arithmetic on them, with their nodes in the program. All others
+    are views. made: by value, place and phase.
     """
 
     writer: Writer
     roles: Roles
     places: Mapping[fx.Node, Places]
+    chosen: bool = False
     operand: dict[fx.Node, fx.Node] = field(default_factory=dict)
     roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
     made: dict[tuple, fx.Node] = field(default_factory=dict)
@@ -71,6 +76,7 @@ class Reads:
         if node in self.places and not self.places[node].is_one:
             self.operand[node], self.roots[node] = node, self.writer.local[node]
             self.roots[node].meta[PARAMETER] = self.roles.parameters[node]
+            self._moves_anew(node)
 
     def write(self, node: fx.Node) -> bool:
         """Let a node read its operands where it has to. Returns whether it is written, or will be when it is read."""
@@ -88,6 +94,7 @@ class Reads:
             self._read(operands, STORED, node)
             self.writer.call(node)
             self.operand[node], self.roots[node] = operands[0], self.writer.local[node]
+            self._moves_anew(node)
             return True
         else:
             self._read(operands, STORED if _shrinks(node, operands[0]) else COMPUTED, node)
@@ -120,12 +127,18 @@ class Reads:
         self.writer.call(n)
         return self.writer.local[n]
 
+    def _moves_anew(self, n: fx.Node) -> None:
+        """Let what moves a stored value be written once in each phase."""
+        if self.chosen:
+            self.writer.moved_anew.add(self.roots[n])
+
     # ---- layouts --------------------------------------------------------------------------------
     def _layout(self, n: fx.Node, place: str) -> Any:
         """The spec of n at a place; of a view with several results, the specs of all."""
         source = self.operand[n]
         if source is n:
-            found = None if place == STORED else getattr(self.places[n], place)
+            stays = place == STORED or (place == COMPUTED and self.chosen)
+            found = None if stays else getattr(self.places[n], place)
             return self.roots[n].meta["spec"] if found is None else found
         if n in self.roots:  # arithmetic: laid out as its operand
             return self._layout(source, place)
@@ -143,6 +156,13 @@ class Reads:
         lowering = self.writer.lowering(node, {operand: spec})
         moves = any(p.steps for p in lowering.plans)
         return not moves and lowering.local is None and lowering.outs[0].same_layout(spec)
+
+
+def phases_of_reading(node: fx.Node) -> tuple[int, ...]:
+    """The phases in which a reader of a parameter is written: its own, or for a view those of the view's readers."""
+    if not _is_view(node) or len(node.all_input_nodes) > 1:
+        return (phase_of(node),)
+    return tuple(sorted({phase for user in node.users for phase in phases_of_reading(user)}))
 
 
 def _is_alone(node: fx.Node, operand: fx.Node) -> bool:
