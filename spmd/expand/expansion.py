@@ -8,6 +8,7 @@ from typing import Any
 from spmd.expand.capture import Argument, Captured, Draws
 from spmd.expand.choose.program import Expansion
 from spmd.expand.given_specs import AllPlaces, own_place
+from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.results import Results
 from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh

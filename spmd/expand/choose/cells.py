@@ -12,7 +12,7 @@ three values away: then the middle layers of a deep model are one class for each
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,9 +55,9 @@ class Cells:
     writer: dict[fx.Node, Cell]
 
 
-def cells_of(graph: fx.Graph) -> Cells:
-    """The cells of a graph."""
-    every = _cells(graph)
+def cells_of(graph: fx.Graph, placed: Collection[fx.Node] = ()) -> Cells:
+    """The cells of a graph. placed: values that go to a place of their own as soon as they are made."""
+    every = _cells(graph, placed)
     return Cells(every, {value: cell for cell in every for value in cell.writes})
 
 
@@ -75,9 +75,9 @@ def value_shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
 # ---- cells ------------------------------------------------------------------------------------
 
 
-def _cells(graph: fx.Graph) -> list[Cell]:
+def _cells(graph: fx.Graph, placed: Collection[fx.Node]) -> list[Cell]:
     nodes = [n for n in graph.nodes if n.op == "call_function" and _decides(n)]
-    group = _updates(nodes)
+    group = _updates([n for n in nodes if n not in placed])
     members: dict[fx.Node, list[fx.Node]] = {}
     for n in nodes:
         members.setdefault(group.get(n, n), []).append(n)

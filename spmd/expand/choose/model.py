@@ -91,7 +91,7 @@ class Model:
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
-        self.cells: Cells = cells_of(graph)
+        self.cells: Cells = cells_of(graph, self.gradients)
         self.homes = self._homes()
         self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
         self.choosers = self._choosers()
@@ -125,7 +125,7 @@ class Model:
         elif isinstance(target, ConstrainOp) and target.constraint.is_complete:
             spec = target.spec(self._bare(chooser.operands[0]))
             chooser.given = (spec,), (spec,)
-        elif cell.node in self.gradients:
+        elif target is MARK and cell.node in self.gradients:
             chooser.given = (self.gradients[cell.node],), (self.gradients[cell.node],)
         elif target in READS_VALUE:
             chooser.given = tuple(self._bare(n) for n in chooser.operands), ()
@@ -237,7 +237,7 @@ class Model:
 
     def _admit_given(self) -> None:
         """Let the specs that are given be layouts: of inputs, outputs and functions of blocks."""
-        for value, spec in self.sources.items():
+        for value, spec in (*self.sources.items(), *self.gradients.items()):
             for each in (spec, *self._read_places(value)):
                 self.layouts(value).admit(each)
         for chooser in self.choosers:

@@ -45,6 +45,9 @@ class Writer(Protocol):
     def call(self, node: fx.Node) -> None:
         """Write a node. It reads of its operands what they have in `local`."""
 
+    def move_to_final_spec(self, node: fx.Node) -> None:
+        """Move a value that was written to where all its readers meet it."""
+
     def lowering(self, node: fx.Node, specs: Mapping[fx.Node, Any]) -> Lowering:
         """How the node would be lowered, if its operands had these specs."""
 
@@ -125,6 +128,7 @@ class Reads:
         source = self.operand[n]
         self.writer.local[source] = self._at(source, place, phase)
         self.writer.call(n)
+        self.writer.move_to_final_spec(n)
         return self.writer.local[n]
 
     def _moves_anew(self, n: fx.Node) -> None:

@@ -1,0 +1,68 @@
+"""Parameters that are stored in shards, in programs that are chosen as a whole."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd import FullyShard, Shard
+from spmd.expand.choose.price import program_cost
+from tests.expand.places.trained import check, train_step
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    "axes, sharding",
+    [({"dp": 2, "tp": 2}, FullyShard("dp", 2)), ({"dp": 4}, FullyShard("dp", reshard_after_forward=False))],
+    ids=["level 2 beside tp", "kept for the backward"],
+)
+def test_micro_batches_train_as_on_one_device(axes, sharding):
+    """Four phases, gradients that are sums of two passes, tied, frozen and unused parameters, uneven shards."""
+    check(axes, SGD, train_step, 2, choose="program", fully_shard=sharding)
+
+
+def step_of(model, optimizer, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def program(words: int, choose: str = "program", **sharding):
+    """Of two large layers. Nothing runs."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    said = {"fully_shard": FullyShard("dp", **sharding), "inputs": {"x": {"dp": Shard(0)}}}
+    step = spmd.compile(step_of, mesh, choose=choose, bucket_mb=None, **said)
+    return step.program_for(model, optimizer, torch.randn(words, 512))
+
+
+def gathers(found) -> int:
+    """How many gathers of a whole weight the program makes."""
+    weight = 512 * 512 * 4
+    return sum(c.kind == "all_gather" and c.nbytes * 4 == weight for c in found.collectives)
+
+
+def test_weights_are_gathered_in_each_phase_where_there_are_many_words():
+    """The first layer is read in the forward alone: its input needs no gradient."""
+    assert gathers(program(1 << 16)) == 3
+    assert gathers(program(1 << 16, reshard_after_forward=False)) == 2
+
+
+def test_few_words_are_moved_to_the_weights():
+    """No weight is gathered where activations are smaller, and less is sent than by op."""
+    few, by_op = program(16), program(16, "op")
+    assert gathers(few) == 0 < gathers(by_op)
+    assert sum(c.nbytes for c in few.collectives) < sum(c.nbytes for c in by_op.collectives) / 4
+
+
+def test_what_is_kept_is_priced_once():
+    """A certificate has the cost of the program that runs, also where gathers of the backward were left out."""
+    kept = program(1 << 16, reshard_after_forward=False)
+    assert kept.certificate.us == pytest.approx(program_cost(kept).us)
