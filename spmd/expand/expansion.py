@@ -9,6 +9,7 @@ from spmd.expand.capture import Argument, Captured, Draws
 from spmd.expand.choose.program import Expansion
 from spmd.expand.given_specs import AllPlaces, own_place
 from spmd.expand.passes.keep_gathered import keep_gathered
+from spmd.expand.passes.place_reductions import place_reductions
 from spmd.expand.results import Results
 from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
