@@ -377,8 +377,10 @@ class _Expander:
         return new
 
     def move_to_final_spec(self, node: fx.Node) -> None:
-        """Move a value whose final spec is given; all later readers read the moved value. A view of a parameter is moved
-        when it is written, for a reader."""
+        """Move a value whose final spec is given; all later readers read the moved value.
+
+        A view of a parameter is moved when it is written, for a reader.
+        """
         if node not in self.local:
             return
         if node in self.final_specs:
