@@ -1,20 +1,28 @@
 """Placements chosen for the whole program beside those chosen op by op, over models, plans, meshes and machines.
 
-    python benchmarks/choose.py             # all of it: some minutes
-    python benchmarks/choose.py --short     # one mesh, one machine, under two minutes
+    python benchmarks/choose.py             # all of it: long
+    python benchmarks/choose.py --short     # a model of each kind on one mesh and one machine, under two minutes
+    python benchmarks/choose.py --train     # train each for three steps instead, simulated: is it what one device does?
 
 Each row is a train step (forward, loss, backward, AdamW) of a small model under a plan - what the user says of
 parameters and inputs - on a mesh of simulated links. For the choice by op and for the program's the table has the
 modelled time, the bytes that a rank puts into collectives, their number, and the work of the busiest rank over an even
 share of the work; then the seconds that choosing took, and the gap: how much dearer than the best assignment of the
 model the chosen one may be at most. Nothing is run. Exits 1 if the choice for the program costs more anywhere.
+`--summary` prints a line for each model and plan: the range over meshes and machines.
+
+Trained are smaller models, three steps of SGD in float64, beside one device: the largest difference of a loss or a
+parameter. What models compute in float32, whatever they are given, is computed in float64 here. Exits 1 above 1e-10.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +40,25 @@ from spmd import Shard
 from spmd.expand.choose.price import program_cost
 from spmd.mesh import Compute, Link, Machine, MeshTopoInfo, Way
 
-LAYERS, BATCH, TIME, WIDTH, WORDS = 2, 16, 128, 256, 512
+APART = 1e-10
+"""How far a training may be from one device, in float64."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the models and of a batch: layers, sequences, words in each, width, words of the vocabulary, heads, and the
+    width of the huge layer."""
+
+    layers: int
+    batch: int
+    time: int
+    width: int
+    words: int
+    heads: int
+    huge: int
+
+
+PLANNED, TRAINED = Size(2, 16, 128, 256, 512, 8, 16384), Size(1, 8, 8, 32, 48, 4, 64)
 GLOO = Machine(
     "gloo", (Way("ring", 150.0, (Link(60.0, 1.2), Link(120.0, 0.3))),), memory=Link(4.0, 5.0),
     compute=Compute(10.0, (("float32", 60.0),)),
@@ -46,9 +72,10 @@ MESHES = {"2x2": (2, 2), "2x4": (2, 4), "2x2x2": (2, 2, 2)}
 class HugeLayer(nn.Module):
     """An MLP with one huge layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.first, self.up, self.down = nn.Linear(64, WIDTH), nn.Linear(WIDTH, 16384), nn.Linear(16384, 64)
+        self.first, self.up = nn.Linear(size.width // 4, size.width), nn.Linear(size.width, size.huge)
+        self.down = nn.Linear(size.huge, size.width // 4)
 
     def forward(self, x):
         return self.down(F.relu(self.up(F.relu(self.first(x)))))
@@ -57,10 +84,11 @@ class HugeLayer(nn.Module):
 class ConvNet(nn.Module):
     """Convolutions, pooling and a classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.a, self.b = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)
-        self.head = nn.Linear(64 * 4, 10)
+        wide = size.width // 8
+        self.a, self.b = nn.Conv2d(3, wide, 3, padding=1), nn.Conv2d(wide, 2 * wide, 3, padding=1)
+        self.head = nn.Linear(8 * wide, 10)
 
     def forward(self, x):
         x = F.max_pool2d(F.relu(self.a(x)), 2)
@@ -74,12 +102,9 @@ class Case:
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
-    tp: dict[str, int]
+    tp: dict[str, int | Shard]
     loss: Callable = lambda model, x, y: F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-
-def words() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(WORDS, (BATCH, TIME)), torch.randint(WORDS, (BATCH, TIME))
+    reads_words: bool = False
 
 
 def stock(model: str, config: str, **settings) -> Callable[[], nn.Module]:
@@ -101,66 +126,97 @@ def classes(model, x, y):
     return F.cross_entropy(model(x).logits, y)
 
 
-HEADS = {"num_attention_heads": 8, "hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
-LLAMA = HEADS | {"num_key_value_heads": 4, "vocab_size": WORDS, "use_cache": False}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LLAMA_TP = {"*.[qkv]_proj.weight": 0, "*.o_proj.weight": 1, "*.gate_proj.weight": 0, "*.up_proj.weight": 0,
             "*.down_proj.weight": 1}  # fmt: skip
+GPT2_TP = {"*.c_attn.*": Shard(-1, blocks=3), "*.c_fc.*": -1, "*.c_proj.weight": 0}
 
 
-def images(n: int = 10, size: int = 16) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    return lambda: (torch.randn(BATCH, 3, size, size), torch.randint(n, (BATCH,)))
+def cases(size: Size) -> dict[str, Case]:
+    """The models in a size."""
+    heads = {"num_attention_heads": size.heads, "hidden_size": size.width, "intermediate_size": 4 * size.width,
+             "num_hidden_layers": size.layers}  # fmt: skip
+    llama = heads | {"num_key_value_heads": size.heads // 2, "vocab_size": size.words, "use_cache": False}
+
+    def words() -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randint(3, size.words, (size.batch, size.time)) for _ in range(2))
+
+    def images() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size.batch, 3, 16, 16), torch.randint(10, (size.batch,))
+
+    def numbers() -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.randn(size.batch * 16, size.width // 4) for _ in range(2))
+
+    def read(build: Callable, tp: dict[str, int | Shard], loss: Callable = logits) -> Case:
+        return Case(build, words, tp, loss, reads_words=True)
+
+    return {
+        "gpt": read(lambda: GPT(GPTConfig(size.layers, size.heads, size.width, size.time, size.words)), {
+            "*.attn.[qkv].weight": 0, "*.attn.out.weight": 1, "*.mlp.up.weight": 0, "*.mlp.down.weight": 1},
+            Case.loss),
+        "gpt2": read(stock("GPT2LMHeadModel", "GPT2Config", n_embd=size.width, n_layer=size.layers, n_head=size.heads,
+                           vocab_size=size.words, n_positions=size.time, resid_pdrop=0.0, embd_pdrop=0.0,
+                           attn_pdrop=0.0, use_cache=False), GPT2_TP),
+        "llama": read(stock("LlamaForCausalLM", "LlamaConfig", **llama), LLAMA_TP),
+        "bert": read(stock("BertForMaskedLM", "BertConfig", **heads, **NO_DROPOUT, vocab_size=size.words), {
+            "*.query.weight": 0, "*.key.weight": 0, "*.value.weight": 0, "*.intermediate.dense.weight": 0}),
+        "mixtral": read(stock("MixtralForCausalLM", "MixtralConfig", **llama, num_local_experts=4),
+                        {"*.[qkv]_proj.weight": 0, "*.o_proj.weight": 1}),
+        "t5": read(stock("T5ForConditionalGeneration", "T5Config", d_model=size.width, d_kv=size.width // size.heads,
+                         d_ff=4 * size.width, num_layers=size.layers, num_heads=size.heads, vocab_size=size.words,
+                         dropout_rate=0.0, use_cache=False),
+                   {"*.[qkv].weight": 0, "*.o.weight": 1, "*.wi.weight": 0, "*.wo.weight": 1}, sequences),
+        "vit": Case(stock("ViTForImageClassification", "ViTConfig", **heads, **NO_DROPOUT, image_size=16, patch_size=4,
+                          num_labels=10), images, {"*.[qkv]_proj.*": 0, "*.o_proj.weight": 1, "*.fc1.*": 0, "*.fc2.weight": 1},
+                    classes),
+        "convnet": Case(lambda: ConvNet(size), images, {"*.b.weight": 0}, lambda m, x, y: F.cross_entropy(m(x), y)),
+        "huge": Case(lambda: HugeLayer(size), numbers, {"*.up.weight": 0, "*.up.bias": 0, "*.down.weight": 1},
+                     lambda m, x, y: F.mse_loss(m(x), y)),
+    }  # fmt: skip
 
 
-CASES = {
-    "gpt": Case(lambda: GPT(GPTConfig(LAYERS, 8, WIDTH, TIME, WORDS)), words, {
-        "*.attn.[qkv].weight": 0, "*.attn.out.weight": 1, "*.mlp.up.weight": 0, "*.mlp.down.weight": 1}),
-    "gpt2": Case(stock("GPT2LMHeadModel", "GPT2Config", n_embd=WIDTH, n_layer=LAYERS, n_head=8, vocab_size=WORDS,
-                       n_positions=TIME, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False), words,
-                 {"*.c_fc.weight": 1, "*.mlp.c_proj.weight": 0}, logits),
-    "llama": Case(stock("LlamaForCausalLM", "LlamaConfig", **LLAMA), words, LLAMA_TP, logits),
-    "bert": Case(stock("BertForMaskedLM", "BertConfig", **HEADS, **NO_DROPOUT, vocab_size=WORDS), words,
-                 {"*.query.weight": 0, "*.key.weight": 0, "*.value.weight": 0, "*.intermediate.dense.weight": 0},
-                 logits),
-    "mixtral": Case(stock("MixtralForCausalLM", "MixtralConfig", **LLAMA, num_local_experts=4), words,
-                    {"*.[qkv]_proj.weight": 0, "*.o_proj.weight": 1}, logits),
-    "t5": Case(stock("T5ForConditionalGeneration", "T5Config", d_model=WIDTH, d_kv=32, d_ff=4 * WIDTH,
-                     num_layers=LAYERS, num_heads=8, vocab_size=WORDS, dropout_rate=0.0, use_cache=False), words,
-               {"*.[qkv].weight": 0, "*.o.weight": 1, "*.wi.weight": 0, "*.wo.weight": 1}, sequences),
-    "vit": Case(stock("ViTForImageClassification", "ViTConfig", **HEADS, **NO_DROPOUT, image_size=16, patch_size=4,
-                      num_labels=10), images(), {"*.intermediate.dense.weight": 0}, classes),
-    "convnet": Case(ConvNet, images(), {"*.b.weight": 0}, lambda m, x, y: F.cross_entropy(m(x), y)),
-    "huge": Case(HugeLayer, lambda: (torch.randn(256, 64), torch.randn(256, 64)),
-                 {"*.up.weight": 0, "*.up.bias": 0, "*.down.weight": 1}, lambda m, x, y: F.mse_loss(m(x), y)),
-}  # fmt: skip
+CASES = cases(PLANNED)
 
 
-def plans(case: Case) -> Iterator[tuple[str, dict, dict]]:
-    """What a user may say: placements of parameters and of inputs. The axes are dp, tp and, if there are three, pp."""
-    batch = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
-    tp = {pattern: {"tp": Shard(dim)} for pattern, dim in case.tp.items()}
-    zero = {"*": {"dp": Shard(0)}}
-    yield "nothing", {}, {}
-    yield "dp", {}, batch
-    yield "tp", tp, {}
-    yield "dp x tp", tp, batch
-    yield "zero 3", zero, batch
-    yield "zero 3 x tp", {p: {"dp": Shard(0), **placements} for p, placements in tp.items()} | zero, batch
-    yield "hybrid", {"*": {"tp": Shard(0)}}, {k: {"dp": Shard(0), "tp": Shard(0)} for k in batch}
-    if case.batch is words:
-        yield "sequence", tp, {k: {"dp": Shard(0), "tp": Shard(1)} for k in batch}
+def plans(case: Case) -> Iterator[tuple[str, dict]]:
+    """What a user may say to the compiler. The axes are dp, tp and, if there are three, pp."""
+    inputs = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
+    params = {pattern: {"tp": p if isinstance(p, Shard) else Shard(p)} for pattern, p in case.tp.items()}
+    yield "nothing", {}
+    yield "dp", {"inputs": inputs}
+    yield "tp", {"params": params}
+    yield "dp x tp", {"params": params, "inputs": inputs}
+    yield "rows", {"params": {"*": {"dp": Shard(0)}}, "inputs": inputs}
+    yield "zero 3", {"fully_shard": "dp", "inputs": inputs}
+    yield "zero 3 x tp", {"fully_shard": "dp", "params": params, "inputs": inputs}
+    yield "hybrid", {"fully_shard": "tp", "inputs": {k: {"dp": Shard(0), "tp": Shard(0)} for k in inputs}}
+    if case.reads_words:
+        yield "sequence", {"params": params, "inputs": {k: {"dp": Shard(0), "tp": Shard(1)} for k in inputs}}
 
 
-def fits(params: dict, model: nn.Module) -> dict:
-    """The placements, with what is too short for them left replicated."""
+def fitting(said: dict, model: nn.Module) -> dict:
+    """The plan, with parameters that are too short for a pattern of all left replicated."""
+    if "*" not in said.get("params", {}):
+        return said
     short = {f"model.{name}": {} for name, p in model.named_parameters() if p.ndim == 0 or p.shape[0] < 8}
-    return short | params if "*" in params else params
+    return said | {"params": short | said["params"]}
+
+
+def step_of(case: Case) -> Callable:
+    def train_step(model, optimizer, x, y):
+        optimizer.zero_grad()
+        loss = case.loss(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
 
 
 class Row:
     """A case under a plan: both programs, and what they cost."""
 
-    def __init__(self, case: Case, mesh, params: dict, inputs: dict) -> None:
+    def __init__(self, case: Case, mesh, said: dict) -> None:
         torch.manual_seed(0)
         self.model, (self.x, self.y) = case.build(), case.batch()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
@@ -168,32 +224,22 @@ class Row:
             p.grad = torch.zeros_like(p)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.loss, self.mesh = case.loss, mesh
-        self.said = {"params": fits(params, self.model), "inputs": inputs}
+        self.case, self.mesh, self.said = case, mesh, fitting(said, self.model)
 
     def program(self, choose: str):
         """The program by op or for the program, and the seconds that it took."""
-        loss_of = self.loss
-
-        def train_step(model, optimizer, x, y):
-            optimizer.zero_grad()
-            loss = loss_of(model, x, y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        step = spmd.compile(train_step, self.mesh, choose=choose, bucket_mb=None, **self.said)
+        step = spmd.compile(step_of(self.case), self.mesh, choose=choose, bucket_mb=None, **self.said)
         start = time.perf_counter()
         program = step.program_for(self.model, self.optimizer, self.x, self.y)
         return program, time.perf_counter() - start
 
 
-def measured(name: str, plan: str, params: dict, inputs: dict, mesh_name: str, machine: str) -> tuple[list[str], bool]:
+def measured(name: str, plan: str, said: dict, mesh_name: str, machine: str) -> tuple[list[str], bool]:
     """A row of the table, and whether the program's choice costs at most what the choice by op costs."""
     shape = MESHES[mesh_name]
     mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)])
     mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, machine=MACHINES[machine]))
-    row = Row(CASES[name], mesh, params, inputs)
+    row = Row(CASES[name], mesh, said)
     by_op, first = row.program("op")
     chosen, seconds = row.program("program")
     costs = [program_cost(p) for p in (by_op, chosen)]
@@ -205,8 +251,86 @@ def measured(name: str, plan: str, params: dict, inputs: dict, mesh_name: str, m
     return cells, fine
 
 
+# ---- trained ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def all_in_float64() -> Iterator[None]:
+    """Inside, models that ask for float32 by name get float64."""
+    kept = torch.float32, torch.float, torch.Tensor.float
+    torch.float32 = torch.float = torch.float64
+    torch.Tensor.float = torch.Tensor.double
+    try:
+        yield
+    finally:
+        torch.float32, torch.float, torch.Tensor.float = kept
+
+
+def trained(case: Case, said: dict, choose: str) -> float:
+    """How far losses and parameters are from those of one device after three steps, on 2 x 2 simulated ranks."""
+    with all_in_float64():
+        want = three_steps(case, None, said, choose)
+        with spmd.LocalTensorMode(4):
+            mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+            got = three_steps(case, mesh, said, choose)
+    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
+
+
+def three_steps(case: Case, mesh, said: dict, choose: str) -> list[torch.Tensor]:
+    """Losses and parameters."""
+    torch.manual_seed(0)
+    model, given = case.build().double(), [case.batch() for _ in range(3)]
+    given = [[x.double() if x.is_floating_point() else x for x in each] for each in given]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = step_of(case)
+    if mesh is not None:
+        step = spmd.compile(step, mesh, choose=choose, **fitting(said, model))
+    losses = [step(model, optimizer, *each) for each in given]
+    return [_whole(x) for x in (*losses, *model.parameters())]
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    return x.full_tensor().reconcile() if isinstance(x, spmd.DTensor) else x
+
+
+# ---- tables -----------------------------------------------------------------------------------
+
 HEADER = ["model", "plan", "mesh", "machine", "by op, us", "program, us", "ratio", "by op, MB", "program, MB",
           "collectives", "of program", "work, us", "of program", "choosing, s", "gap"]  # fmt: skip
+
+
+SUMMARY = ["model", "plan", "rows", "ratio", "MB of by op", "of program", "collectives", "of program", "work of by op",
+           "of program", "gap"]  # fmt: skip
+
+
+def summary(rows: list[list[str]]) -> list[list[str]]:
+    """A line for each model and plan: the ranges over meshes and machines; of the work the median."""
+    found = []
+    for key in dict.fromkeys((r[0], r[1]) for r in rows):
+        own = [r for r in rows if (r[0], r[1]) == key]
+        work = [f"{statistics.median(float(r[i].replace(',', '')) for r in own):,.0f}" for i in (11, 12)]
+        found.append([*key, str(len(own)), *(_range([r[i] for r in own]) for i in (6, 7, 8, 9, 10)), *work,
+                      max((r[14] for r in own), key=lambda x: float(x[:-1]))])  # fmt: skip
+    return found
+
+
+def _range(cells: list[str]) -> str:
+    ordered = sorted(cells, key=float)
+    return ordered[0] if ordered[0] == ordered[-1] else f"{ordered[0]} to {ordered[-1]}"
+
+
+def train(args: argparse.Namespace) -> int:
+    found, good = [], True
+    for name, case in ((name, cases(TRAINED)[name]) for name in args.only):
+        for plan, said in plans(case):
+            for choose in args.choose if not args.plans or plan in args.plans else ():
+                apart = trained(case, said, choose)
+                found.append([name, plan, choose, f"{apart:.0e}", "" if apart <= APART else "DIFFERS"])
+                print(*found[-1], sep="  ", flush=True)
+                good &= apart <= APART
+    print(table(["model", "plan", "chosen by", "apart", ""], found, left=3))
+    return 0 if good else 1
 
 
 def main() -> int:
@@ -215,20 +339,27 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", help="these plans")
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
-    parser.add_argument("--short", action="store_true", help="one mesh, one machine, five models")
+    parser.add_argument("--short", action="store_true", help="one mesh, one machine, four plans")
+    parser.add_argument("--summary", action="store_true", help="a line for each model and plan")
+    parser.add_argument("--train", action="store_true", help="train each for three steps instead")
+    parser.add_argument("--choose", nargs="+", choices=("op", "program"), default=["op", "program"], help="of --train")
     args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if args.short:
-        args.only, args.meshes, args.machines = ["gpt", "llama", "t5", "convnet", "huge"], ["2x4"], ["textbook"]
+        args.meshes, args.machines = ["2x2"], ["textbook"]
+        args.plans = args.plans or ["nothing", "dp x tp", "zero 3"]
+    if args.train:
+        return train(args)
     rows, dearer = [], 0
     for name in args.only:
-        for plan, params, inputs in plans(CASES[name]):
+        for plan, said in plans(CASES[name]):
             for mesh_name in args.meshes if not args.plans or plan in args.plans else ():
                 for machine in args.machines:
-                    cells, fine = measured(name, plan, params, inputs, mesh_name, machine)
+                    cells, fine = measured(name, plan, said, mesh_name, machine)
                     print(*cells, "" if fine else "DEARER", sep="  ", flush=True)
                     rows.append(cells)
                     dearer += not fine
-    print(table(HEADER, rows, left=4))
+    print(table(SUMMARY, summary(rows), left=2) if args.summary else table(HEADER, rows, left=4))
     print(f"\n{len(rows)} rows, {dearer} dearer than by op; torch {torch.__version__}")
     return int(dearer > 0)
 
