@@ -334,8 +334,8 @@ class Model:
         ]
 
     def _passes(self, value: fx.Node, cell: Cell) -> Sequence[int]:
-        """When a cell moves a parameter: in the phases of those that read it or a view of it, once if it is kept for all
-        of them, or for the update."""
+        """When a cell moves a parameter: in the phases of those that read it or a view of it; once if it is kept for
+        all of them; or for the update."""
         if cell.node not in self.roles.compute:
             return (UPDATE,)
         return (0,) if self.places[value].reshard is False else phases_of_reading(cell.node)
