@@ -24,10 +24,15 @@ SWEEPS = 4
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
 
+CLOSED = 1e-9
+"""The gap at which nothing is left to find: it is one of rounding."""
+
 SMALL = 400
 """Options of a problem that is solved to the end, by splitting."""
 
-MOST_SPLITS = 2000
+MOST_SPLIT = 10_000
+"""Options of all parts that a problem is split into, after which the bound stays as it was. A part of 50 options takes
+some 10 ms, so what splitting takes is bounded for problems that it does not close, too."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,11 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
     for start in starts:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
-    at_least = _improve(bound, best, ROUNDS)
-    small = max(problem.cells) == 1 and sum(map(len, bound.cost)) <= SMALL
-    if best.us - at_least > LESS and small:
-        at_least = _split(problem, bound, best)
+    at_least = _improve(bound, best, ROUNDS, ENOUGH)
+    if max(problem.cells) == 1 and sum(map(len, bound.cost)) <= SMALL:
+        at_least = _improve(bound, best, ROUNDS, CLOSED)
+        if not best.is_reached(at_least):
+            at_least = _split(problem, bound, best)
     return Solved(tuple(best.x), best.us, min(at_least, best.us))
 
 
@@ -69,14 +75,18 @@ class _Best:
         if found < self.us - LESS:
             self.x, self.us = list(x), found
 
+    def is_reached(self, at_least: float) -> bool:
+        """Whether nothing that costs at least so much is better."""
+        return at_least >= self.us * (1 - CLOSED) - 1e-6
 
-def _improve(bound: Bound, best: _Best, rounds: int) -> float:
+
+def _improve(bound: Bound, best: _Best, rounds: int, enough: float) -> float:
     """Sweep, read assignments and drop options, until the gap is small or nothing moves."""
     problem, before = bound.problem, -np.inf
     for _ in range(rounds):
         at_least = bound.improve(SWEEPS)
         best.take(settle(problem, decode(bound)))
-        if best.us - at_least <= LESS + ENOUGH * best.us or at_least - before < 0.01 * (best.us - at_least):
+        if best.us - at_least <= LESS + enough * best.us or at_least - before < 0.01 * (best.us - at_least):
             break
         before = at_least
         bound.prune(best.us)
@@ -86,12 +96,11 @@ def _improve(bound: Bound, best: _Best, rounds: int) -> float:
 def _split(problem: Problem, bound: Bound, best: _Best) -> float:
     """Fix the most doubtful variable to each of its options in turn, and so on, until no part can be better."""
     best.take(repair(problem, best.x, range(len(problem.work)), bound.allowed))
-    waiting = [bound.allowed]
-    for _ in range(MOST_SPLITS):
-        if not waiting:
-            return best.us
+    waiting, seen = [bound.allowed], 0
+    while waiting and seen < MOST_SPLIT:
         part = Bound(problem, waiting.pop())
-        if _improve(part, best, 4) >= best.us - 1e-6 - 1e-9 * best.us:
+        seen += sum(map(len, part.cost))
+        if best.is_reached(_improve(part, best, 4, CLOSED)):
             continue
         allowed = part.allowed
         open_ = [i for i, each in enumerate(allowed) if len(each) > 1]
@@ -101,4 +110,4 @@ def _split(problem: Problem, bound: Bound, best: _Best) -> float:
         doubtful = min(open_, key=lambda i: (len(allowed[i]), i))
         for option in allowed[doubtful]:
             waiting.append([np.array([option]) if i == doubtful else each for i, each in enumerate(allowed)])
-    return bound.least
+    return bound.least if waiting else best.us
