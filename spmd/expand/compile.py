@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -278,9 +278,7 @@ class CompiledStep:
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results))
         program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
-        for rewrite in self._passes():
-            program = rewrite(program).verify()
-        return captured, program
+        return captured, self._as_run(program)
 
     def _capture(self, call: _Call) -> Captured:
         try:
@@ -293,14 +291,16 @@ class CompiledStep:
 
     def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1
-        write = (chosen, "for the program") if for_program else (Expansion.program, "by op")
+        by_program = functools.partial(chosen, as_run=self._as_run)
+        write = (by_program, "for the program") if for_program else (Expansion.program, "by op")
         return written(given, self.settings.pins, *write)
 
-    def _passes(self) -> Iterator[Callable[[Program], Program]]:
-        """What is done to a program that was chosen."""
-        if (most := self.settings.bucket_mb) is not None:
-            yield compute_numbers_late
-            yield lambda program: bucket_all_reduces(program, min(1.0, most), most)
+    def _as_run(self, program: Program) -> Program:
+        """A program that was chosen, with its all-reduces in buckets."""
+        if (most := self.settings.bucket_mb) is None:
+            return program
+        program = compute_numbers_late(program).verify()
+        return bucket_all_reduces(program, min(1.0, most), most).verify()
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named = self._by_name(args, kwargs)

@@ -72,14 +72,22 @@ class Expansion:
         return given | {n: Spec.of(self.mesh, t.shape, t.dtype) for n, t in constants}
 
 
-def chosen(given: Expansion) -> Program:
-    """The program of a graph, by the choice for the program or by op, whichever costs less, with its certificate."""
+def as_written(program: Program) -> Program:
+    """A program that runs as it was written."""
+    return program
+
+
+def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) -> Program:
+    """The program of a graph, by the choice for the program or by op, whichever costs less, with its certificate.
+
+    as_run: what a program becomes before it runs. By that it is priced: many all-reduces of gradients are one bucket.
+    """
     pins: dict[fx.Node, Pin] = {}
     simple = replace(given, graph=normalised(given.graph, given.mesh))
     by_op = simple.program(pins=pins)
     solved, choice = solved_choice(simple, pins)
     by_choice = simple.program(choice)
-    costs = program_cost(by_op), program_cost(by_choice)
+    costs = program_cost(as_run(by_op)), program_cost(as_run(by_choice))
     taken = costs[1].us < costs[0].us
     return replace(by_choice if taken else by_op, certificate=_certificate(solved, costs, taken))
 
