@@ -9,6 +9,8 @@ from spmd.parallel.clip import clip_grad_norm_
 from spmd.parallel.data_parallel import data_parallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from spmd.parallel.losses.linear_cross_entropy import linear_cross_entropy
+from spmd.parallel.losses.loss_parallel import loss_parallel
 from spmd.parallel.parallelize import parallelize_module, placements_of
 from spmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from spmd.parallel.style import ParallelStyle
@@ -17,6 +19,6 @@ from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, Sequ
 __all__ = [
     "CPUOffloadPolicy", "ColwiseParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle",
     "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
-    "UnshardHandle", "clip_grad_norm_", "data_parallel", "fully_shard", "parallelize_module", "placements_of",
-    "register_fsdp_forward_method",
+    "UnshardHandle", "clip_grad_norm_", "data_parallel", "fully_shard", "linear_cross_entropy", "loss_parallel",
+    "parallelize_module", "placements_of", "register_fsdp_forward_method",
 ]  # fmt: skip

@@ -246,7 +246,7 @@ def test_a_block_is_gathered_in_one_collective_and_reduced_in_one(said):
         with CommDebugMode() as comm:
             net(torch.ones(2, 4)).sum().backward()
     counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
-    assert counts == {"all_gather_into_tensor": 6 if said == "freed" else 3, "all_to_all_single": 3}
+    assert counts == {"all_gather_into_tensor": 6 if said == "freed" else 3, "reduce_scatter_tensor": 3}
 
 
 # ---- policies and methods ---------------------------------------------------------------------

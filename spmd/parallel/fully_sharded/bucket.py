@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from spmd.comm import wait
-from spmd.comm.functional import all_gather_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
+from spmd.comm.functional import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from spmd.mesh import DeviceMesh
 from spmd.parallel.fully_sharded import memory
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -234,13 +234,8 @@ def _check_adoptable(m: Managed, p: torch.Tensor, spec: Spec) -> None:
 
 
 def _sent_to_owners(rows: torch.Tensor, over: Over) -> torch.Tensor:
-    """[n, S] -> [S], or its n terms: gloo's reduce-scatter would send twice as much."""
-    if over.n == 1:
-        return rows
-    group = over.mesh, over.sharded
-    return all_to_all_single(rows, None, None, group) if over.mesh.device_type == "cpu" else (
-        reduce_scatter_tensor(rows, "sum", 0, group)
-    )  # fmt: skip
+    """[n, S] -> [1, S]: the sum of this rank's rows."""
+    return rows if over.n == 1 else reduce_scatter_tensor(rows, "sum", 0, (over.mesh, over.sharded))
 
 
 @dataclass
@@ -256,7 +251,7 @@ class Reduction:
         """Wait, and give the parameters their gradients; where the copies are not summed yet, keep the shards."""
         bucket, over = self.bucket, self.bucket.over
         with torch.no_grad():
-            summed = wait(self.sent).sum(0)
+            summed = wait(self.sent)[0]
             self.sent = None
             if bucket.uncopied is not None:
                 summed, bucket.uncopied = summed + bucket.uncopied, None

@@ -127,6 +127,7 @@ class Group:
         self.run.expect_end()
         if self.unshard_in_backward:
             self.unshard()
+        self.run.arrive()  # before there is memory for what is fetched
         for group in self._next_in_backward():
             if group.unshard_in_backward and not group.in_backward:
                 group.launch()

@@ -1,0 +1,1 @@
+"""Losses over classes that are shared out: a vocabulary on the ranks of an axis."""
