@@ -35,8 +35,13 @@ def run(way: str, gloo4: Pool, body: Callable[..., Any], *args: Any) -> list[Any
         return gloo4.run(_on_rank, body, *args)
     if way == "threads":
         return run_ranks(lambda rank: _on_rank(rank, body, *args), 4)
-    with LocalTensorMode(4) as mode:
-        found = _settled(body(*args))
+    return on_ranks(lambda: body(*args), 4)
+
+
+def on_ranks(body: Callable[[], Any], n: int) -> list[Any]:
+    """What the body gives on each of n ranks, simulated in one thread."""
+    with LocalTensorMode(n) as mode:
+        found = _settled(body())
     return [pytree.tree_map(lambda leaf, rank=rank: own(leaf, rank), found) for rank in mode.ranks]
 
 
