@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from spmd.expand.choose.arrivals import arrivals, may_arrive
-from spmd.expand.choose.cells import Cell, Cells, Classes, Meeting, cells_of, is_tensor, value_shape
+from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, value_shape
 from spmd.expand.choose.choice import Choice, Pin
+from spmd.expand.choose.classes import Classes, Group, Meeting
 from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
@@ -311,8 +312,8 @@ class Model:
                 self.work.append(chooser.options.us * counts[k])
                 self.count.append(int(counts[k]))
         values: list[Value] = []
-        for (known, maker, readers), members in self._kinds_of_values().items():
-            values += self._value(known, maker, readers, members)
+        for group in self.classes.groups:
+            values += self._value(group)
         return Problem(self.work, values, self.count)
 
     def _meetings(self) -> list[Meeting]:
@@ -355,24 +356,15 @@ class Model:
         made = Meeting(value, (value_shape(value), (place,), ()), writer, [])
         return [made, Meeting(value, (place, *rest), None, readers)]
 
-    def _kinds_of_values(self) -> dict[tuple, list[Meeting]]:
-        """All values, equal ones together: the same maker and the same readers, by classes."""
-        found: dict[tuple, list[Meeting]] = {}
-        of = self.classes.of
-        for meeting in self.classes.meetings:
-            maker = meeting.maker and (of[meeting.maker[0]], meeting.maker[1])
-            readers = tuple(sorted([(of[i], at) for i, at in meeting.readers]))
-            found.setdefault((meeting.known, maker, readers), []).append(meeting)
-        return found
-
-    def _value(self, known, maker, readers, members: list[Meeting]) -> list[Value]:
+    def _value(self, group: Group) -> list[Value]:
         """The value, or a value and the same value where it is held."""
-        value, kind, weight = members[0].value, members[0].kind, float(len(members))
-        (spec, homes, _), (_, free) = known, self.homes.get(value, ((), ()))
+        members, first = group.members, group.members[0]
+        value, kind, weight = first.value, group.kind, float(len(members))
+        (spec, homes, owed), (_, free) = first.known, self.homes.get(value, ((), ()))
         layouts = self.layouts(value)
-        made = self._end(layouts, maker or spec)
-        ends = self._readers(layouts, readers, homes)
-        if known[2] and made.variable != FIXED:
+        made = self._end(layouts, group.maker or spec)
+        ends = self._readers(layouts, group, homes)
+        if owed and made.variable != FIXED:
             self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
         if not ends:
             return []
@@ -387,14 +379,13 @@ class Model:
             return [before, Value(weight, layouts.costs, hold, tuple(ends), (kind, "held"))]
         return [Value(weight, layouts.costs, made, tuple(ends), (kind, "made"))]
 
-    def _readers(self, layouts: Layouts, readers: Sequence[tuple[int, int]], homes: Sequence[Spec]) -> list[End]:
-        """The ends where a value is read or returned, those together whose cells were alike."""
-        slots: dict[object, int] = {}
-        found = []
-        for k, at in readers:
-            slot = slots.setdefault((self.classes.alike[k], at), len(slots))
-            found.append(replace(self._end(layouts, (k, at), reads=True), slot=slot))
-        return found + [replace(_fixed(layouts, home), slot=slots.setdefault(home, len(slots))) for home in homes]
+    def _readers(self, layouts: Layouts, group: Group, homes: Sequence[Spec]) -> list[End]:
+        """The ends where a value is read or returned."""
+        ends = [
+            replace(self._end(layouts, reader, reads=True), slot=slot)
+            for reader, slot in zip(group.readers, group.slots, strict=True)
+        ]
+        return ends + [replace(_fixed(layouts, home), slot=home) for home in homes]
 
     def _may_owe(self, layouts: Layouts, made: End) -> bool:
         owed = np.array([bool(spec.partial) for spec in layouts.specs])

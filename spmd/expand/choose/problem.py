@@ -22,12 +22,12 @@ FIXED = -1
 class End:
     """An end of a value: the variable that makes or reads it, and the number of a layout for each of its options.
 
-    slot: a number that ends of values of one kind share where their surroundings are alike.
+    slot: what ends of values of one kind share where their surroundings are alike.
     """
 
     variable: int
     layouts: np.ndarray
-    slot: int | None = None
+    slot: Hashable = None
 
     def at(self, x: Sequence[int]) -> int:
         """The layout under an assignment."""

@@ -7,12 +7,12 @@ from torch import nn
 
 import spmd
 from spmd import Shard
-from spmd.expand.choose import cells
+from spmd.expand.choose import classes
 
 
 def certificate(layers: int, sizes: tuple[int, int], limit: int, monkeypatch):
     """What is known of a forward and backward of equal layers, if graphs of more cells are shared."""
-    monkeypatch.setattr(cells, "MOST_CELLS", limit)
+    monkeypatch.setattr(classes, "MOST_CELLS", limit)
     width, hidden = sizes
     blocks = [(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width)) for _ in range(layers)]
     model = nn.Sequential(*[module for block in blocks for module in block])

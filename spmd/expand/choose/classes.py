@@ -1,0 +1,206 @@
+"""Classes: the cells of a graph that choose alike, and the values that are alike for a bound.
+
+    12 layers of a GPT, 1,525 cells    ->    397 classes: for each op the first layer, the last, and all between
+
+Cells are of one type if their ops, shapes, specs and surroundings are alike. In a small graph that is asked of all of
+it, a round of refinement at a time, and each type is a class. In a large one it is asked of what is up to so many
+values away; then the first cell of a type and its last are classes of their own, and all between are one. So the layers
+in the middle of a deep model choose alike, and a model of 48 layers has as many classes as one of 12.
+
+A round is a few operations on arrays: the hash of a value is a sum over the cells around it, that of a cell a sum over
+its values. The hashes are those of numbers that are given in order of appearance, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import fx
+
+from spmd.expand.choose.cells import Cell, Cells, value_shape
+from spmd.expand.places.roles import MARK
+from spmd.tensor.cache import frozen
+from spmd.tensor.spec import Spec
+
+MOST_CELLS = 1000
+"""Cells of a graph in which no two have to choose alike unless their surroundings are alike altogether."""
+
+ROUNDS = 3
+"""Rounds of refinement in a larger graph."""
+
+
+@dataclass(eq=False)
+class Meeting:
+    """A value, or one of its moves, with the cells around it, by number.
+
+    known: all else that is known of it. maker: the cell that writes it, and where among what that writes. readers: the
+    cells that read it, and as which operand.
+    """
+
+    value: fx.Node
+    known: Hashable
+    maker: tuple[int, int] | None
+    readers: list[tuple[int, int]]
+
+
+@dataclass(eq=False)
+class Group:
+    """Values with the same maker and the same readers, by classes. slots: for each reader its end of the kind.
+
+    kind: the same for groups that one class meets in one place, so that it cannot tell them apart.
+    """
+
+    members: list[Meeting]
+    maker: tuple[int, int] | None
+    readers: list[tuple[int, int]]
+    kind: int = -1
+    slots: list[Hashable] = field(default_factory=list)
+
+
+class Classes:
+    """The classes of cells, and the values in groups.
+
+    of: the class of each cell, numbered in order of appearance. groups: all values.
+    """
+
+    def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
+        own = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+        types = _Types(own, meetings)
+        self.of = (types.of if len(own) <= MOST_CELLS else _apart(types.of)).tolist()
+        self._before = dict(zip(self.of, types.before.tolist(), strict=True))
+        self.groups = self._groups(meetings, types.values.tolist())
+        self._join_kinds()
+        self._find_slots()
+
+    def _groups(self, meetings: Sequence[Meeting], like: Sequence[int]) -> list[Group]:
+        found: dict[Hashable, Group] = {}
+        for meeting, alike in zip(meetings, like, strict=True):
+            maker = meeting.maker and (self.of[meeting.maker[0]], meeting.maker[1])
+            readers = sorted([(self.of[i], at) for i, at in meeting.readers])
+            key = alike, meeting.known, maker, tuple(readers)
+            if key not in found:
+                found[key] = Group([], maker, readers, alike)
+            found[key].members.append(meeting)
+        return list(found.values())
+
+    def _join_kinds(self) -> None:
+        """Number the kinds. Groups that look alike and that one class meets in one place are of one kind."""
+        root = list(range(len(self.groups)))
+
+        def of(g: int) -> int:
+            while root[g] != g:
+                root[g] = g = root[root[g]]
+            return g
+
+        met: dict[Hashable, int] = {}
+        for g, group in enumerate(self.groups):
+            for end in _ends(group.maker, group.readers):
+                root[of(g)] = of(met.setdefault((group.kind, *end), g))
+        for g, group in enumerate(self.groups):
+            group.kind = of(g)
+
+    def _find_slots(self) -> None:
+        """Name the ends of each kind, so that each class is at one end. Readers that looked alike a round before are
+        told apart by their order; if a class is then at several ends, all of these are one."""
+        named: dict[Hashable, Hashable] = {}
+        unclear: set[Hashable] = set()
+        for group in self.groups:
+            seen: dict[Hashable, int] = {}
+            for k, at in group.readers:
+                like = group.kind, self._before[k], at
+                seen[like] = seen.get(like, -1) + 1
+                group.slots.append((*like, seen[like]))
+                if named.setdefault((group.kind, k, at), group.slots[-1]) != group.slots[-1]:
+                    unclear.add(like)
+        for group in self.groups:
+            group.slots = [slot[:3] if slot[:3] in unclear else slot for slot in group.slots]
+
+
+class _Types:
+    """The types of cells, refined a round at a time: cells stay together while the values around them are alike.
+
+    of: the type of each cell; before: that of a round ago. values: the type of each value, by that of its cells then.
+    """
+
+    def __init__(self, own: list[int], meetings: Sequence[Meeting]) -> None:
+        ends = [(i, v, at) for v, m in enumerate(meetings) for i, at in _ends(m.maker, m.readers)]
+        self._cell, self._value, self._at = np.array(ends, np.int64).reshape(-1, 3).T
+        self._known = _mixed(np.array(_numbered([m.known for m in meetings]), np.uint64))
+        color = _mixed(np.array(own, np.uint64))
+        self.of = self.before = _by_appearance(color)
+        self.values = np.zeros(len(meetings), np.int64)
+        for _ in range(ROUNDS if len(own) > MOST_CELLS else len(own)):
+            values, color = self._refined(color)
+            self.before, self.of, self.values = self.of, _by_appearance(color), _by_appearance(values)
+            if self.of.max() == self.before.max():
+                break
+
+    def _refined(self, color: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What the values are like by the cells around them, and the cells by these values."""
+        at = self._at.astype(np.uint64)
+        values, cells = self._known.copy(), _mixed(color)
+        np.add.at(values, self._value, _mixed(color[self._cell] + _mixed(at)))
+        np.add.at(cells, self._cell, _mixed(values[self._value] + _mixed(at)))
+        return values, cells
+
+
+def _ends(maker: tuple[int, int] | None, readers: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The cells around a value, and where they meet it; a number below zero for what writes it."""
+    return [*([(maker[0], -1 - maker[1])] if maker else []), *readers]
+
+
+def _apart(types: np.ndarray) -> np.ndarray:
+    """Classes of types: the first cell of each type, the last, and all between."""
+    place = np.ones(len(types), np.int64)
+    place[np.unique(types, return_index=True)[1]] = 0
+    place[len(types) - 1 - np.unique(types[::-1], return_index=True)[1]] = 2
+    return _by_appearance(3 * types + place)
+
+
+def _by_appearance(keys: np.ndarray) -> np.ndarray:
+    """Numbers of keys, in order of appearance."""
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A hash of each number (the finalizer of splitmix64: G. Steele et al., "Fast splittable pseudorandom number
+    generators", 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers: dict[Hashable, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _own(cell: Cell) -> Hashable:
+    """The ops of a cell with their arguments; values are written by their places in the cell."""
+    place = {n: i for i, n in enumerate((*cell.reads, *cell.nodes))}
+
+    def written(n: fx.Node) -> Hashable:
+        if n.target is MARK:  # its argument is the name of a parameter, which tells no two layers apart
+            return n.target
+        return (n.target, *(frozen(fx.map_arg(a, lambda x: _Place(place.get(x, -1)))) for a in (n.args, n.kwargs)))
+
+    return tuple(map(written, cell.nodes))
+
+
+class _Place(int):
+    """Where a value stands in a cell; -1 for a number."""
+
+
+def _shapes(cell: Cell, sources: dict[fx.Node, Spec]) -> Hashable:
+    """The shapes of what a cell reads and writes, and the specs of what is given."""
+    return (tuple(sources.get(x) or value_shape(x) for x in cell.reads),
+            tuple((sources.get(x) or value_shape(x), _port(x)) for x in cell.writes))  # fmt: skip
+
+
+def _port(value: fx.Node) -> int:
+    return value.args[1] if value.target is operator.getitem else 0
