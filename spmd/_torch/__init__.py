@@ -70,6 +70,7 @@ from spmd._torch.functionalize import (
     assignable_data,
     from_functional,
     functional_mode_of,
+    gradients_seen,
     to_functional,
     write_functional,
 )  # fmt: skip
@@ -137,7 +138,7 @@ from spmd._torch.ops import (
     written,
     written_positions,
 )  # fmt: skip
-from spmd._torch.optimizers import scaled_steps, step_hooks
+from spmd._torch.optimizers import note_step, scaled_steps, step_hooks
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.read_numbers import Integer, ValueRead, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
@@ -166,12 +167,13 @@ from spmd._torch.tensors import (
     wrapper_tensor,
 )  # fmt: skip
 from spmd._torch.traces import (
+    code_when_called,
     forget_constant,
     not_traced,
     proxy_mode,
     proxy_of,
     seen_as_compiling,
-    stand_in,
+    stand_ins,
     traced_tensors,
     track,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._subclasses import functional_tensor
@@ -58,3 +58,25 @@ def assignable_data() -> Iterator[None]:
         yield
     finally:
         del FunctionalTensor.data
+
+
+@contextlib.contextmanager
+def gradients_seen(
+    before_read: Callable[[torch.Tensor], None], after_write: Callable[[torch.Tensor], None]
+) -> Iterator[None]:
+    """Inside, these functions hear of Python code that reads or writes `x.grad` of a functional tensor."""
+    grad = torch.Tensor.grad
+
+    def read(x: torch.Tensor) -> torch.Tensor | None:
+        before_read(x)
+        return grad.__get__(x)
+
+    def write(x: torch.Tensor, new: torch.Tensor | None) -> None:
+        grad.__set__(x, new)
+        after_write(x)
+
+    FunctionalTensor.grad = property(read, write, grad.__delete__)
+    try:
+        yield
+    finally:
+        del FunctionalTensor.grad

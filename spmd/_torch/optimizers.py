@@ -20,6 +20,11 @@ def step_hooks(optimizer: Optimizer) -> list[Callable]:
     return list(chain(*(hooks.values() for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))))
 
 
+def note_step(optimizer: Optimizer) -> None:
+    """Note that the optimiser has made a step, for learning-rate schedulers, which ask for it."""
+    optimizer._opt_called = True
+
+
 @contextlib.contextmanager
 def scaled_steps(run: Callable[[Optimizer, torch.Tensor, Callable[[], Any]], Any]) -> Iterator[None]:
     """Inside, in this thread, a GradScaler calls `run(optimizer, found_inf, step)` for a step that it may skip.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 
 import torch
+from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch
 
@@ -17,6 +19,9 @@ proxy_mode = proxy_tensor.get_proxy_mode
 
 # Inside, ops run and are not recorded.
 not_traced = proxy_tensor.disable_proxy_modes_tracing
+
+# Inside, a GraphModule writes its code when it is called, and not before.
+code_when_called = functools.partial(_lazy_graph_module._use_lazy_graph_module, True)
 
 # Let proxies stand for these values: later ops on the values refer to the nodes of the proxies.
 track = proxy_tensor.track_tensor_tree
@@ -32,11 +37,15 @@ def traced_tensors(by: torch.fx.Tracer) -> list[tuple[torch.Tensor, torch.fx.Nod
     return [(x, slot.proxy.node) for x, slot in by.tensor_tracker.items()]
 
 
-def stand_in(like: torch.Tensor, node: torch.fx.Node, by: torch.fx.Tracer) -> torch.Tensor:
-    """A fake tensor like this one, in memory of its own, for which the node stands in the trace."""
-    with _python_dispatch._disable_current_modes(), like.fake_mode:
-        new = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-    return track(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
+def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.fx.Tracer) -> list[torch.Tensor]:
+    """Fake tensors like these, each in memory of its own, for which the nodes stand in the trace."""
+    if not likes:
+        return []
+    with _python_dispatch._disable_current_modes(), likes[0].fake_mode:
+        made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in likes]
+    for new, node in zip(made, nodes, strict=True):
+        proxy_tensor.track_tensor(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
+    return made
 
 
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:

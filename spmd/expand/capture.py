@@ -24,16 +24,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.cleaning import remove_noops, remove_unmade
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
+from spmd.expand.first_state import FirstState, FirstSteps
+from spmd.expand.given_gradients import GivenGradients
 from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
-from spmd.expand.origins import GRADIENT_OF, SITES, Origins, moved_to
-from spmd.expand.phases import NEW_VALUE, Phases, fill_phases, mark_gradient, new_values_noted
+from spmd.expand.origins import Origins
+from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
@@ -43,15 +46,13 @@ from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
-from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Captured:
     that it changes, by name. fixed: the number arguments that could not stay symbols, with the values that the graph is
     right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
     kept: the numbers in the tensors of the state, which the function may decide by. assumed: what the graph takes for
-    granted about sizes. sizes: the values of their symbols, once they are known (`at`).
+    granted about sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that optimisers
+    make in their first step; they are to be made before the program runs. ignores_gradients: whether the graph is right
+    for any gradients that earlier steps left. stepped: the names of the optimisers that make a step.
     """
 
     graph: fx.Graph
@@ -88,6 +91,9 @@ class Captured:
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
     assumed: Assumed = field(default_factory=Assumed)
+    first: tuple[Slot, ...] = ()
+    ignores_gradients: bool = False
+    stepped: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
@@ -132,8 +138,11 @@ def capture(
     call: Callable[[dict[str, Any]], Any],
     state: State,
     mesh: DeviceMesh | None = None,
+    first: FirstState | None = None,
 ) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
+
+    first: the state that optimisers would make, if they made it now: where they do, it is an input of the graph.
 
     The arguments, and the modules and optimisers among them, are unchanged afterwards.
 
@@ -146,7 +155,7 @@ def capture(
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
-    captured = _capture_once(fn, args, call, state, mesh)
+    captured = _capture_first(fn, args, call, state, mesh, first or {})
     changes = captured.changes
     with contextlib.ExitStack() as undo:
         for _ in range(MOST_CHANGING_CAPTURES):
@@ -170,9 +179,21 @@ MOST_CHANGING_CAPTURES = 3
 """How often a step may change Python state, one capture after the other, until it is given up."""
 
 
+def _capture_first(fn: Callable, *given: Any) -> Captured:
+    """With the state that optimisers make first as inputs, or, if that fails, as values that the graph computes."""
+    *rest, first = given
+    try:
+        return _capture_once(fn, *rest, first)
+    except Exception:
+        if not first:
+            raise
+    return _capture_once(fn, *rest)
+
+
 def _capture_once(
-    fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None
-) -> Captured:
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None,
+    first: FirstState | None = None,
+) -> Captured:  # fmt: skip
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
     leaves = named_leaves(args)
     to_fix = [
@@ -182,7 +203,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            captured = _trace(fn, args, call, state, fixed, mesh, static)
+            captured = _trace(fn, args, call, state, fixed, mesh, first or {}, static)
         except Exception as error:
             if not static and not _ints(to_fix):
                 static = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -223,13 +244,13 @@ def _trace(*given: Any) -> Captured:
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    static: str, stamped: Callable[[], contextlib.AbstractContextManager],
+    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager],
 ) -> Captured:  # fmt: skip
     """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols."""
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
-    slots = state.tensors()
+    slots = in_order(state.tensors() | first)
     leaves = dict(named_leaves(args))
     inputs: dict[Slot | Argument, Any] = {slot: sizes.state(t) for slot, t in slots.items()}
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
@@ -239,14 +260,15 @@ def _traced(
     inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
     kept, known = kept_numbers(slots)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
-    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note)
+    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped)
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), stamped(),
+            _torch.backward_under(KeepProducts),
         ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
-            gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
+            with _torch.code_when_called():  # never: its graph alone is read
+                gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
@@ -254,14 +276,17 @@ def _traced(
         if (in_words := explained(name, error)) is None:
             raise
         raise in_words from error
+    inputs = remove_unmade(gm.graph, tuple(inputs), flat.unmade)
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
     graph = lift_sizes(gm.graph, sizes.symbols)
-    _remove_noops(graph)
+    remove_noops(graph)
     fill_phases(graph)
     inputs = (*inputs, *number_draws(graph))
     made_of = flat.outputs, flat.leaves, flat.tree
-    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, kept, sizes.assumed(static))
+    made = tuple(i for i in inputs if i in first)
+    known = kept, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped
+    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known)
 
 
 ARITHMETIC = {
@@ -297,15 +322,19 @@ class _FlatFunction:
     slots: Tensors
     inputs: tuple[Slot | Argument, ...]
     note: dict[Slot, Callable[[torch.Tensor], None]]
+    first: tuple[Slot, ...]
+    stamped: Callable[[], contextlib.AbstractContextManager]
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
     changes: Contents = field(default_factory=list)
     phases: Phases = field(default_factory=Phases)
+    unmade: frozenset[Slot] = frozenset()
+    ignores_gradients: bool = False
+    stepped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
-        self.skipped = SkippedSteps(self.state.optimizers)
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
 
     def __call__(self, flat_inputs: list) -> list:
@@ -316,7 +345,11 @@ class _FlatFunction:
             wrapped = {k: _wrapped(v) for k, v in given.items()}
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
+            first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
+                paths = {id(p): path for path, p in self.state.parameters().items()}
+                steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
+                skipped = SkippedSteps(self.state.optimizers, steps.give)
                 constants = self.state.constants()
                 python = PythonState(self.state.submodules(), hooks_of(self._replaced().values()))
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
@@ -324,9 +357,11 @@ class _FlatFunction:
                 passed = closed(arguments)
                 try:
                     with contextlib.ExitStack() as within:
-                        for mode in self._modes():
+                        for mode in self._modes(steps, skipped, gradients):
                             within.enter_context(mode)
                         result = self.call(passed)
+                    self.unmade, self.stepped = frozenset(steps.left), tuple(sorted(steps.stepped))
+                    self.ignores_gradients = gradients.ignored(self.state.parameters().values())
                     after = self.state.tensors()
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     self._note_changes(constants, python, numbers)
@@ -335,13 +370,18 @@ class _FlatFunction:
                 self._check_state(after)
         now, written = opened(passed), self._written_arguments(given, wrapped)
         changed = {name: x for name, x in now.items() if name in written or differs(arguments[name], x)}
-        return self._flat_outputs((opened(result), changed), after | self.skipped.new_state | self.new_numbers)
+        return self._flat_outputs((opened(result), changed), after | skipped.new_state | self.new_numbers)
 
-    def _modes(self) -> Iterator[contextlib.AbstractContextManager]:
+    def _modes(
+        self, steps: FirstSteps, skipped: SkippedSteps, gradients: GivenGradients
+    ) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
+        yield steps.given()
+        yield self.stamped()
         yield new_values_noted(self.state.parameters())
+        yield gradients.watched(lambda: bool(self.phases.ends))
         yield Normalise(self.phases, self.origins)
-        yield _torch.scaled_steps(self.skipped.run)
+        yield _torch.scaled_steps(skipped.run)
         yield TracedCalls()
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
@@ -441,21 +481,3 @@ def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
     return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-
-
-# ---- cleaning ---------------------------------------------------------------------------------
-
-RETURNS_OPERAND = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift.default}
-"""In a functional graph, these ops return their operand."""
-
-
-def _remove_noops(graph: fx.Graph) -> None:
-    """Remove profiler marks, ops that return their operand, and dead code."""
-    for node in reversed(graph.nodes):
-        if node.target in _torch.PROFILER_OPS:
-            graph.erase_node(node)
-        elif node.target in RETURNS_OPERAND:
-            moved_to(node, node.args[0], (NEW_VALUE, SITES, GRADIENT_OF))
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    graph.eliminate_dead_code()

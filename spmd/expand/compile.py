@@ -12,26 +12,27 @@ these arguments, or captures, expands and binds one. It runs the program on this
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from spmd._torch import pytree
-from spmd.comm import agree, transport
-from spmd.comm.listen import is_heard, tell_of_program
+from spmd.comm import agree
 from spmd.comm.user_line import caller
-from spmd.expand.capture import Argument, Captured, capture
+from spmd.expand.bound_program import BoundProgram
+from spmd.expand.capture import Captured, capture
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
-from spmd.expand.code import code_for
-from spmd.expand.draws import Draws
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.explain.reasons import written
-from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_specs, state_written
+from spmd.expand.first_state import FirstState, filled, first_state
+from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import guard_key, is_number, modes_guard
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
@@ -46,16 +47,15 @@ from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
-from spmd.expand.python_state import put
-from spmd.expand.regions import EAGER, Backend, check_backend, with_compiled_regions
+from spmd.expand.recent import Recent
+from spmd.expand.regions import EAGER, Backend, check_backend
 from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.sizes.captures import Captures
-from spmd.expand.skipped_steps import made_by_skipped
-from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import of_dtensor
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
@@ -63,7 +63,6 @@ from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become, placed
 from spmd.tensor.eager.meta_models import Init, check_initialisers, initialise, is_to_be_made, made_empty
 from spmd.tensor.modes import deterministic
-from spmd.tensor.recipes import stream
 from spmd.tensor.spec import Spec
 
 
@@ -150,9 +149,9 @@ class CompiledStep:
         self._init, self._backend = init, backend
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
-        self._bound: dict[tuple, list[_BoundProgram]] = {}
+        self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
         self._captures = Captures(fn, self._title, mesh)
-        self._last: _BoundProgram | None = None
+        self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
         self._check_every = calls_between_checks()
@@ -168,9 +167,9 @@ class CompiledStep:
     def programs(self) -> list[Program]:
         """All programs that are kept, the last used one at the end.
 
-        A call with other sizes, or with new optimiser state, makes another program.
+        A call with other sizes makes another program.
         """
-        return [b.program for bounds in self._bound.values() for b in bounds]
+        return [b.program for b in self._kept]
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the programs that are kept into one file, for `spmd.load_step`: texts and tensors, no pickled code.
@@ -178,7 +177,7 @@ class CompiledStep:
         All ranks have the same programs, so one rank may do it. Raises CannotKeep, a ValueError, where a program has
         something that another process could not find, such as a `local_map` of a function that has no name.
         """
-        kept = [entry_or_reason(b.wanted, b.captured, b.program) for bs in self._bound.values() for b in bs]
+        kept = [entry for bound in self._kept for entry in bound.entries()]
         if self._last is None:
             raise RuntimeError("there is no program to save yet: it is made at the first call")
         archive.write(path, settings_text(self.settings), archive.all_kept([*self._for_one_call, *kept]))
@@ -190,23 +189,22 @@ class CompiledStep:
         for a mesh of any size.
         """
         call = self._call(args, kwargs, first=True)
+        call.find_first_specs()
         return self._capture_and_expand(call)[1]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, error = self._prepare(args, kwargs)
         bound = self._find_program(call) if call else None
         calls = self._agree_to_run(bound, call, error)
-        bound = bound or self._make_program(call)
+        bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.tensors, bound.changed)
-        if call.key in self._bound:
-            self._bound[call.key] = self._bound.pop(call.key)  # moves the key to the end: forgotten last
-            self._bound[call.key].sort(key=lambda other: other is bound)  # and among those of the key this one
         self._last = bound
         check_explicit(self._title, bound.program)
-        tensors = call.placed_state(self._init)
+        call.place_state(self._init)
+        made = call.make_first_state(bound.first_state)
         if self._check_every and calls % self._check_every == 0:
-            check_equal(self._call_title, self.mesh, call.leaves, tensors)
-        result, changed = bound.run(call.state, tensors, call.placed_leaves(), call.numbers)
+            check_equal(self._call_title, self.mesh, call.leaves, call.tensors)
+        result, changed = bound.run(call.state, call.tensors, call.placed_leaves(), call.numbers, made)
         for name, new in changed.items():
             write_back(call.given[name], new)
         return closed(result)
@@ -222,7 +220,7 @@ class CompiledStep:
         except Exception as error:
             return None, error
 
-    def _agree_to_run(self, bound: _BoundProgram | None, call: _Call | None, error: Exception | None) -> int:
+    def _agree_to_run(self, bound: BoundProgram | None, call: _Call | None, error: Exception | None) -> int:
         """How often the step was called before. The ranks compare their calls; if they differ, all raise."""
         if error is not None:
             agree("", self.mesh, self._call_title, error)
@@ -239,38 +237,42 @@ class CompiledStep:
     def _title(self) -> str:
         return f"the program of {getattr(self.fn, '__name__', 'the step')}"
 
-    def _find_program(self, call: _Call) -> _BoundProgram | None:
-        return next((b for b in self._bound.get(call.key, []) if b.holds(call.numbers, call.tensors)), None)
+    def _find_program(self, call: _Call) -> BoundProgram | None:
+        return self._kept.find(call.keys, lambda bound: bound.holds(call.numbers, call.numbers_in))
 
-    def _make_program(self, call: _Call) -> _BoundProgram:
+    def _serve(self, bound: BoundProgram, call: _Call) -> BoundProgram:
+        """The program, of which it is noted that it serves this call, too."""
+        if (key := call.key) not in bound.wanted:
+            wanted = self._wanted(call)
+            bound.serves(key, wanted)
+            self._library.add(wanted, bound.captured, bound.program)
+        return bound
+
+    def _wanted(self, call: _Call) -> Wanted:
+        numbers = call.numbers | call.numbers_in()
+        return Wanted(self._title, key_of_call(self, call), numbers, self.mesh, call.state.modules)
+
+    def _make_program(self, call: _Call) -> BoundProgram:
         """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
         text, error = "", None
         try:
-            key, modules = key_of_call(self, call), call.state.modules
-            wanted = Wanted(self._title, key, call.numbers | numbers_in(call.tensors), self.mesh, modules)
+            call.find_first_specs()
+            wanted = self._wanted(call)
             found = self._library.find(wanted)
             captured, program = found or self._capture_and_expand(call)
             text = str(program) + random_state(captured)
         except Exception as e:
             error = e
         agree(text, self.mesh, self._title, error)
-        bound = _BoundProgram.of(program, captured, wanted, self._backend)
+        bound = BoundProgram.of(program, captured, self._backend)
+        bound.serves(call.key, wanted)
         if captured.changes:  # what changes Python state is right for this call alone
             self._for_one_call.append(entry_or_reason(wanted, captured, program))
         else:
-            self._keep_program(call.key, bound)
+            self._kept.keep(bound, call.keys_of(captured))
         if found is None:
             self._library.add(wanted, captured, program)
         return bound
-
-    def _keep_program(self, key: tuple, bound: _BoundProgram) -> None:
-        """Keep a program. If there are too many, forget the least recently used one, the same on all ranks."""
-        if sum(map(len, self._bound.values())) >= MOST_PROGRAMS:
-            oldest = next(iter(self._bound))
-            self._bound[oldest].pop(0)
-            if not self._bound[oldest]:
-                del self._bound[oldest]
-        self._bound.setdefault(key, []).append(bound)
 
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         captured = self._captures.at(call, lambda: self._capture(call))
@@ -285,7 +287,7 @@ class CompiledStep:
             name = getattr(self.fn, "__name__", "the step")
             with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
                 run = functools.partial(self._call_fn, call.state)
-                return capture(self.fn, call.named, run, call.state, self.mesh)
+                return capture(self.fn, call.named, run, call.state, self.mesh, call.first)
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
 
@@ -328,9 +330,10 @@ class CompiledStep:
 class _Call:
     """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
 
-    given: the arguments as they came. named: the same with objects that hold tensors opened.
+    given: the arguments as they came. named: the same with objects that hold tensors opened. common_key: what a
+    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`).
 
-    Making this changes nothing. `placed_state` and `placed_leaves` then place the tensors as their specs say.
+    Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
     """
 
     given: dict[str, Any]
@@ -340,8 +343,9 @@ class _Call:
     specs: dict[Slot, Spec]
     leaves: dict[str, Any]
     leaf_specs: dict[str, Spec]
+    table: PlacesTable
     numbers: dict[str, float]
-    key: tuple
+    common_key: tuple
 
     @classmethod
     def of(cls, arguments: dict[str, Any], closed_over: Held, table: PlacesTable, inputs, first: bool) -> _Call:
@@ -355,12 +359,60 @@ class _Call:
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         tree = str(pytree.tree_structure(named))
-        key = (tree, modes_guard(), deterministic.is_on(), *_program_key(state, tensors, specs, leaves, leaf_specs))
-        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, numbers, key)
+        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs))
+        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key)
 
-    def placed_state(self, init: Init) -> Tensors:
-        """The tensors of the state, on the mesh. Those that do not have their specs yet are moved first, and those on
-        the meta device are made there. init: as in `compile`."""
+    @property
+    def key(self) -> tuple:
+        """The key of a program for this call alone."""
+        return self.keys[0]
+
+    @cached_property
+    def keys(self) -> list[tuple]:
+        """The keys of programs that may serve: one for just these gradients, and one for any."""
+        return self._keys(self.tensors)
+
+    def keys_of(self, captured: Captured) -> list[tuple]:
+        """The keys of the calls that a capture is for: this one, and the later ones, which have the first state."""
+        first = {slot: self.first[slot] for slot in captured.first if slot not in self.tensors}
+        keys = [self._keys(tensors) for tensors in (self.tensors, in_order(self.tensors | first))[: 1 + bool(first)]]
+        return [several[captured.ignores_gradients] for several in keys]
+
+    def _keys(self, tensors: Tensors) -> list[tuple]:
+        layout = [(slot, self.specs[slot], t.requires_grad) for slot, t in tensors.items()]
+        trained = {slot.path for slot, _, requires_grad in layout if slot.kind == "parameter" and requires_grad}
+        gradients = tuple(each for each in layout if each[0].kind == "grad" and each[0].path in trained)
+        others = tuple(each for each in layout if each[0].kind != "grad" or each[0].path not in trained)
+        return [(*self.common_key, others, gradients), (*self.common_key, others, ANY_GRADIENTS)]
+
+    @cached_property
+    def first(self) -> FirstState:
+        """The state that optimisers without state would make now, in their first step."""
+        return first_state(self.state)
+
+    def numbers_in(self, slots: Iterable[Slot] | None = None) -> dict[str, float]:
+        """The numbers that tensors of the state hold, or would hold in the first step of an optimiser."""
+        there = slots is not None and all(slot in self.tensors for slot in slots)
+        return numbers_in(self.tensors if there else self.first | self.tensors, slots)
+
+    def find_first_specs(self) -> None:
+        """Find out where the first state of optimisers is to lie."""
+        places = places_of(self.state, self.tensors, self.table)
+        self.specs |= {slot: state_spec(slot, t, self.table.mesh, places) for slot, t in self.first.items()}
+
+    def make_first_state(self, wanted: dict[Slot, Spec]) -> frozenset[Slot]:
+        """Make the state of optimisers that is not there yet: all of it or nothing, as for the call of the capture."""
+        if all(slot in self.tensors for slot in itertools.islice(wanted, 1)):
+            return frozenset()
+        with torch.inference_mode(False):  # the state outlives the mode
+            made = {slot: DTensor(filled(self.first[slot], spec), spec) for slot, spec in wanted.items()}
+        self.state.install(self.tensors | made)
+        self.tensors = self.state.tensors()
+        return frozenset(made)
+
+    def place_state(self, init: Init) -> None:
+        """Put the tensors of the state on the mesh. Those that do not have their specs yet are moved, and those on the
+        meta device are made there. init: as in `compile`."""
         fresh = {slot for slot, t in self.tensors.items() if is_to_be_made(t, self.specs[slot])}
         if fresh or any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
             with torch.inference_mode(False):  # the state outlives the mode
@@ -371,7 +423,6 @@ class _Call:
             self.state.install(new | dict(self.held()))
             initialise(self.state.modules, [t for slot, t in self.held() if slot in fresh], init)
             self.tensors = self.state.tensors()
-        return self.tensors
 
     def held(self) -> list[tuple[Slot, torch.Tensor]]:
         """The tensors that stay the objects that they are when they are placed: others may hold them."""
@@ -382,109 +433,13 @@ class _Call:
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
 
-def _program_key(state: State, tensors: Tensors, specs: dict[Slot, Spec], leaves: dict[str, Any], leaf_specs) -> tuple:
-    """The key of a program: everything that it depends on, except branches on numbers (`_BoundProgram.holds`)."""
-    layout = tuple((slot, specs[slot], t.requires_grad) for slot, t in tensors.items())
+ANY_GRADIENTS = ((Slot("grad", "any"),),)
+"""In the key of a program that reads no gradients of earlier steps, in their place."""
+
+
+def _common_key(state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec]) -> tuple:
     arguments = tuple(
         (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
         for k, v in leaves.items()
     )
-    return layout, arguments, tuple(state.constants().items())
-
-
-# ---- running ----------------------------------------------------------------------------------
-
-
-@dataclass
-class _BoundProgram:
-    """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
-
-    dropped: the gradients that the program gets and does not read. They are freed before it runs. changed: the state
-    that it writes. wanted: the call that it was made for.
-    """
-
-    program: Program
-    captured: Captured
-    module: Callable[..., Any]
-    dropped: tuple[Slot, ...]
-    changed: tuple[Slot, ...]
-    wanted: Wanted
-
-    @classmethod
-    def of(cls, program: Program, captured: Captured, wanted: Wanted, backend: Backend) -> _BoundProgram:
-        def code() -> Callable:
-            return with_compiled_regions(code_for(program, program.mesh.get_coordinate(), transport()).module, backend)
-
-        run = transport().bound(code)
-        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-        unread = {n for n in placeholders if not n.users}
-        dropped = tuple(
-            i
-            for i, n in zip(captured.inputs, placeholders, strict=True)
-            if n in unread and isinstance(i, Slot) and i.kind == "grad"
-        )
-        changed = state_written(program.graph, captured.outputs)
-        return cls(program, captured, run, dropped, changed, wanted._replace(modules={}))  # no model is kept alive
-
-    def holds(self, numbers: dict[str, float], tensors: Tensors) -> bool:
-        """Whether the trace took the branches that it would take with these numbers and this state."""
-        return self.captured.holds(numbers | numbers_in(tensors, self.captured.watched))
-
-    def run(self, state: State, tensors: Tensors, leaves: dict[str, Any], numbers: dict[str, float]) -> Any:
-        """Run the program on this rank's blocks, and write the new state back.
-
-        Returns what the function returns, and the arguments that it changes, by name.
-        """
-        flat = [self._input_value(i, tensors, leaves, numbers) for i in self.captured.inputs]
-        for slot in self.dropped:  # gradients of the previous step that nothing reads: free them now
-            _parameter(tensors, slot).grad = None
-        if is_heard():
-            tell_of_program(self.module, [each.nbytes for each in self.program.collectives])
-        with torch.no_grad():
-            out = self.module(*flat)
-        del flat
-        results: dict[int, Any] = {}
-        new: Tensors = {}
-        for where, value, (_, spec) in zip(self.captured.outputs, out, self.program.outputs, strict=True):
-            wrapped = value if spec is None else self._as_output(where, value, spec, tensors)
-            (new if isinstance(where, Slot) else results)[where] = wrapped
-        self._update_state(state, tensors, new)
-        put(self.captured.changes)
-        values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
-        return pytree.tree_unflatten(values, self.captured.tree)
-
-    def _input_value(self, i: Slot | Argument | Draws, tensors: Tensors, leaves, numbers) -> Any:
-        if i in self.dropped:
-            return None
-        if isinstance(i, Draws):
-            return stream.reserve_draws(self.program.mesh, i.count)
-        if isinstance(i, Slot):
-            return tensors[i]._current_block
-        return numbers[i.path] if i.path in numbers else leaves[i.path]
-
-    def _as_output(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
-        """A result as a DTensor. If it has a home, the result is written into the home."""
-        home = tensors.get(where) if isinstance(where, Slot) and where.kind != "grad" else None
-        if home is None:
-            return DTensor(value, spec)
-        if value is not home._local_tensor:
-            home._local_tensor.copy_(value)
-        home._note_write()
-        return home
-
-    def _update_state(self, state: State, before: Tensors, new: Tensors) -> None:
-        """Set the gradients, which are new in each step, and install optimiser state that was added or removed."""
-        if skipped := made_by_skipped(new):
-            new = {s: t for s, t in new.items() if s.owner not in skipped or s in before}
-        kept = {s for s in new if s.kind == "optimizer"}
-        if kept != {s for s in before if s.kind == "optimizer"}:
-            state.install(new)
-        if numbers := {slot.path: x for slot, x in new.items() if slot.kind == "number"}:
-            state.set_hyper_parameters(numbers)
-        for slot, t in before.items():
-            if slot.kind == "parameter":
-                t.grad = new.get(Slot("grad", slot.path))
-
-
-def _parameter(tensors: Tensors, slot: Slot) -> torch.Tensor:
-    return tensors[Slot("parameter", slot.path)]
+    return arguments, tuple(state.constants().items())

@@ -17,9 +17,7 @@ import torch
 aten = torch.ops.aten
 
 
-def as_strided(
-    x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> torch.Tensor:
+def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
     """The same as `aten.as_strided`, by views of dims; NotImplemented where it does not show all elements of x once.
 
     >>> as_strided(torch.arange(6), [3, 2], [1, 3])

@@ -35,7 +35,7 @@ def state_specs(state: State, tensors: Tensors, table: PlacesTable, first: bool)
     for slot, t in tensors.items():
         _check_mesh(str(slot), t, table.mesh)
     places = places_of(state, tensors, table)
-    return {slot: _state_spec(slot, t, table.mesh, places) for slot, t in tensors.items()}
+    return {slot: state_spec(slot, t, table.mesh, places) for slot, t in tensors.items()}
 
 
 AllPlaces = dict[str, Places]
@@ -48,7 +48,7 @@ def places_of(state: State, tensors: Tensors, table: PlacesTable) -> AllPlaces:
     return {slot.path: table.places(names[slot.path], t) for slot, t in tensors.items() if slot.kind == "parameter"}
 
 
-def _state_spec(slot: Slot, t: torch.Tensor, mesh: DeviceMesh, places: AllPlaces) -> Spec:
+def state_spec(slot: Slot, t: torch.Tensor, mesh: DeviceMesh, places: AllPlaces) -> Spec:
     """The spec of a tensor of the state. Gradients and optimiser state of a parameter's shape have their own places."""
     if (own := own_place(slot, t.shape, places)) is not None:
         return own.with_tensor(t.shape, t.dtype)
@@ -84,9 +84,7 @@ def input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec
 def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
     present = spec_of_value(t)
     if present is not None and present.mesh != mesh:
-        raise ValueError(
-            f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both"
-        )
+        raise ValueError(f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both")
 
 
 def state_written(graph: fx.Graph, outputs: Sequence[Slot | int]) -> tuple[Slot, ...]:

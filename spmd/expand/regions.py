@@ -19,7 +19,7 @@ import operator
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,28 +91,40 @@ class Region:
 
 @dataclass
 class _Splitter:
-    """A rank's code while it is written with regions. regions: by what they do."""
+    """A rank's code while it is written with regions. regions: by what they do. outside: the nodes that are in none."""
 
     module: fx.GraphModule
     compile: Callable[[fx.GraphModule], Callable]
     graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, fx.Node] = field(default_factory=dict)
     regions: dict[Hashable, Region] = field(default_factory=dict)
+    outside: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self):
         self.numbers = _numbers(self.module.graph)
 
     def split(self) -> fx.GraphModule:
+        pieces = list(self._pieces())
+        kinds = Counter(_what_it_does(part) for parts in pieces if isinstance(parts, list) for part in parts)
+        for piece in pieces:
+            if isinstance(piece, list):
+                self._close(piece, kinds)
+            else:
+                self.values[piece] = self.graph.node_copy(piece, self.values.__getitem__)
+        return fx.GraphModule(self.module, self.graph, class_name=type(self.module).__name__)
+
+    def _pieces(self) -> Iterator[fx.Node | list[list[fx.Node]]]:
+        """The nodes outside of regions, and the parts of each region, in order."""
         region: list[fx.Node] = []
         for node in self.module.graph.nodes:
             if _is_local(node, self.numbers) and not self._is_piece(node):
                 region.append(node)
                 continue
-            if not (self._waits_for_nothing(node) or self._is_piece(node)):
-                self._close(region)
+            if region and not (self._waits_for_nothing(node) or self._is_piece(node)):
+                yield _parts(region)
                 region = []
-            self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
-        return fx.GraphModule(self.module, self.graph, class_name=type(self.module).__name__)
+            self.outside.add(node)
+            yield node
 
     def _waits_for_nothing(self, node: fx.Node) -> bool:
         """Whether a node that is in no region may come before the region that it stands in: inputs, constants, numbers.
@@ -124,15 +136,14 @@ class _Splitter:
         """Whether a node splits what came from outside of regions, such as a bucket, or is one of the pieces. In a
         region it would tie together what the pieces are for."""
         splits = node.target in SPLITS or (node.target is operator.getitem and node.args[0].target in SPLITS)
-        return splits and all(n in self.values for n in node.all_input_nodes)
+        return splits and self.outside.issuperset(node.all_input_nodes)
 
-    def _close(self, nodes: list[fx.Node]) -> None:
-        """Write calls in the place of these nodes: of parts that repeat, and of the rest."""
-        parts = _parts(nodes)
-        kinds = Counter(map(_what_it_does, parts))
+    def _close(self, parts: list[list[fx.Node]], kinds: Counter[Hashable]) -> None:
+        """Write calls of the parts of a region that repeat anywhere, and of the rest. kinds: how often each part is."""
         apart = [part for part in parts if len(part) >= LEAST and kinds[_what_it_does(part)] > 1]
         taken = {n for part in apart for n in part}
-        for region in (*apart, [n for n in nodes if n not in taken]):
+        rest = sorted(n for part in parts for n in part if n not in taken)  # nodes compare by their places
+        for region in (*apart, rest):
             if region:
                 self._call(region)
 

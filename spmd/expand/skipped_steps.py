@@ -21,21 +21,25 @@ from spmd.expand.state import Slot, Tensors
 
 
 class SkippedSteps:
-    """The steps of one capture that may be skipped. optimizers: by the name of each."""
+    """The steps of one capture that may be skipped. optimizers: by the name of each. begin: gives one its first state.
+    """
 
-    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+    def __init__(self, optimizers: Mapping[str, Optimizer], begin: Callable[[Optimizer], None]) -> None:
+        self._begin = begin
         self._names = {id(optimizer): name for name, optimizer in optimizers.items()}
         self.new_state: Tensors = {}
         """For each optimiser whose state such a step made, what is not zero if it was skipped."""
 
     def run(self, optimizer: Optimizer, skip: torch.Tensor, step: Callable[[], Any]) -> Any:
         """Run the step, and take it back where `skip` is not zero."""
+        known = len(_tensors(optimizer))
+        self._begin(optimizer)
         before = [(x, _value(x)) for x in _tensors(optimizer)]
         result = step()
         with torch.no_grad():
             for x, old in before:
                 x.copy_(torch.where(skip == 0, x, old))
-        if len(_tensors(optimizer)) > len(before):
+        if len(_tensors(optimizer)) > known:
             self.new_state[Slot("skipped", "", self._names.get(id(optimizer), ""))] = skip
         return result
 

@@ -49,6 +49,14 @@ class Slot(NamedTuple):
 
 Tensors = dict[Slot, torch.Tensor]
 
+KINDS = ("parameter", "buffer", "grad", "optimizer", "hyper")
+"""The kinds of slots, in the order of `State.tensors`."""
+
+
+def in_order(tensors: Tensors) -> Tensors:
+    """The tensors with their kinds in the order of `State.tensors`."""
+    return dict(sorted(tensors.items(), key=lambda each: KINDS.index(each[0].kind)))
+
 
 @dataclass
 class State:

@@ -52,8 +52,7 @@ def tensor(*shape):
 # ---- trainings --------------------------------------------------------------------------------
 
 BATCHES = [(4, 6), (4, 6), (3, 5), (1, 6), (5, 1)]
-"""Even, uneven, with empty shards, a batch of one, a length of one. The first step makes gradients, so the second one
-has another state."""
+"""Even, twice (the second step has gradients), uneven, with empty shards, a batch of one, a length of one."""
 
 
 def test_a_model_trains_on_any_sizes_without_another_capture():
@@ -69,7 +68,7 @@ def test_a_model_trains_on_any_sizes_without_another_capture():
         step = spmd.compile(train_step, mesh, params=NET, inputs=INPUTS, fully_shard="dp")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         got = [first(step(model, optimizer, *batch)).item() for batch in batches]
-        assert len(made) == 2 and len(step.programs) == len(BATCHES)
+        assert len(made) == 1 and len(step.programs) == len(set(BATCHES))
         for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(first(mine), theirs.detach(), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)

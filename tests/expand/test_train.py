@@ -286,12 +286,12 @@ def set_group(**options):
 @pytest.mark.parametrize(
     "options, programs",
     [
-        ({"lr": [1e-2, 2e-2, 5e-3, 1e-3]}, 2),
-        ({"lr": [0.0, 1e-2, 1.0, 0.5]}, 2),  # warm-up from nothing
-        ({"weight_decay": [0.0, 0.0, 0.1, 0.2]}, 3),  # Adam branches on it
-        ({"betas": [(0.9, 0.99), (0.8, 0.99), (0.0, 0.9), (0.9, 1.0)]}, 2),
-        ({"eps": [1e-4, 1e-3, 1e-2, 0.0]}, 2),
-        ({"maximize": [False, False, True, False]}, 3),  # a flag: another program
+        ({"lr": [1e-2, 2e-2, 5e-3, 1e-3]}, 1),
+        ({"lr": [0.0, 1e-2, 1.0, 0.5]}, 1),  # warm-up from nothing
+        ({"weight_decay": [0.0, 0.0, 0.1, 0.2]}, 2),  # Adam branches on it
+        ({"betas": [(0.9, 0.99), (0.8, 0.99), (0.0, 0.9), (0.9, 1.0)]}, 1),
+        ({"eps": [1e-4, 1e-3, 1e-2, 0.0]}, 1),
+        ({"maximize": [False, False, True, False]}, 2),  # a flag: another program
     ],
     ids=str,
 )
@@ -333,7 +333,7 @@ def test_frozen_parameters_stay():
     def freeze(i, model, optimizer):
         model.up.requires_grad_(i != 1)
 
-    assert Case(between=freeze, batches=rows(5, n=4)).check((2, 2), probe=lambda step, *_: len(step.programs)) == 4
+    assert Case(between=freeze, batches=rows(5, n=4)).check((2, 2), probe=lambda step, *_: len(step.programs)) == 2
 
 
 def test_parameters_outside_the_optimiser_stay():
@@ -361,7 +361,7 @@ def test_flags_and_numbers_of_modules_select_the_program():
         model.scale = 2.0 if i == 3 else 1.0
 
     case = Case(Modes, lambda p: optim.SGD(p, lr=0.1), between=between, batches=rows(4, n=5), params={})
-    assert case.check((2, 1), probe=lambda step, *_: len(step.programs)) == 4  # one without gradients at first
+    assert case.check((2, 1), probe=lambda step, *_: len(step.programs)) == 3
 
 
 class Normed(nn.Module):
@@ -446,7 +446,7 @@ def test_a_training_resumes(plain):
         same(first + again, want, "again")
         same(anew, want[2:], "anew")
         same(tensors(fresh, fresh_optimizer), tensors(alone, alone_optimizer), "state")
-        assert len(step.programs) == 2
+        assert len(step.programs) == 1
 
     with shared_programs():
         run_ranks(rank, 4)
@@ -466,7 +466,7 @@ def test_a_second_training_begins_anew():
             mine = copy.deepcopy(pair)
             same([step(*mine, *batch).item() for batch in batches], want, "returned")
             same(tensors(*mine), tensors(*alone), "state")
-        assert len(step.programs) == 2
+        assert len(step.programs) == 1
 
     with shared_programs():
         run_ranks(rank, 2)
@@ -523,7 +523,7 @@ def test_training_and_evaluation_share_a_model():
         step = spmd.compile(train_step, mesh, params=NET, inputs=INPUTS)
         evaluation = spmd.compile(evaluate, mesh, inputs=INPUTS)
         same([[values(step(*mine, *b)), values(evaluation(mine[0], *b))] for b in batches], want, "returned")
-        assert len(evaluation.programs) == 1 and len(step.programs) == 2
+        assert len(evaluation.programs) == len(step.programs) == 1
 
     with shared_programs():
         run_ranks(rank, 4)

@@ -5,6 +5,7 @@
     tree: (Leaf(), {})
     names: {'n0': 'lr'}, conditions: ('n0 > 0.5',)
     kept: {}
+    first: (), ignores_gradients: True, stepped: ('optimizer',)
     changes: [('model', (), {'ready': True}, ())]
 
 It is what is left of a capture (`spmd.expand.capture.Captured`) when its graph has become a program.
@@ -23,7 +24,7 @@ from spmd.expand.kept.notation import Reader, lines_of, read_lines
 from spmd.expand.kept.trees import as_tree, as_value
 from spmd.mesh import DeviceMesh
 
-FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept")
+FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept", "first", "ignores_gradients", "stepped")
 
 
 def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
@@ -40,6 +41,6 @@ def read_calling(text: str, mesh: DeviceMesh, modules: Mapping[str, nn.Module]) 
     """A capture without its graph, which is not needed to run the program. ValueError for other text."""
     said = read_lines(text, Reader(mesh), (*FIELDS, "tree", "names", "conditions", "changes"))
     symbols = _torch.Conditions(said["names"], said["conditions"])
-    inputs, outputs, leaves, fixed, kept = (said[name] for name in FIELDS)
     made = changes.contents_of(said["changes"], modules)
-    return Captured(fx.Graph(), {}, inputs, outputs, leaves, as_tree(said["tree"]), symbols, fixed, made, kept)
+    fields = {name: said[name] for name in FIELDS}
+    return Captured(fx.Graph(), {}, tree=as_tree(said["tree"]), symbols=symbols, changes=made, **fields)

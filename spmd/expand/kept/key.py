@@ -16,6 +16,7 @@ differs.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,9 @@ def key_of_call(step: CompiledStep, call: Any) -> Key | CannotKeep:
 
 
 def _key_of_call(step: CompiledStep, call: Any) -> Key:
-    tree, modes, deterministic, layout, arguments, constants = call.key
+    tree, modes, deterministic, arguments, constants, *layouts = call.key
     entries = step_key(step) | _flags(modes, deterministic) | {"structure of the arguments": shortened(tree)}
+    layout = itertools.chain(*layouts)
     entries |= {_of_slot(slot): f"{described(spec)}{', requires gradient' * wants}" for slot, spec, wants in layout}
     entries |= {f"argument {path}": shortened(described(x)) for path, x in arguments}
     for path, x in constants:

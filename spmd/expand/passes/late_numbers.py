@@ -23,14 +23,21 @@ from spmd.tensor.spec import Spec
 
 def compute_numbers_late(program: Program) -> Program:
     """The same program, with ops on single numbers that were reduced just before their first readers."""
+    if not _late(program.graph):
+        return program
     program = copied(program)
-    late: dict[fx.Node, None] = {}
-    for node in program.graph.nodes:
-        if _is_number_op(node) and any(n in late or isinstance(n.target, Step) for n in node.all_input_nodes):
-            late[node] = None
-    for node in reversed(late):
+    for node in reversed(_late(program.graph)):
         min(node.users).prepend(node)  # nodes compare by their places
     return program
+
+
+def _late(graph: fx.Graph) -> dict[fx.Node, None]:
+    """The ops on single numbers that were reduced, in order."""
+    late: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if _is_number_op(node) and any(n in late or isinstance(n.target, Step) for n in node.all_input_nodes):
+            late[node] = None
+    return late
 
 
 def _is_number_op(node: fx.Node) -> bool:

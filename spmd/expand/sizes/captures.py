@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from spmd.expand.capture import Captured
-from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
 from spmd.expand.sizes.sources import Shapes
-from spmd.expand.state import Tensors
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.tensor.spec import Spec, contiguous
 
@@ -22,55 +22,46 @@ log = logging.getLogger("spmd")
 
 
 class Captures:
-    """The captures of one step, by their guards; those used last are at the end. title: of the step, for messages."""
+    """The captures of one step, by their guards. title: of the step, for messages."""
 
     def __init__(self, fn: Callable, title: str, mesh: DeviceMesh):
         self._fn, self._title, self._mesh = fn, title, mesh
-        self._kept: dict[tuple, list[Captured]] = {}
+        self._kept: Recent[Captured] = Recent(MOST_CAPTURES)
+        self._last: Guards = {}
         self._said: set[str] = set()
 
     def at(self, call: Any, make: Callable[[], Captured]) -> Captured:
         """A capture that is right for a call, at its sizes. Where there is none, says once why, and makes it."""
         guards, shapes = guards_of(call.key), {path: spec.shape for path, spec in call.leaf_specs.items()}
-        found = self._find(guards, call.numbers, call.tensors, shapes)
+        keys, why = [_key(guards_of(key)) for key in call.keys], [""]
+        if self._last and not any(True for _ in self._kept.of(keys)):
+            why = [difference(self._last, guards, self._fn)]
+        found = self._kept.find(keys, lambda each: self._serves(each, call, shapes, why))
         if found is None:
+            self._say(why[-1])
             found = make()
-            self._keep(guards, found)
+            if not found.changes:  # what changes Python state is right for one call alone
+                self._keep(found, call)
+        self._last = guards
         return found.at(shapes, call.numbers)
 
-    def _find(
-        self, guards: Guards, numbers: Mapping[str, float], tensors: Tensors, shapes: Shapes
-    ) -> Captured | None:
-        key = tuple(guards.items())
-        why = ""
-        for captured in self._kept.get(key, ()):
-            if not captured.holds({**numbers, **numbers_in(tensors, captured.watched)}):
-                continue  # a branch on a number: each side is a capture
-            failed = captured.failed(shapes, numbers, self._mesh)
-            if failed is None:
-                self._kept[key] = self._kept.pop(key)
-                return captured
-            why = str(failed)
-        if key not in self._kept and self._kept:
-            why = difference(dict(next(reversed(self._kept))), guards, self._fn)
-        self._say(why)
-        return None
+    def _serves(self, captured: Captured, call: Any, shapes: Shapes, why: list[str]) -> bool:
+        """Whether a capture is right for a call. If its sizes are the reason why not, adds that to `why`."""
+        if not captured.holds({**call.numbers, **call.numbers_in(captured.watched)}):
+            return False  # a branch on a number: each side is a capture
+        failed = captured.failed(shapes, call.numbers, self._mesh)
+        if failed is not None:
+            why.append(str(failed))
+        return failed is None
 
-    def _keep(self, guards: Guards, captured: Captured) -> None:
+    def _keep(self, captured: Captured, call: Any) -> None:
         """Keep a capture. If there are too many, forget the least recently used one, the same on all ranks."""
-        if captured.changes:  # what changes Python state is right for one call alone
-            return
-        if sum(map(len, self._kept.values())) >= MOST_CAPTURES:
-            oldest = next(iter(self._kept))
-            self._kept[oldest].pop(0)
-            if not self._kept[oldest]:
-                del self._kept[oldest]
+        if self._kept.keep(captured, [_key(guards_of(key)) for key in call.keys_of(captured)]):
             warnings.warn(
                 f"{self._title} was captured in {MOST_CAPTURES} versions, and the oldest is forgotten: something that "
                 "is neither a size nor a float changes from call to call. The log of spmd says what it is.",
                 stacklevel=6,
             )
-        self._kept.setdefault(tuple(guards.items()), []).append(captured)
 
     def _say(self, why: str) -> None:
         """One line, once for each reason."""
@@ -91,14 +82,18 @@ def _warn(mesh: DeviceMesh, text: str) -> None:
 
 def guards_of(key: tuple) -> Guards:
     """All that the key of a call has, by name, but for the sizes of its arguments."""
-    structure, modes, deterministic, layout, arguments, constants = key
+    structure, modes, deterministic, arguments, constants, *layouts = key
     found: dict[Any, Any] = {
         "the structure of the arguments": structure, "the modes around the call": modes,
         "deterministic": deterministic,
     }  # fmt: skip
-    found |= {slot: tuple(rest) for slot, *rest in layout}
+    found |= {slot: tuple(rest) for slot, *rest in itertools.chain(*layouts)}
     found |= {path: _without_sizes(x) for path, x in arguments}
     return found | dict(constants)
+
+
+def _key(guards: Guards) -> tuple:
+    return tuple(guards.items())
 
 
 def _without_sizes(x: Any) -> Any:

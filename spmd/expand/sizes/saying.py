@@ -21,12 +21,12 @@ Guards = Mapping[Any, Hashable]
 
 
 def difference(before: Guards, now: Guards, fn: Callable) -> str:
-    """The first guard that differs. Empty for tensors of the state: a first step makes those of the optimiser.
+    """The first guard that differs, but for gradients. Empty for tensors of the state: a step makes an optimiser's.
 
     fn: the step, whose code reads the arguments.
     """
     for name in {**before, **now}:
-        if (old := before.get(name)) != (new := now.get(name)):
+        if (old := before.get(name)) != (new := now.get(name)) and not (isinstance(name, Slot) and name.kind == "grad"):
             return "" if isinstance(name, Slot) else _sentence(name, old, new, fn)
     return ""
 

@@ -65,11 +65,16 @@ def updates_stamped() -> Iterator[None]:
             handle.remove()
 
 
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether the steps of the optimiser are torch's own code."""
+    own = type(optimizer).__module__, inspect.unwrap(type(optimizer).step).__module__
+    return all(name.startswith("torch.optim.") for name in own)
+
+
 def _is_of_torch_alone(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
     """Whether the step that begins is torch's own code, and none of the user's runs in it."""
-    own = type(optimizer).__module__, inspect.unwrap(type(optimizer).step).__module__
     return (
-        all(name.startswith("torch.optim.") for name in own)
+        is_torchs_own(optimizer)
         and all(hook.__module__.startswith("spmd.") for hook in _torch.step_hooks(optimizer))
         and len(args) == 1
         and not any(x is not None for x in kwargs.values())
@@ -141,8 +146,7 @@ class _Narrowed:
         for kind in kinds:
             (one, part), (other, part_of_other) = (by_parameter[id(own.parameter)] for own in kind[:TRACED])
             _check_alike(one, part, other, part_of_other, self.tracer)
-            for own in kind[TRACED:]:
-                self._update(own, one, part)
+            self._update(kind[TRACED:], one, part)
 
     def _new_nodes(self) -> list[fx.Node]:
         """The nodes that the step has made."""
@@ -153,24 +157,30 @@ class _Narrowed:
             node = node.next
         return found
 
-    def _update(self, own: _Own, like: _Traced, part: Part) -> None:
-        """Write the nodes of the part again for another parameter, and give its tensors their values."""
-        env = {a: own.nodes[name] for name, a in like.own.nodes.items()}
-        stamp(part, self.tracer.graph, env)
-        state, written = self.optimizer.state, []
-        for name, value in like.changed.items():
-            node = env.get(like.nodes[name], like.nodes[name])
-            new = _torch.stand_in(_torch.from_functional(value), node, self.tracer)
-            if name in own.tensors:
-                _torch.write_functional(own.tensors[name], new)
-                written.append(own.tensors[name])
-            else:
-                state[own.parameter][name] = _torch.to_functional(new)
-        torch.autograd.graph.increment_version(written)
-        kept = state.get(like.own.parameter, {})
-        others = {k: x for k, x in kept.items() if not isinstance(x, torch.Tensor)}
-        if others:
-            state[own.parameter].update(others)
+    def _update(self, owns: Sequence[_Own], like: _Traced, part: Part) -> None:
+        """Write the nodes of the part again for other parameters, and give their tensors the values."""
+        nodes = []
+        for own in owns:
+            env = {a: own.nodes[name] for name, a in like.own.nodes.items()}
+            stamp(part, self.tracer.graph, env)
+            nodes += [env.get(like.nodes[name], like.nodes[name]) for name in like.changed]
+        values = [_torch.from_functional(x) for x in like.changed.values()]
+        new = iter(_torch.stand_ins(values * len(owns), nodes, self.tracer))
+        for own in owns:
+            self._give(own, {name: next(new) for name in like.changed})
+            kept = self.optimizer.state.get(like.own.parameter, {})
+            if others := {k: x for k, x in kept.items() if not isinstance(x, torch.Tensor)}:
+                self.optimizer.state[own.parameter].update(others)
+
+    def _give(self, own: _Own, values: dict[str, torch.Tensor]) -> None:
+        """Give the tensors of a parameter these values. What it does not have yet is new state."""
+        written = [name for name in values if name in own.tensors]
+        for name in written:
+            _torch.write_functional(own.tensors[name], values[name])
+        torch.autograd.graph.increment_version([own.tensors[name] for name in written])
+        made = {name: _torch.to_functional(x) for name, x in values.items() if name not in own.tensors}
+        if made:
+            self.optimizer.state[own.parameter].update(made)
 
 
 @dataclass(frozen=True)

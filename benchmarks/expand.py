@@ -1,0 +1,259 @@
+"""What does the first call of a compiled step cost, beside a bare trace of the same step on one device?
+
+    python benchmarks/expand.py                        # a GPT with AdamW of 12 and of 48 layers, some minutes
+    python benchmarks/expand.py --layers 12            # one depth
+    python benchmarks/expand.py --models gpt2 llama    # stock models of transformers, 12 and 22 layers
+    python benchmarks/expand.py --ranks 8 4096         # the parts after the capture, on meshes of these sizes
+    python benchmarks/expand.py --short                # 4 layers, for CI
+
+Each row takes turns, `--rounds` times, between
+
+    first call      all that spmd does until the program that is used for good is bound to a rank: state, capture,
+                    expansion, passes, verification, binding. Nothing is run, and no state is placed
+    make_fx         torch's make_fx alone, on fake tensors, of the same step, with the optimiser's state there
+    aot_eager       the first call of torch.compile(step, backend="aot_eager"), which runs the step, too
+
+The table has the least seconds of the process (CPU time, which other programs disturb less) and the ratio. Exits 1 if a
+second call of the step would need another program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from _table import table
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import spmd
+from examples.gpt import GPT, GPTConfig
+from spmd import Shard
+from spmd.comm import transport
+from spmd.expand import compile as compiling
+from spmd.expand.code import code_for
+from spmd.expand.state import State
+
+WIDTH, HEADS, WORDS, BATCH, TIME = 256, 8, 256, 8, 32
+GPT_PLAN = {
+    "*.attn.[qkv].weight": {"tp": Shard(0)}, "*.attn.[qkv].bias": {"tp": Shard(0)},
+    "*.attn.out.weight": {"tp": Shard(1)}, "*.mlp.up.*": {"tp": Shard(0)}, "*.mlp.down.weight": {"tp": Shard(1)},
+}  # fmt: skip
+INPUTS = {"tokens": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
+
+
+def gpt(layers: int) -> nn.Module:
+    return GPT(GPTConfig(n_layer=layers, n_head=HEADS, n_embd=WIDTH, vocab=WORDS, block_size=TIME))
+
+
+class Logits(nn.Module):
+    """A model of transformers that gives its logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def gpt2(layers: int) -> nn.Module:
+    import transformers
+
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes = {"n_embd": 64, "n_layer": layers, "n_head": 4, "vocab_size": WORDS, "n_positions": TIME}
+    return Logits(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout)))
+
+
+def llama(layers: int) -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=WORDS, max_position_embeddings=TIME)
+    return Logits(transformers.LlamaForCausalLM(config))
+
+
+MODELS = {"gpt": (gpt, (12, 48), GPT_PLAN), "gpt2": (gpt2, (12,), {}), "llama": (llama, (22,), {})}
+
+
+def train(model, optimizer, tokens, targets):
+    """A whole step: forward, loss, backward, update."""
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@dataclass
+class Case:
+    """A step on a model of so many layers, and a mesh that needs no process group."""
+
+    name: str
+    layers: int
+    mesh: spmd.DeviceMesh
+
+    def arguments(self) -> tuple:
+        torch.manual_seed(0)
+        model = MODELS[self.name][0](self.layers)
+        tokens = torch.randint(WORDS, (BATCH, TIME))
+        return model, torch.optim.AdamW(model.parameters()), tokens, tokens
+
+    def step(self) -> spmd.CompiledStep:
+        return spmd.compile(train, self.mesh, params=MODELS[self.name][2], inputs=INPUTS)
+
+    def first_call(self) -> float:
+        step, given = self.step(), self.arguments()
+        return seconds(lambda: bound(step.program_for(*given)))
+
+    def after_capture(self) -> float:
+        """Of the first call, what follows the capture."""
+        step, given = self.step(), self.arguments()
+        Captures.took = 0.0
+        return seconds(lambda: bound(step.program_for(*given))) - Captures.took
+
+    def make_fx(self) -> float:
+        model, optimizer, tokens, _ = self.arguments()
+        make_state(model, optimizer)
+        state = State.of({"model": model, "optimizer": optimizer})
+        slots = state.tensors()
+
+        def flat(values: list, tokens: torch.Tensor) -> list:
+            new = dict(zip(slots, values, strict=True))
+            kinds = {slot: nn.Parameter(x) if slot.kind == "parameter" else x for slot, x in new.items()}
+            with state.swap(kinds, {}):
+                loss = train(model, optimizer, tokens, tokens)
+                return [loss, *state.tensors().values()]
+
+        values = [x.detach() for x in slots.values()]
+        return seconds(lambda: make_fx(flat, tracing_mode="fake")(values, tokens))
+
+    def aot_eager(self) -> float:
+        given = self.arguments()
+        torch.compiler.reset()
+        return seconds(lambda: torch.compile(train, backend="aot_eager")(*given))
+
+    def makes_one_program(self) -> bool:
+        """Whether the program of a second step is the program of the first."""
+        given = self.arguments()
+        first = str(self.step().program_for(*given))
+        make_state(*given[:2])
+        return first == str(self.step().program_for(*given))
+
+
+def make_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The state of the optimiser as after a step; no gradients are left."""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bound(program: spmd.Program) -> None:
+    code_for(program, (0,) * program.mesh.ndim, transport())
+
+
+def seconds(run: Callable[[], object]) -> float:
+    gc.collect()
+    before = time.process_time()
+    run()
+    return time.process_time() - before
+
+
+def mesh_of(ranks: int) -> spmd.DeviceMesh:
+    return spmd.DeviceMesh("cpu", torch.arange(ranks).reshape(2, ranks // 2), mesh_dim_names=("dp", "tp"))
+
+
+# ---- tables -----------------------------------------------------------------------------------
+
+WAYS = {"first call": Case.first_call, "make_fx": Case.make_fx, "aot_eager": Case.aot_eager}
+
+
+def beside_make_fx(cases: list[Case], rounds: int, ways: list[str]) -> tuple[str, bool]:
+    """The table of the first call beside its peers, and whether each step makes one program."""
+    least = {}
+    for _ in range(rounds):
+        for case in cases:
+            for way in ways:
+                took = WAYS[way](case)
+                least[case.name, case.layers, way] = min(took, least.get((case.name, case.layers, way), took))
+    rows, good = [], True
+    for case in cases:
+        mine, *others = (least[case.name, case.layers, way] for way in ways)
+        one = case.makes_one_program()
+        good &= one
+        row = [f"{case.name}, {case.layers} layers", f"{mine:.2f} s"]
+        row += [cell for other in others for cell in (f"{other:.2f} s", f"{mine / other:.2f}")]
+        rows.append([*row, "one" if one else "two"])
+    header = ["step", "first call", *(cell for way in ways[1:] for cell in (way, "ratio")), "programs"]
+    return table(header, rows), good
+
+
+def by_ranks(ranks: list[int], layers: int, rounds: int) -> str:
+    """The table of what follows the capture, on meshes of several sizes: expansion, passes and binding."""
+    least: dict[int, float] = {}
+    for _ in range(rounds):
+        for n in ranks:
+            took = Case("gpt", layers, mesh_of(n)).after_capture()
+            least[n] = min(took, least.get(n, took))
+    rows = [[f"{n:,}", f"{took:.2f} s", f"{took / least[ranks[0]]:.2f}"] for n, took in least.items()]
+    return table(["ranks", "expansion and binding", "ratio"], rows)
+
+
+class Captures:
+    """Measures the captures of compiled steps. took: the seconds of the last one."""
+
+    took = 0.0
+
+    @classmethod
+    def watch(cls) -> None:
+        real = compiling.capture
+
+        def measured(*args, **kwargs):
+            before = time.process_time()
+            found = real(*args, **kwargs)
+            cls.took = time.process_time() - before
+            return found
+
+        compiling.capture = measured
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["gpt"])
+    parser.add_argument("--layers", nargs="*", type=int, help="by default those of the model")
+    parser.add_argument("--ranks", nargs="*", type=int, help="compare meshes of so many ranks instead")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--no-aot", action="store_true", help="leave out aot_eager, which takes longest")
+    parser.add_argument("--short", action="store_true", help="4 layers, without aot_eager")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if args.ranks:
+        Captures.watch()
+        Case("gpt", 1, mesh_of(8)).first_call()
+        print(by_ranks(args.ranks, (args.layers or [12])[0], args.rounds))
+        return 0
+    ways = [way for way in WAYS if way != "aot_eager" or not (args.no_aot or args.short)]
+    cases = [
+        Case(name, n, mesh_of(8)) for name in args.models
+        for n in ([4] if args.short else args.layers or MODELS[name][1])
+    ]  # fmt: skip
+    for way in ways:  # what is imported and decided at the first time of all
+        WAYS[way](Case(args.models[0], 1, mesh_of(8)))
+    text, good = beside_make_fx(cases, args.rounds, ways)
+    print(text)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
