@@ -119,5 +119,5 @@ def _told(kind: str, collective: Callable) -> Callable:
 
 _COLLECTIVES = {
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast", "broadcast_",
-    "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+    "all_reduce_", "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
 }  # fmt: skip

@@ -61,6 +61,9 @@ class Transport(Protocol):
     def broadcast_(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
         """`broadcast` written into x, which is contiguous; returns x, which must be waited for."""
 
+    def all_reduce_(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        """`all_reduce` written into x, which is contiguous; returns x, which must be waited for."""
+
     def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
         """`all_reduce` of several tensors of one dtype in one launch; the next two methods are coalesced as well."""
 
@@ -106,6 +109,7 @@ class C10dTransport:
     all_to_all_single: Callable[..., torch.Tensor] = _torch.c10d_functional.all_to_all_single.default
     broadcast: Callable[..., torch.Tensor] = _torch.c10d_functional.broadcast.default
     broadcast_: Callable[..., torch.Tensor] = _torch.c10d_functional.broadcast_.default
+    all_reduce_: Callable[..., torch.Tensor] = _torch.c10d_functional.all_reduce_.default
     all_reduce_coalesced: Callable[..., list] = _torch.c10d_functional.all_reduce_coalesced.default
     all_gather_into_tensor_coalesced: Callable[..., list] = (
         _torch.c10d_functional.all_gather_into_tensor_coalesced.default

@@ -19,7 +19,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.comm import transport, wait
-from spmd.comm.functional import all_reduce, broadcast
+from spmd.comm.functional import broadcast
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.eager.dtensor import DTensor
 
@@ -109,18 +109,22 @@ class _Gradients:
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
         bucket.used = [p.grad is not None for p in bucket.parameters]
-        flat = _flat([_block(p) for p in bucket.parameters], [_block(p.grad) for p in bucket.parameters])
+        gradients = [_block(p.grad) for p in bucket.parameters]
+        flat = _flat([_block(p) for p in bucket.parameters], gradients, self.mesh.size())
         for p in bucket.parameters:
             p.grad = None  # its memory may be freed now
-        everywhere = transport().group(self.mesh, tuple(range(self.mesh.ndim)))
-        bucket.sent = flat if self.mesh.size() == 1 else all_reduce(flat, "sum", everywhere)
+        if self.mesh.size() > 1:
+            everywhere = transport().group(self.mesh, tuple(range(self.mesh.ndim)))
+            flat = transport().all_reduce_(flat, "sum", everywhere)
+        bucket.sent = flat
 
     @torch.no_grad()
     def _end(self) -> None:
         for bucket in self.buckets[self.next :]:
             self._send(bucket)
         for bucket in self.buckets:
-            counts, *views = _split(wait(bucket.sent), [_block(p) for p in bucket.parameters], self.mesh.size())
+            received = transport().wait_tensor(bucket.sent) if self.mesh.size() > 1 else bucket.sent
+            counts, *views = _split(received, [_block(p) for p in bucket.parameters])
             used = bucket.used if all(bucket.used) else _positive(counts)
             for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
                 p.grad = _like(p, view) if is_used else None
@@ -155,18 +159,20 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
 
 
 @per_rank
-def _flat(like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The gradients as one vector, zeros for those that are missing, and behind them which there are."""
-    used = torch.tensor([float(g is not None) for g in gradients], dtype=like[0].dtype, device=like[0].device)
-    parts = [torch.zeros_like(p) if g is None else g for p, g in zip(like, gradients, strict=True)]
-    return torch.cat([*(part.reshape(-1) for part in parts), used])
+def _flat(like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], n: int) -> torch.Tensor:
+    """The gradients as one vector, each an n-th of it, zeros for those that are missing, and behind which there are."""
+    flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
+    *parts, used = flat.split([*(p.numel() for p in like), len(like)])
+    for part, p, g in zip(parts, like, gradients, strict=True):
+        part.zero_() if g is None else torch.mul(g, 1 / n, out=part.view(p.shape))
+    used.copy_(torch.tensor([float(g is not None) for g in gradients]))
+    return flat
 
 
 @per_rank
-def _split(flat: torch.Tensor, like: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """How many ranks had each gradient, and the averages as views."""
     *parts, counts = flat.split([*(p.numel() for p in like), len(like)])
-    flat.narrow(0, 0, flat.numel() - len(like)).div_(n)
     return [counts, *(part.view(p.shape) for part, p in zip(parts, like, strict=True))]
 
 

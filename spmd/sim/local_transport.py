@@ -76,6 +76,11 @@ class _Collectives:
         with torch.no_grad():
             return x.copy_(received)
 
+    def all_reduce_(self, x, op, group):
+        received = self.wait_tensor(self.all_reduce(x, op, group))
+        with torch.no_grad():
+            return x.copy_(received)
+
     def all_reduce_coalesced(self, xs, op, group):
         return [self.all_reduce(x, op, group) for x in xs]
 

@@ -167,6 +167,11 @@ class ThreadTransport:
         with torch.no_grad():
             return x.copy_(came)
 
+    def all_reduce_(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+        came = self.all_reduce(x, op, group)
+        with torch.no_grad():
+            return x.copy_(came)
+
     def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
         return [self.all_reduce(x, op, group) for x in xs]
 
