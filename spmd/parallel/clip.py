@@ -13,6 +13,7 @@ from math import inf
 
 import torch
 
+from spmd import _torch
 from spmd.comm import transport, wait
 from spmd.comm.functional import all_reduce
 from spmd.mesh import DeviceMesh, per_rank
@@ -78,7 +79,7 @@ def _total_norm(gradients: Sequence[torch.Tensor], p: float) -> torch.Tensor:
 
 def _shared(g: torch.Tensor) -> Shared:
     if not isinstance(g, DTensor) or not any(g._spec.dims):
-        return None
+        return None  # each rank has all of it
     return g._spec.mesh, tuple(sorted(axis for axes in g._spec.dims for axis in axes))
 
 
@@ -90,9 +91,11 @@ def _block(g: torch.Tensor) -> torch.Tensor:
 def _power(blocks: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     """The norm of these blocks, to the power of p, so that those of several ranks can be added."""
     some = [x for x in blocks if x.numel()]
+    dtype = _summed_in(blocks[0].dtype)
     if not some:
-        return blocks[0].new_zeros((), dtype=_summed_in(blocks[0].dtype))
-    norms = torch.stack([x.to(_summed_in(x.dtype)) for x in torch.ops.aten._foreach_norm.Scalar(some, p)])
+        return blocks[0].new_zeros((), dtype=dtype)
+    found = torch.ops.aten._foreach_norm.Scalar(neighbours(some), p)
+    norms = torch.stack([x if x.dtype is dtype else x.to(dtype) for x in found])
     return norms.amax() if p == inf else norms.sum() if p == 0 else norms.pow(p).sum()
 
 
@@ -111,9 +114,34 @@ def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
     for g in gradients:
         alike.setdefault((g.dtype, g.device), []).append(_block(g))
     for (dtype, device), blocks in alike.items():
-        torch.ops.aten._foreach_mul_.Tensor(blocks, factor.to(device, dtype))
+        _multiply(blocks, factor.to(device, dtype))
     distributed = [g for g in gradients if isinstance(g, DTensor)]
     if distributed:
         torch.autograd.graph.increment_version(distributed)
     for g in distributed:
         note_write(g)
+
+
+@per_rank
+def _multiply(blocks: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    for x in neighbours([x for x in blocks if x.numel()]):
+        x.mul_(factor)
+
+
+def neighbours(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same elements in fewer tensors: blocks that follow one another in one memory become one, as in a bucket.
+
+    >>> flat = torch.arange(6.0)
+    >>> neighbours([flat[:2], flat[2:5].view(3, 1), flat[:1]])
+    [tensor([0., 1., 2., 3., 4.]), tensor([0.])]
+    """
+    runs: list[tuple[torch.Tensor, int]] = []
+    memory, end = None, -1
+    for x in blocks:
+        own, start = _torch.memory_of(x), x.storage_offset()
+        if x.is_contiguous() and own is not None and own == memory and start == end:
+            runs[-1] = runs[-1][0], runs[-1][1] + x.numel()
+        else:
+            runs.append((x, x.numel()))
+        memory, end = (own, start + x.numel()) if x.is_contiguous() else (None, -1)
+    return [x if n == x.numel() else x.as_strided((n,), (1,)) for x, n in runs]
