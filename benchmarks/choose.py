@@ -1,6 +1,7 @@
 """Placements chosen for the whole program beside those chosen op by op, over models, plans, meshes and machines.
 
     python benchmarks/choose.py             # all of it: long
+    python benchmarks/choose.py --layers 1 --meshes 2x2 --summary
     python benchmarks/choose.py --short     # a model of each kind on one mesh and one machine, under two minutes
     python benchmarks/choose.py --train     # train each for three steps instead, simulated: is it what one device does?
 
@@ -8,8 +9,8 @@ Each row is a train step (forward, loss, backward, AdamW) of a small model under
 parameters and inputs - on a mesh of simulated links. For the choice by op and for the program's the table has the
 modelled time, the bytes that a rank puts into collectives, their number, and the work of the busiest rank over an even
 share of the work; then the seconds that choosing took, and the gap: how much dearer than the best assignment of the
-model the chosen one may be at most. Nothing is run. Exits 1 if the choice for the program costs more anywhere.
-`--summary` prints a line for each model and plan: the range over meshes and machines.
+model the chosen one may be at most. Nothing is run, and seconds are the processor's. Exits 1 if the choice for the
+program costs more anywhere. `--summary` prints a line for each model and plan: the range over meshes and machines.
 
 Trained are smaller models, three steps of SGD in float64, beside one device: the largest difference of a loss or a
 parameter. What models compute in float32, whatever they are given, is computed in float64 here. Exits 1 above 1e-10.
@@ -24,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -225,23 +226,33 @@ class Row:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.case, self.mesh, self.said = case, mesh, fitting(said, self.model)
+        self.step, self.captures = step_of(case), None
 
-    def program(self, choose: str):
-        """The program by op or for the program, and the seconds that it took."""
-        step = spmd.compile(step_of(self.case), self.mesh, choose=choose, bucket_mb=None, **self.said)
-        start = time.perf_counter()
+    def program(self, choose: str, machine: str):
+        """The program by op or for the program on this machine, and the seconds of the processor that it took.
+
+        The row is captured once: captures know no machine and no choice.
+        """
+        mesh = self.mesh.with_topology(MeshTopoInfo.from_mesh(self.mesh, machine=MACHINES[machine]))
+        step = spmd.compile(self.step, mesh, choose=choose, bucket_mb=None, **self.said)
+        self.captures = step._captures = self.captures or step._captures
+        start = time.process_time()
         program = step.program_for(self.model, self.optimizer, self.x, self.y)
-        return program, time.perf_counter() - start
+        return program, time.process_time() - start
 
 
-def measured(name: str, plan: str, said: dict, mesh_name: str, machine: str) -> tuple[list[str], bool]:
-    """A row of the table, and whether the program's choice costs at most what the choice by op costs."""
+def row_of(case: Case, said: dict, mesh_name: str) -> Row:
+    """The case under a plan on a mesh."""
     shape = MESHES[mesh_name]
-    mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)])
-    mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, machine=MACHINES[machine]))
-    row = Row(CASES[name], mesh, said)
-    by_op, first = row.program("op")
-    chosen, seconds = row.program("program")
+    row = Row(case, spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)]), said)
+    row.program("op", "textbook")
+    return row
+
+
+def measured(row: Row, name: str, plan: str, mesh_name: str, machine: str) -> tuple[list[str], bool]:
+    """A row of the table, and whether the program's choice costs at most what the choice by op costs."""
+    by_op, first = row.program("op", machine)
+    chosen, seconds = row.program("program", machine)
     costs = [program_cost(p) for p in (by_op, chosen)]
     sent = [sum(c.nbytes for c in p.collectives) for p in (by_op, chosen)]
     fine = costs[1].us <= costs[0].us * (1 + 1e-9)
@@ -339,6 +350,7 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", help="these plans")
     parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES))
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
+    parser.add_argument("--layers", type=int, default=PLANNED.layers, help="of each model (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="one mesh, one machine, four plans")
     parser.add_argument("--summary", action="store_true", help="a line for each model and plan")
     parser.add_argument("--train", action="store_true", help="train each for three steps instead")
@@ -352,10 +364,12 @@ def main() -> int:
         return train(args)
     rows, dearer = [], 0
     for name in args.only:
-        for plan, said in plans(CASES[name]):
+        case = cases(replace(PLANNED, layers=args.layers))[name]
+        for plan, said in plans(case):
             for mesh_name in args.meshes if not args.plans or plan in args.plans else ():
+                row = row_of(case, said, mesh_name)
                 for machine in args.machines:
-                    cells, fine = measured(name, plan, said, mesh_name, machine)
+                    cells, fine = measured(row, name, plan, mesh_name, machine)
                     print(*cells, "" if fine else "DEARER", sep="  ", flush=True)
                     rows.append(cells)
                     dearer += not fine
