@@ -267,8 +267,7 @@ class Bound:
         for other in port.slot.ports:
             if other is not port:
                 slack = self.now(other.variable)
-                share = 1 / len(self.ports[other.variable]) / other.share
-                found = np.minimum(found, other.least(share * (slack - slack.min()), np.inf))
+                found = np.minimum(found, other.least((slack - slack.min()) / other.share, np.inf))
         port.slot.move(-np.where(np.isinf(found), 0.0, found))
 
     def value_now(self) -> float:

@@ -63,13 +63,14 @@ class Group:
 class Classes:
     """The classes of cells, and the values in groups.
 
-    of: the class of each cell, numbered in order of appearance. groups: all values.
+    of: the class of each cell, numbered in order of appearance. own: the same for cells with equal ops and shapes.
+    groups: all values.
     """
 
     def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
-        own = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
-        types = _Types(own, meetings)
-        self.of = (types.of if len(own) <= MOST_CELLS else _apart(types.of)).tolist()
+        self.own = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+        types = _Types(self.own, meetings)
+        self.of = (types.of if len(self.own) <= MOST_CELLS else _apart(types.of)).tolist()
         self._before = dict(zip(self.of, types.before.tolist(), strict=True))
         self.groups = self._groups(meetings, types.values.tolist())
         self._join_kinds()

@@ -97,8 +97,7 @@ class Model:
         self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
         self.choosers = self._choosers()
         self._admit_given()
-        for chooser in self.choosers:
-            chooser.options = self._options(chooser)
+        self._find_options()
         self.holds: list[tuple[list[fx.Node], Layouts]] = []
         self.problem = self._problem()
 
@@ -111,10 +110,18 @@ class Model:
 
     # ---- what each class chooses from ----------------------------------------------------------
     def _choosers(self) -> list[Chooser]:
-        first: dict[int, Cell] = {}
-        for k, cell in zip(self.classes.of, self.cells.every, strict=True):
-            first.setdefault(k, cell)
-        return [self._chooser(first[k]) for k in range(len(first))]
+        """Of each class. Classes of equal ops that run alike by themselves choose from the same."""
+        found: dict[int, Chooser] = {}
+        known: dict[object, Chooser] = {}
+        for k, own, cell in zip(self.classes.of, self.classes.own, self.cells.every, strict=True):
+            if k in found:
+                continue
+            key = own, self.by_op.get(cell.node)
+            if key in known and not known[key].given and cell.node not in self.gradients:
+                found[k] = replace(known[key], cell=cell, operands=operands_of(cell))
+            else:
+                found[k] = known[key] = self._chooser(cell)
+        return [found[k] for k in range(len(found))]
 
     def _chooser(self, cell: Cell) -> Chooser:
         chooser = Chooser(cell, operands_of(cell))
@@ -283,9 +290,16 @@ class Model:
         owing = [(a, "sum") for a in self.axes]
         return bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
 
-    def _options(self, chooser: Chooser) -> Options | None:
-        if chooser.given:
-            return None
+    def _find_options(self) -> None:
+        """The options of all classes; those that choose from the same share them."""
+        made: dict[int, Options] = {}
+        for chooser in self.choosers:
+            if not chooser.given:
+                if id(chooser.ways) not in made:
+                    made[id(chooser.ways)] = self._options(chooser)
+                chooser.options = made[id(chooser.ways)]
+
+    def _options(self, chooser: Chooser) -> Options:
         if chooser.op is not None:
             return combined(chooser.op, chooser.ways, self.axes, self.roofline)
         return self._update_options(chooser)

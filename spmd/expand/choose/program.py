@@ -22,6 +22,7 @@ from spmd.expand.choose.model import Model
 from spmd.expand.choose.normal import normalised
 from spmd.expand.choose.price import Cost, program_cost
 from spmd.expand.choose.solve import Solved, solve
+from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import Roles
@@ -94,9 +95,10 @@ def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) 
 
 def solved_choice(given: Expansion, pins: dict[fx.Node, Pin]) -> tuple[Solved, Choice]:
     """The choice for a graph in simple ops. pins: how each op runs by itself."""
-    model = Model(given.mesh, given.graph, given.sources, given.output_spec, given.roles, given.places, pins)
-    solved = solve(model.problem, [model.by_itself()])
-    return solved, model.choice(solved.x)
+    with collector_off():
+        model = Model(given.mesh, given.graph, given.sources, given.output_spec, given.roles, given.places, pins)
+        solved = solve(model.problem, [model.by_itself()])
+        return solved, model.choice(solved.x)
 
 
 def _certificate(solved: Solved, costs: tuple[Cost, Cost], taken: bool) -> Certificate:

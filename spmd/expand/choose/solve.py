@@ -24,6 +24,9 @@ SWEEPS = 4
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
 
+ENOUGH_SHARED = 5e-3
+"""The same where a variable stands for many cells: there each sweep moves less."""
+
 CLOSED = 1e-9
 """The gap at which nothing is left to find: it is one of rounding."""
 
@@ -55,8 +58,9 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
     for start in starts:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
-    at_least = _improve(bound, best, ROUNDS, ENOUGH)
-    if max(problem.cells) == 1 and sum(map(len, bound.cost)) <= SMALL:
+    shared = max(problem.cells, default=1) > 1
+    at_least = _improve(bound, best, ROUNDS, ENOUGH_SHARED if shared else ENOUGH)
+    if not shared and sum(map(len, bound.cost)) <= SMALL:
         at_least = _improve(bound, best, ROUNDS, CLOSED)
         if not best.is_reached(at_least):
             at_least = _split(problem, bound, best)
