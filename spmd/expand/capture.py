@@ -120,8 +120,14 @@ class Captured:
 
     def at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
         """The same function for arguments of these shapes, and these ints, as a capture with these would give it."""
-        values, fixed = self.assumed.values(shapes, numbers), self.fixed | self.assumed.sized(numbers)
-        return replace(self, graph=graph_at(self.graph, values), fixed=fixed, sizes=values)
+        known = self.known_at(shapes, numbers)
+        return replace(known, graph=graph_at(self.graph, known.sizes))
+
+    def known_at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
+        """The same with the sizes known, but for the graph: what a program that was written needs to be run."""
+        return replace(
+            self, fixed=self.fixed | self.assumed.sized(numbers), sizes=self.assumed.values(shapes, numbers)
+        )
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:

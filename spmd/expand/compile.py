@@ -15,7 +15,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,10 +27,7 @@ from spmd.comm import agree
 from spmd.comm.user_line import caller
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Captured, capture
-from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
-from spmd.expand.expansion import expansion_of, kind_of
-from spmd.expand.explain.reasons import written
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import guard_key, is_number, modes_guard
@@ -42,21 +39,20 @@ from spmd.expand.kept.settings import settings_text
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.outside import unchanged
-from spmd.expand.passes.bucket import bucket_all_reduces
-from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
 from spmd.expand.recent import Recent
 from spmd.expand.regions import EAGER, Backend, check_backend
-from spmd.expand.results import Results
 from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
-from spmd.expand.sizes.captures import Captures
+from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
+from spmd.expand.sizes.forms import Forms, Given
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import of_dtensor
+from spmd.expand.write import Writer
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -150,7 +146,8 @@ class CompiledStep:
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
-        self._captures = Captures(fn, self._title, mesh)
+        self._captures, self._forms = Captures(fn, self._title, mesh), Forms(MOST_CAPTURES)
+        self._writer = Writer(fn, mesh, settings)
         self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -190,7 +187,8 @@ class CompiledStep:
         """
         call = self._call(args, kwargs, first=True)
         call.find_first_specs()
-        return self._capture_and_expand(call)[1]
+        captured, given = self._captured(call)
+        return self._writer.program(captured.at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, error = self._prepare(args, kwargs)
@@ -275,12 +273,18 @@ class CompiledStep:
         return bound
 
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
-        captured = self._captures.at(call, lambda: self._capture(call))
+        captured, given = self._captured(call)
+        known = captured.known_at(given.shapes, given.numbers)
+        if self._library is not NOWHERE or captured.changes:  # ranks that load have no forms
+            return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
+        return known, self._forms.program(captured, given, self._writer.program)
+
+    def _captured(self, call: _Call) -> tuple[Captured, Given]:
+        """A capture that is right for a call, and what its program is written for."""
+        captured = self._captures.of(call, lambda: self._capture(call))
+        specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
-        results = Results(captured, self.settings.outputs)
-        program = self._expanded(expansion_of(self.fn, self.mesh, captured, call, places, results))
-        program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
-        return captured, self._as_run(program)
+        return captured, Given(specs, call.leaf_specs, places, call.numbers)
 
     def _capture(self, call: _Call) -> Captured:
         try:
@@ -290,19 +294,6 @@ class CompiledStep:
                 return capture(self.fn, call.named, run, call.state, self.mesh, call.first)
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
-
-    def _expanded(self, given: Expansion) -> Program:
-        for_program = self.settings.choose == "program" and self.mesh.size() > 1
-        by_program = functools.partial(chosen, as_run=self._as_run)
-        write = (by_program, "for the program") if for_program else (Expansion.program, "by op")
-        return written(given, self.settings.pins, *write)
-
-    def _as_run(self, program: Program) -> Program:
-        """A program that was chosen, with its all-reduces in buckets."""
-        if (most := self.settings.bucket_mb) is None:
-            return program
-        program = compute_numbers_late(program).verify()
-        return bucket_all_reduces(program, min(1.0, most), most).verify()
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named = self._by_name(args, kwargs)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import spmd
 import spmd.expand.compile as compiling
 from spmd import LocalTensorMode, Partial, Shard
+from spmd.expand.sizes.alike import NotAlike, Texts
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.sim import run_ranks
 from tests.expand.side_by_side import INPUTS, NET, Net, seeded, train_step, values
@@ -117,6 +118,41 @@ def test_functions_of_sizes_are_captured_once(name):
         want = torch.utils._pytree.tree_map(lambda t: t.detach(), step(x))
         torch.testing.assert_close(result, want, equal_nan=True)
     assert made == 1
+
+
+WITHOUT_FORM = ("windows", "places")
+"""Their programs have numbers that the capture has no text for. They are expanded at most sizes."""
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_form_gives_what_an_expansion_gives(name):
+    """The program of a form is, to the letter, the one that the sizes would have been expanded to."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    step = spmd.compile(FUNCTIONS[name], mesh, inputs={"x": {"dp": Shard(0)}})
+    for shape in ((8, 4), (12, 6), (16, 10), (20, 8), (5, 4), (9, 6), (13, 8), (1, 4), (1, 6)):
+        _, program = step._capture_and_expand(step._call((tensor(*shape),), {}, True))
+        assert str(program) == str(step.program_for(tensor(*shape)))
+    (_, written), *_ = step._forms._of.values()
+    assert len(written) == 3 or name in WITHOUT_FORM  # even, uneven, and one row
+
+
+def test_what_is_decided_otherwise_is_expanded():
+    """Uneven, empty and far larger sizes; a number that nothing in the capture says has no form."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    step = spmd.compile(lambda x: x.sum(0), mesh, inputs={"x": {"dp": Shard(0)}})
+    for n, expanded in ((4, 1), (6, 1), (7, 2), (9, 2), (1, 3), (34, 4), (8, 4)):
+        step._capture_and_expand(step._call((tensor(n, 2),), {}, True))
+        (_, written), *_ = step._forms._of.values()
+        assert len(written) == expanded
+
+
+def test_numbers_that_are_not_known_have_no_form():
+    texts = Texts(("n", "n * m", "m"), {"n": 4, "m": 4}, {"n": 6, "m": 7}, {"n": 101, "m": 103})
+    forms = [texts.number(a, b) for a, b in ((12, 18), (16, 42), (5, 5), (0.25, 1 / 6))]
+    assert [evaluated(tuple(texts.used), {"n": 8, "m": 3})[f.place] if f else f for f in forms] == [24, 24, None, 1 / 8]
+    for a, b in ((3, 5), (4, 8), (0.5, 0.75)):
+        with pytest.raises(NotAlike):
+            texts.number(a, b)
 
 
 def test_an_empty_batch_is_a_size():

@@ -6,4 +6,7 @@
     at           the graph at given sizes
     assumed      what a capture took for granted, and whether it holds for other values
     captures     the captures of a step, and why a call needs another one
+    forms        a program for all sizes that are decided alike
+    probe        other sizes that are decided alike
+    alike        two values that differ in numbers alone, as one
 """

@@ -94,6 +94,10 @@ class Assumed:
         texts = tuple(_renamed(d.condition, said) for d in self._of_arguments)
         return {said[name]: path for name, path in paths.items()} if texts else {}, texts
 
+    def answers(self, values: Mapping[str, float]) -> list[bool]:
+        """Of each decision whether it would be taken again for these values."""
+        return [bool(_answer(decision.condition, values)) for decision in self.decisions]
+
     def failed(self, shapes: Shapes, numbers: Numbers, ops_agree: Callable[[], bool]) -> Failed | None:
         """The first condition that does not hold for these sizes; None where the capture is right for them.
 

@@ -30,8 +30,8 @@ class Captures:
         self._last: Guards = {}
         self._said: set[str] = set()
 
-    def at(self, call: Any, make: Callable[[], Captured]) -> Captured:
-        """A capture that is right for a call, at its sizes. Where there is none, says once why, and makes it."""
+    def of(self, call: Any, make: Callable[[], Captured]) -> Captured:
+        """A capture that is right for a call. Where there is none, says once why, and makes it."""
         guards, shapes = guards_of(call.key), {path: spec.shape for path, spec in call.leaf_specs.items()}
         keys, why = [_key(guards_of(key)) for key in call.keys], [""]
         if self._last and not any(True for _ in self._kept.of(keys)):
@@ -43,7 +43,7 @@ class Captures:
             if not found.changes:  # what changes Python state is right for one call alone
                 self._keep(found, call)
         self._last = guards
-        return found.at(shapes, call.numbers)
+        return found
 
     def _serves(self, captured: Captured, call: Any, shapes: Shapes, why: list[str]) -> bool:
         """Whether a capture is right for a call. If its sizes are the reason why not, adds that to `why`."""

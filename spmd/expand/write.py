@@ -1,0 +1,47 @@
+"""How the program of a capture is written: expanded, then rewritten by the passes, and verified after each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from spmd.expand.capture import Captured
+from spmd.expand.choose.program import Expansion, chosen
+from spmd.expand.expansion import expansion_of, kind_of
+from spmd.expand.explain.reasons import written
+from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd.expand.passes.late_numbers import compute_numbers_late
+from spmd.expand.program import Program
+from spmd.expand.results import Results
+from spmd.expand.settings import Settings
+from spmd.expand.sizes.forms import Given
+from spmd.mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes the programs of a step."""
+
+    fn: Callable
+    mesh: DeviceMesh
+    settings: Settings
+
+    def program(self, captured: Captured, given: Given) -> Program:
+        """The program of a capture whose sizes are known."""
+        results = Results(captured, self.settings.outputs)
+        program = self._expanded(expansion_of(self.fn, self.mesh, captured, given, given.places, results))
+        return self._as_run(replace(program, kinds=tuple(map(kind_of, captured.inputs))))
+
+    def _expanded(self, given: Expansion) -> Program:
+        for_program = self.settings.choose == "program" and self.mesh.size() > 1
+        by_program = functools.partial(chosen, as_run=self._as_run)
+        write = (by_program, "for the program") if for_program else (Expansion.program, "by op")
+        return written(given, self.settings.pins, *write)
+
+    def _as_run(self, program: Program) -> Program:
+        """A program that was chosen, with its all-reduces in buckets."""
+        if (most := self.settings.bucket_mb) is None:
+            return program
+        program = compute_numbers_late(program).verify()
+        return bucket_all_reduces(program, min(1.0, most), most).verify()
