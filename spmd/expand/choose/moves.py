@@ -54,37 +54,37 @@ class Readers:
         >>> value.least_at([np.array([0.0, NEVER]), np.array([NEVER, 0.0]), np.array([NEVER, 0.0])], 0)[:1]
         array([5.])
         """
-        sets = _sets(self.number)
-        adds = sets.bits @ np.array(ends[1:])  # [set, needed]
-        least = self._by_set((self.costs + adds[:, None]).min(2), sets)
+        made, *needed = ends
         if slot == 0:
-            return least[-1] + ends[0]
-        mine = sets.having[slot - 1]
-        others = least[len(least) - 1 - mine] + ends[0]  # [set, made]: the readers that are not in the set
-        return ((self.costs + others[:, :, None]).min(1) + adds[mine]).min(0)
+            return self._parted(needed)[0][-1] + made
+        mine = needed.pop(slot - 1)
+        least, adds = self._parted(needed)
+        beside = least[::-1] + made  # [set, made]: the readers that are not in the set
+        return ((self.costs + beside[:, :, None]).min(1) + adds).min(0) + mine
 
-    def _by_set(self, alone: np.ndarray, sets: _Sets) -> np.ndarray:
-        """For each set of readers and each layout made the least cost of all ways to part the set into groups.
+    def _parted(self, needed: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """For each set of these readers the least cost by the layout made, and what its readers add to each layout.
 
-        alone: the least cost if the set is one group.
+        The least cost is that of all ways to part the set into groups.
         """
-        least = alone
+        sets = _sets(len(needed))
+        adds = sets.bits @ np.array(needed)  # [set, needed]
+        least = (self.costs + adds[:, None]).min(2)  # [set, made]: if the set is one group
         least[0] = 0.0
         for whole, group, rest in sets.by_size:
-            least[whole] = (alone[group] + least[rest]).min(1)
-        return least
+            least[whole] = (least[group] + least[rest]).min(1)
+        return least, adds
 
 
 @dataclass(frozen=True, eq=False)
 class _Sets:
     """The sets of so many readers, each a number of bits.
 
-    bits: [set, reader]. having: for each reader the sets that have it. by_size: for sets of two, three ... readers the
-    sets, for each the groups that its first reader may be in, and what is left of it then: [set], [set, group] twice.
+    bits: [set, reader]. by_size: for sets of two, three ... readers the sets, for each the groups that its first reader
+    may be in, and what is left of it then: [set], [set, group] twice.
     """
 
     bits: np.ndarray
-    having: tuple[np.ndarray, ...]
     by_size: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
 
 
@@ -92,10 +92,9 @@ class _Sets:
 def _sets(number: int) -> _Sets:
     every = np.arange(1 << number)
     bits = (every[:, None] >> np.arange(number)) & 1
-    having = tuple(every[bits[:, r] == 1] for r in range(number))
     by_size = []
     for size in range(2, number + 1):
         whole = every[bits.sum(1) == size]
         group = np.array([[g for g in range(s + 1) if g & s == g and g & s & -s] for s in whole.tolist()])
         by_size.append((whole, group, whole[:, None] ^ group))
-    return _Sets(bits.astype(float), having, tuple(by_size))
+    return _Sets(bits.astype(float), tuple(by_size))

@@ -19,7 +19,7 @@ from spmd.expand.choose.bound import Bound
 from spmd.expand.choose.problem import Problem
 from spmd.expand.choose.search import LESS, decode, repair, settle
 
-ROUNDS = 10
+ROUNDS = 16
 SWEEPS = 4
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
