@@ -26,6 +26,7 @@ from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.nodes import LINE
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
@@ -101,12 +102,24 @@ class _Binder:
                 self.values[node] = self.values[node.args[0]][node.args[1]]
             else:
                 self._copy(node)
+            self._note_line(node)
         for rewrite in passes:
             rewrite(self.graph)
         root = nn.Module()
         for name, constant in self.constants.items():
             root.register_buffer(name, constant, persistent=False)
         return fx.GraphModule(root, self.graph, class_name=self.program.name)
+
+    def _note_line(self, node: fx.Node) -> None:
+        """Note the user's line of a node of the program on the nodes that were written for it.
+
+        What a pass has written for several lines, such as a bucket, has none.
+        """
+        line = node.meta.get(LINE, "")
+        for written in reversed(self.graph.nodes):
+            if LINE in written.meta:
+                return
+            written.meta[LINE] = line
 
     def _launch(self, node: fx.Node) -> _Launch:
         blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))

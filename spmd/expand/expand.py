@@ -32,7 +32,7 @@ from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import SOURCE, first_positions, in_schema_order, result_metadata, source_of
+from spmd.expand.nodes import LINE, SOURCE, first_positions, in_schema_order, line_of, result_metadata, source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first
@@ -83,7 +83,7 @@ def expand(
     specs = iter(inputs)
     outputs: list[tuple[str, Spec | None]] = []
     for node in graph.nodes:
-        expander.source, expander.phase = source_of(node), phase_of(node)
+        expander.source, expander.line, expander.phase = source_of(node), line_of(node), phase_of(node)
         if node.op == "placeholder":
             expander.placeholder(node, next(specs)[1])
         elif node.op == "get_attr":
@@ -111,7 +111,7 @@ class _Expander:
     moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
     last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
     decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as nodes of global
-    tensors. source: the op of the captured graph that is being written, by name.
+    tensors. source: the op of the captured graph that is being written, by name. line: of the user's code.
     """
 
     mesh: DeviceMesh
@@ -130,6 +130,7 @@ class _Expander:
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
     decomposition_graph: fx.Graph = field(default_factory=fx.Graph)
     source: str = ""
+    line: str = ""
 
     # ---- nodes without operands ---------------------------------------------------------------
     def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
@@ -144,9 +145,10 @@ class _Expander:
     # ---- ops ------------------------------------------------------------------------------------
     def call(self, node: fx.Node) -> None:
         """Write a node. What is written while it is written is written for it."""
-        outer, self.source = self.source, node.meta.get(SOURCE, self.source)
+        outer = self.source, self.line
+        self.source, self.line = node.meta.get(SOURCE, self.source), line_of(node) or self.line
         self._call(node)
-        self.source = outer
+        self.source, self.line = outer
 
     def _call(self, node: fx.Node) -> None:
         if isinstance(node.target, Draw):
@@ -320,7 +322,7 @@ class _Expander:
                 items.append(None)
                 continue
             value = self.graph.create_node("call_function", operator.getitem, (new, i))
-            value.meta |= {"spec": made, SOURCE: self.source}
+            value.meta |= {"spec": made, SOURCE: self.source, LINE: self.line}
             item = self.decomposition_graph.create_node("call_function", operator.getitem, (node, i))
             self._record(item, value if p is None else self.move(value, p), spec)
             items.append(SpecTensor(item, spec, self._emit))
@@ -373,7 +375,7 @@ class _Expander:
         early = step.reduces and value.op != "placeholder"
         with self.graph.inserting_after(value) if early else contextlib.nullcontext():
             new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
-        new.meta |= {"spec": step.after, SOURCE: self.source}
+        new.meta |= {"spec": step.after, SOURCE: self.source, LINE: self.line}
         return new
 
     def move_to_final_spec(self, node: fx.Node) -> None:
@@ -421,7 +423,7 @@ class _Expander:
         return self._current(node).meta["spec"]
 
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
-        new.meta |= {"spec": spec, SOURCE: self.source}
+        new.meta |= {"spec": spec, SOURCE: self.source, LINE: self.line}
         self.local[node] = new
 
 

@@ -5,8 +5,8 @@
     4,194,304 bytes at most, at mm_3
       parameter        1,048,576
       optimizer        2,097,152
-      activation         786,432   relu_1 524,288, view_2 262,144
-      gathered           262,144   all_gather_2 262,144
+      activation         786,432   relu_1 524,288 at model.py:31, view_2 262,144 at model.py:32
+      sent               262,144   all_gather_2 262,144 at model.py:31
 
 The graph that the rank runs is replayed on tensors without data. A node's result is new memory, or a view of memory
 that is there; memory is given back when the last node that shows it was read for the last time, as in the run. What
@@ -17,7 +17,7 @@ it. Inputs are held by the caller, all the time. Left out is what kernels and ba
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,25 @@ from torch import fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.nodes import LINE
 from spmd.tensor.call import READS_VALUE
 from spmd.tensor.recipes.random import Draw
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Memory that is alive: the input or the node that made it, its kind, and its bytes."""
+    """Memory that is alive: the input or the node that made it, its kind, its bytes, and the user's line that made it.
+
+    A line may be followed by "backward": autograd made it for an op of the line. Inputs have none.
+    """
 
     name: str
     kind: str
     nbytes: int
+    line: str = ""
+
+    def __str__(self):
+        return f"{self.name} {self.nbytes:,}{f' at {self.line}' if self.line else ''}"
 
 
 @dataclass(frozen=True)
@@ -55,18 +63,27 @@ class Memory:
     @property
     def by_kind(self) -> dict[str, int]:
         """The bytes at the peak by kind: parameter, buffer, grad, optimizer, argument, activation, gathered, ..."""
-        found: Counter[str] = Counter()
-        for each in self.alive:
-            found[each.kind] += each.nbytes
-        return dict(found.most_common())
+        return _totals((each.kind, each.nbytes) for each in self.alive)
+
+    @property
+    def by_line(self) -> dict[str, int]:
+        """The bytes at the peak by the user's lines that made them. Those of inputs are not among them."""
+        return _totals((each.line, each.nbytes) for each in self.alive if each.line)
 
     def __str__(self):
         return "\n".join([f"{self.peak:,} bytes at most, at {self.at}", *map(self._line, self.by_kind)])
 
     def _line(self, kind: str) -> str:
         largest = [each for each in self.alive if each.kind == kind][:3]
-        text = ", ".join(f"{each.name} {each.nbytes:,}" for each in largest)
-        return f"  {kind:<12} {self.by_kind[kind]:>16,}   {text}"
+        return f"  {kind:<12} {self.by_kind[kind]:>16,}   {', '.join(map(str, largest))}"
+
+
+def _totals(entries: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The sums by name, the largest first."""
+    found: Counter[str] = Counter()
+    for name, nbytes in entries:
+        found[name] += nbytes
+    return dict(found.most_common())
 
 
 def memory_of_run(
@@ -154,7 +171,7 @@ class _Replay:
                 mine.add(key)
                 if key not in self.blocks:
                     self.storages[key] = storage
-                    self.blocks[key] = Alive(*self._named(node), storage.nbytes())
+                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), node.meta.get(LINE, ""))
                     self.now += storage.nbytes()
         self.users.update(mine)
 

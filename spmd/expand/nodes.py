@@ -9,11 +9,24 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.origins import ORIGIN
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import SCALAR, TensorMeta
 
 SOURCE = "source"
 """In the metadata of a node of a program: the op of the captured graph that it was written for, by name."""
+
+
+LINE = "line"
+"""In the metadata of a node of a program, and of a rank's code: the user's line that it comes from, as text."""
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a captured op, or its forward op, was written at; empty where none is known."""
+    origin = node.meta.get(ORIGIN)
+    if origin is None or not origin.lines:
+        return node.meta.get(LINE, "")
+    return f"{origin.lines[0]}{' backward' if origin.backward else ''}"
 
 
 def source_of(node: fx.Node) -> str:

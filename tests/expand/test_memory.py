@@ -96,6 +96,10 @@ def test_what_is_alive_is_said_by_name_and_kind():
     blocks = [64 * 4 // 2, 64 // 2, 64, 64, 64 * 3 // 2, 3]  # elements of the parameters on a rank
     assert kinds["parameter"] == 4 * sum(blocks) and sum(kinds.values()) == memory.peak
     assert memory.peak == max(nbytes for _, nbytes in memory.timeline)
+    assert sum(memory.by_line.values()) == kinds["activation"]  # what is sent is a bucket of several lines
+    assert {line.partition(":")[0] for line in memory.by_line} == {"side_by_side.py"}
+    assert any(line.endswith(" backward") for line in memory.by_line)
+    assert f" at {next(iter(memory.by_line))}" in str(memory)
     assert "model.up.weight 512" in str(memory) and str(memory).startswith(f"{memory.peak:,} bytes at most, at ")
 
 
