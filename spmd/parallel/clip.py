@@ -19,6 +19,7 @@ from spmd.comm.functional import all_reduce
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.view_copies import note_write
+from spmd.tensor.spec import Spec, spec_of_value
 
 Shared = tuple[DeviceMesh, tuple[int, ...]] | None
 """Over which axes of which mesh blocks make up a gradient; None for a gradient that each rank has all of."""
@@ -66,21 +67,25 @@ def _reduced(p: torch.Tensor) -> torch.Tensor:
 
 
 def _total_norm(gradients: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    alike: dict[Shared, list[torch.Tensor]] = {}
+    by_spec: dict[Spec | None, list[torch.Tensor]] = {}
     for g in gradients:
-        alike.setdefault(_shared(g), []).append(_block(g))
+        by_spec.setdefault(spec_of_value(g), []).append(_block(g))
+    alike: dict[Shared, list[torch.Tensor]] = {}
+    for spec, blocks in by_spec.items():
+        alike.setdefault(_shared(spec), []).extend(blocks)
     parts = [_over_ranks(_power(blocks, p), over, p) for over, blocks in alike.items()]
     if not parts:
         return torch.tensor(0.0)
-    parts = [part.to(parts[0].dtype) for part in parts]
-    together = torch.stack(parts)
-    return together.amax() if p == inf else together.sum() if p == 0 else together.sum() ** (1 / p)
+    if len(parts) > 1:
+        together = torch.stack([part.to(parts[0].dtype) for part in parts])
+        parts = [together.amax() if p == inf else together.sum()]
+    return parts[0] if p in (inf, 0) else parts[0] ** (1 / p)
 
 
-def _shared(g: torch.Tensor) -> Shared:
-    if not isinstance(g, DTensor) or not any(g._spec.dims):
+def _shared(spec: Spec | None) -> Shared:
+    if spec is None or not any(spec.dims):
         return None  # each rank has all of it
-    return g._spec.mesh, tuple(sorted(axis for axes in g._spec.dims for axis in axes))
+    return spec.mesh, tuple(sorted(axis for axes in spec.dims for axis in axes))
 
 
 def _block(g: torch.Tensor) -> torch.Tensor:
@@ -90,11 +95,10 @@ def _block(g: torch.Tensor) -> torch.Tensor:
 @per_rank
 def _power(blocks: Sequence[torch.Tensor], p: float) -> torch.Tensor:
     """The norm of these blocks, to the power of p, so that those of several ranks can be added."""
-    some = [x for x in blocks if x.numel()]
-    dtype = _summed_in(blocks[0].dtype)
+    some, dtype = neighbours(blocks), _summed_in(blocks[0].dtype)
     if not some:
         return blocks[0].new_zeros((), dtype=dtype)
-    found = torch.ops.aten._foreach_norm.Scalar(neighbours(some), p)
+    found = torch.ops.aten._foreach_norm.Scalar(some, p)
     norms = torch.stack([x if x.dtype is dtype else x.to(dtype) for x in found])
     return norms.amax() if p == inf else norms.sum() if p == 0 else norms.pow(p).sum()
 
@@ -106,7 +110,10 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 def _over_ranks(part: torch.Tensor, over: Shared, p: float) -> torch.Tensor:
     if over is None:
         return part
-    return wait(all_reduce(part, "max" if p == inf else "sum", transport().group(*over)))
+    carrier, group = transport(), transport().group(*over)
+    if p == inf:
+        return wait(all_reduce(part, "max", group))  # which keeps a NaN; that of gloo would not
+    return carrier.wait_tensor(carrier.all_reduce_(part, "sum", group))
 
 
 def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -124,7 +131,7 @@ def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 @per_rank
 def _multiply(blocks: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    for x in neighbours([x for x in blocks if x.numel()]):
+    for x in neighbours(blocks):
         x.mul_(factor)
 
 
@@ -138,10 +145,13 @@ def neighbours(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     runs: list[tuple[torch.Tensor, int]] = []
     memory, end = None, -1
     for x in blocks:
-        own, start = _torch.memory_of(x), x.storage_offset()
-        if x.is_contiguous() and own is not None and own == memory and start == end:
-            runs[-1] = runs[-1][0], runs[-1][1] + x.numel()
+        n = x.numel()
+        if not n:
+            continue
+        own, start = (_torch.memory_of(x), x.storage_offset()) if x.is_contiguous() else (None, 0)
+        if own is not None and own == memory and start == end:
+            runs[-1] = runs[-1][0], runs[-1][1] + n
         else:
-            runs.append((x, x.numel()))
-        memory, end = (own, start + x.numel()) if x.is_contiguous() else (None, -1)
+            runs.append((x, n))
+        memory, end = own, start + n
     return [x if n == x.numel() else x.as_strided((n,), (1,)) for x, n in runs]
