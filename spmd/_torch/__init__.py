@@ -159,6 +159,7 @@ from spmd._torch.tensors import (
     disabled_torch_function,
     is_functorch_wrapper,
     is_loading_before_reading,
+    is_memory_shared,
     is_transformed,
     memory_of,
     new_wrapper,

@@ -35,6 +35,13 @@ def memory_of(x: torch.Tensor) -> int | None:
         return None
 
 
+def is_memory_shared(x: torch.Tensor) -> bool:
+    """Whether another tensor shows the memory of x, which is held by nobody but its caller."""
+    alone = torch.empty(1)
+    mine, its = x.untyped_storage(), alone.untyped_storage()
+    return torch._C._storage_Use_Count(mine._cdata) > torch._C._storage_Use_Count(its._cdata)
+
+
 def is_loading_before_reading() -> bool:
     """Whether torch.load reads a file of the format before torch 1.6: it makes all tensors first, then reads them."""
     frame = sys._getframe(1)

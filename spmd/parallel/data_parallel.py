@@ -32,6 +32,7 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     waiting: set[int] = field(default_factory=set)
+    memory: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     used: list[bool] = field(default_factory=list)
 
@@ -110,7 +111,8 @@ class _Gradients:
     def _send(self, bucket: _Bucket) -> None:
         bucket.used = [p.grad is not None for p in bucket.parameters]
         gradients = [_block(p.grad) for p in bucket.parameters]
-        flat = _flat([_block(p) for p in bucket.parameters], gradients, self.mesh.size())
+        flat = _flat([_block(p) for p in bucket.parameters], gradients, self.mesh.size(), bucket.memory)
+        bucket.memory = flat
         for p in bucket.parameters:
             p.grad = None  # its memory may be freed now
         if self.mesh.size() > 1:
@@ -159,9 +161,16 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
 
 
 @per_rank
-def _flat(like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], n: int) -> torch.Tensor:
-    """The gradients as one vector, each an n-th of it, zeros for those that are missing, and behind which there are."""
-    flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
+def _flat(
+    like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], n: int, memory: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradients as one vector, each an n-th of it, zeros for those that are missing, and behind which there are.
+
+    memory: what it was in the last pass. It is written again if nobody has gradients of that pass any more.
+    """
+    flat = memory
+    if flat is None or _torch.is_memory_shared(flat):
+        flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
     *parts, used = flat.split([*(p.numel() for p in like), len(like)])
     for part, p, g in zip(parts, like, gradients, strict=True):
         part.zero_() if g is None else torch.mul(g, 1 / n, out=part.view(p.shape))

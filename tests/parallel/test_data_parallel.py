@@ -82,6 +82,19 @@ def test_passes_add_up_and_send_once():
         equal(seen(net), seen(want))
 
 
+def test_gradients_that_somebody_holds_are_not_overwritten():
+    """The memory of a bucket serves again when nobody has its gradients."""
+    net = data_parallel(nn.Linear(3, 2), mesh_of({"dp": 1}))
+    places, held = [], None
+    for i in range(3):
+        net.zero_grad()
+        net(torch.full((1, 3), i + 1.0)).sum().backward()
+        places.append(net.weight.grad.data_ptr())
+        held = net.weight.grad.detach() if i == 1 else held
+    assert held.eq(2).all() and net.weight.grad.eq(3).all()
+    assert places[0] == places[1] != places[2]
+
+
 def test_ranks_that_use_different_parameters_agree():
     def on_rank(rank):
         layers = nn.ParameterList(nn.Parameter(torch.full((3,), i + 1.0)) for i in range(3))
