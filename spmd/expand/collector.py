@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Inside, the garbage collector does not run. For code that makes many objects and no garbage, such as graphs."""
+    """Inside, the garbage collector does not run: for code that makes many objects and little garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

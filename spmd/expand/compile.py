@@ -28,6 +28,7 @@ from spmd.comm.user_line import caller
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Captured, capture
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
+from spmd.expand.collector import collector_off
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import guard_key, is_number, modes_guard
@@ -289,7 +290,7 @@ class CompiledStep:
     def _capture(self, call: _Call) -> Captured:
         try:
             name = getattr(self.fn, "__name__", "the step")
-            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
+            with only_optimizers(call.state.optimizers, name), unchanged(self.fn), collector_off():
                 run = functools.partial(self._call_fn, call.state)
                 return capture(self.fn, call.named, run, call.state, self.mesh, call.first)
         except AttributeError as error:
