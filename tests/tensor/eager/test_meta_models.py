@@ -16,7 +16,7 @@ from examples.gpt import GPT, GPTConfig
 from spmd import FullyShard, LocalTensorMode, Shard, distribute_module
 from spmd._torch import TorchDispatchMode, pytree
 from spmd.checkpoint import set_model_state_dict
-from spmd.expand.compile import _BoundProgram
+from spmd.expand.bound_program import BoundProgram
 from tests.tensor.single import every_rank
 
 
@@ -181,7 +181,7 @@ def _drill(rank: int) -> None:
             if way == "distributed":
                 distribute_module(model, mesh, params={"*.weight": {"dp": Shard(0)}})
             else:
-                with mock.patch.object(_BoundProgram, "run", side_effect=InterruptedError), suppress(InterruptedError):
+                with mock.patch.object(BoundProgram, "run", side_effect=InterruptedError), suppress(InterruptedError):
                     step(model, optimizer, *batch)
         whole = max(p.numel() for p in model.parameters())
         assert whole // 4 <= largest.most < whole // 2, (way, largest.most, whole)
