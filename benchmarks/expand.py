@@ -31,13 +31,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
 from _table import table
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import spmd
-from examples.gpt import GPT, GPTConfig
+from examples.gpt import GPT, GPTConfig, train_step
 from spmd import Shard
 from spmd.comm import transport
 from spmd.expand import compile as compiling
@@ -86,15 +85,6 @@ def llama(layers: int) -> nn.Module:
 MODELS = {"gpt": (gpt, (12, 48), GPT_PLAN), "gpt2": (gpt2, (12,), {}), "llama": (llama, (22,), {})}
 
 
-def train(model, optimizer, tokens, targets):
-    """A whole step: forward, loss, backward, update."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 @dataclass
 class Case:
     """A step on a model of so many layers, and a mesh that needs no process group."""
@@ -110,7 +100,7 @@ class Case:
         return model, torch.optim.AdamW(model.parameters()), tokens, tokens
 
     def step(self) -> spmd.CompiledStep:
-        return spmd.compile(train, self.mesh, params=MODELS[self.name][2], inputs=INPUTS)
+        return spmd.compile(train_step, self.mesh, params=MODELS[self.name][2], inputs=INPUTS)
 
     def first_call(self) -> float:
         step, given = self.step(), self.arguments()
@@ -132,7 +122,7 @@ class Case:
             new = dict(zip(slots, values, strict=True))
             kinds = {slot: nn.Parameter(x) if slot.kind == "parameter" else x for slot, x in new.items()}
             with state.swap(kinds, {}):
-                loss = train(model, optimizer, tokens, tokens)
+                loss = train_step(model, optimizer, tokens, tokens)
                 return [loss, *state.tensors().values()]
 
         values = [x.detach() for x in slots.values()]
@@ -141,7 +131,7 @@ class Case:
     def aot_eager(self) -> float:
         given = self.arguments()
         torch.compiler.reset()
-        return seconds(lambda: torch.compile(train, backend="aot_eager")(*given))
+        return seconds(lambda: torch.compile(train_step, backend="aot_eager")(*given))
 
     def makes_one_program(self) -> bool:
         """Whether the program of a second step is the program of the first."""

@@ -12,6 +12,7 @@ from torch import nn
 from ways import WAYS, on_ranks, run
 
 import spmd
+from examples.gpt import train_step
 from spmd import Shard, init_device_mesh
 from spmd.sim import run_ranks
 
@@ -38,14 +39,6 @@ class Block(nn.Module):
         x = x + F.scaled_dot_product_attention(q, q, q, dropout_p=self.p).transpose(1, 2).flatten(2)
         x = x + F.dropout(self.down(self.slope(self.up(x))), self.p)
         return self.channels(x) @ self.embed.weight.t()
-
-
-def train_step(model, optimizer, tokens, targets):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def made():

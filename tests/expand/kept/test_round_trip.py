@@ -20,18 +20,10 @@ from spmd._torch import pytree
 from spmd.expand.kept import archive
 from spmd.expand.kept.notation import CannotKeep, Reader, written
 from spmd.tensor.spec import Spec
-from tests.expand.side_by_side import INPUTS, NET, Net, rows, seeded
+from tests.expand.side_by_side import INPUTS, NET, Net, rows, seeded, train_step
 from tests.tensor.single import every_rank
 
 MESH = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-
-
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 class Layers(nn.Module):

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import spmd
@@ -17,6 +16,7 @@ from spmd import FullyShard, LocalTensorMode, Shard, distribute_module
 from spmd._torch import TorchDispatchMode, pytree
 from spmd.checkpoint import set_model_state_dict
 from spmd.expand.bound_program import BoundProgram
+from tests.expand.side_by_side import train_step
 from tests.tensor.single import every_rank
 
 
@@ -157,14 +157,6 @@ def is_real(x) -> bool:
 
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=8, vocab=512)
-
-
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def _drill(rank: int) -> None:
