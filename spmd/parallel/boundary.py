@@ -4,10 +4,15 @@
     DTensor [Partial()]                  ->   DTensor [Shard(1)]   ->   this rank's block           `leaving`
 
 In a compiled step tensors are global, and what is said of them is a constraint (`spmd.constrain`).
+
+A tensor that enters several modules one after the other enters once: queries, keys and values are made of one DTensor.
+So it is moved once, and the three terms of its gradient are added up before they are reduced.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,22 +35,55 @@ def entering(
     """
     if capturing() is not None:
         return _constrained(x, mesh, desired)
-    if not isinstance(x, DTensor):
-        if layout is None:
-            return x
-        x = DTensor.from_local(x, mesh, [layout], shape=shape)
-    return _placed(x, mesh, desired)
+    key = mesh, layout, desired, shape
+    found = _last.result(x, key)
+    if found is None:
+        found = _moved(x, mesh, layout, desired, shape)
+        _last.keep(x, key, found)
+    return found
+
+
+class _Last(threading.local):
+    """What entered last, and what it became. Neither is kept alive: what no backward needs is made again."""
+
+    def __init__(self):
+        self.entry = None
+
+    def result(self, x: torch.Tensor, key: tuple) -> torch.Tensor | None:
+        """What `x` became when it entered so, if it still has the same values and the same history."""
+        if self.entry is None or self.entry[0]() is not x or self.entry[1] != (*key, _state(x)):
+            return None
+        return self.entry[2]()
+
+    def keep(self, x: torch.Tensor, key: tuple, made: torch.Tensor) -> None:
+        self.entry = weakref.ref(x), (*key, _state(x)), weakref.ref(made)
+
+
+_last = _Last()
+
+
+def _state(x: torch.Tensor) -> tuple:
+    """What tells whether values, or what autograd is to know of them, have changed."""
+    written = None if x.is_inference() else x._version
+    return written, x.requires_grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def leaving(
     x: torch.Tensor, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None, use_local: bool
 ) -> torch.Tensor:
     """A tensor on the way out, as `desired`; if `use_local`, this rank's block. layout: how a plain tensor lies."""
-    out = entering(x, mesh, layout, desired)
+    out = _constrained(x, mesh, desired) if capturing() is not None else _moved(x, mesh, layout, desired)
     return out.to_local() if use_local and isinstance(out, DTensor) else out
 
 
-def _placed(x: DTensor, mesh: DeviceMesh, desired: Placement | None) -> DTensor:
+def _moved(
+    x: torch.Tensor, mesh: DeviceMesh, layout: Placement | None, desired: Placement | None,
+    shape: Sequence[int] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    if not isinstance(x, DTensor):
+        if layout is None:
+            return x
+        x = DTensor.from_local(x, mesh, [layout], shape=shape)
     if x.device_mesh != mesh:
         raise ValueError(f"a parallel module on {mesh!r} was given {x._spec} on {x.device_mesh!r}; move it before")
     return x if desired is None else x.redistribute(placements=[desired], async_op=True)
