@@ -3,6 +3,7 @@
     print(program)                the program as code, with specs in the margin
     program.collectives           the collectives it sends: kind, axis, bytes, modelled time
     program.comm_time()           modelled microseconds of all collectives, one after the other
+    program.timeline()            when a rank computes and sends what: step time, exposed communication, a bound
     program.memory()              what a rank needs at most, when, and what is alive then
     program.verify()              raises if a value does not follow from its operands (after each pass)
 
@@ -30,6 +31,7 @@ from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import op_text
 from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.places.places import Places
+from spmd.expand.timeline.timeline import Timeline, timeline_of
 from spmd.expand.verify import verify_graph
 from spmd.mesh import DeviceMesh, MeshTopoInfo, as_rank
 from spmd.tensor.redistribute.bucket import Bucket
@@ -136,6 +138,13 @@ class Program:
         if topology is None:
             return sum(c.us for c in self.collectives)
         return sum(s.priced(topology) for _, s in self.steps() if s.sends)
+
+    def timeline(self) -> Timeline:
+        """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology.
+
+        Nothing is run, and no process group is needed.
+        """
+        return timeline_of(self)
 
     def memory(self, coordinate: tuple[int, ...] | None = None) -> Memory:
         """The memory that the rank at the coordinate needs while it runs the program, with what is alive at its peak.

@@ -135,6 +135,33 @@ def ways_cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) ->
     return {name: max((us + nbytes * per_byte for us, per_byte in each), default=0.0) for name, each in lines.items()}
 
 
+def link_shares(axes: Axes, topo: MeshTopoInfo) -> tuple[tuple[int, float], ...]:
+    """For each level of links that groups along the axes cross: the level, and its share of the time of their bytes.
+
+    The shares are those of a ring on the machine's first ring; level 0 is inside a host.
+
+    >>> from spmd.mesh import HostGrid
+    >>> topo = MeshTopoInfo(HostGrid((2, 4), "0*4 1*4"))
+    >>> [(level, round(share, 3)) for level, share in link_shares((0, 1), topo)]
+    [(0, 0.569), (1, 0.431)]
+    """
+    key = "link shares", axes
+    if key not in topo._prices:
+        topo._prices[key] = _link_shares(axes, topo)
+    return topo._prices[key]
+
+
+def _link_shares(axes: Axes, topo: MeshTopoInfo) -> tuple[tuple[int, float], ...]:
+    ring = next(way for way in topo.machine.ways if way.algorithm == "ring")
+    per_byte: dict[int, float] = {}
+    for ladder in topo.crossings(axes):
+        for rung in ladder:
+            us = STEPS["all_gather", "ring"](rung, ladder)[1] * ring.links[rung.level].us_per_byte
+            per_byte[rung.level] = max(us, per_byte.get(rung.level, 0.0))
+    total = sum(per_byte.values())
+    return tuple((level, us / total) for level, us in sorted(per_byte.items()))
+
+
 def _cost(collective: str, nbytes: float, axes: Axes, topo: MeshTopoInfo) -> float:
     price = topo._prices.get((collective, axes))
     if price is None:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from spmd import _torch
 from spmd.expand.choose.work import Roofline, flops, is_free, read_and_written
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
-from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import base_name
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from spmd.comm import Transport, transport
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
 from spmd.tensor.redistribute.collective_moves import AllReduce
-from spmd.tensor.redistribute.moves import MoveContext
+from spmd.tensor.redistribute.moves import MoveContext, Parts
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
@@ -58,7 +58,20 @@ class Bucket:
 
     def priced(self, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the one collective, and of filling its buffer."""
-        return cost.all_reduce_cost(self.nbytes, self.axes, topology) + cost.copy_cost(self.nbytes, topology)
+        return sum(self._parts(topology))
+
+    @property
+    def parts(self) -> Parts:
+        """Modelled microseconds of its parts."""
+        return self._parts(self.before[0].mesh.topology)
+
+    @property
+    def latency_us(self) -> float:
+        """What the collective takes however few bytes are sent."""
+        return self.steps[0].latency_us
+
+    def _parts(self, topology: MeshTopoInfo) -> Parts:
+        return Parts(cost.all_reduce_cost(self.nbytes, self.axes, topology), cost.copy_cost(self.nbytes, topology))
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
         return f"all_reduce({operand}, {','.join(map(mesh.axis_name, self.axes))})"

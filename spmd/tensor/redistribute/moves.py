@@ -81,6 +81,14 @@ class Copied(NamedTuple):
         return Copied(self.packed * itemsize, self.joined * itemsize, self.times)
 
 
+class Parts(NamedTuple):
+    """Microseconds of a move: of its collective, of the copies before it, and of those behind it."""
+
+    sent: float
+    packed: float = 0.0
+    joined: float = 0.0
+
+
 def _copy_us(nbytes: int, topology: MeshTopoInfo) -> float:
     return cost.copy_cost(nbytes, topology) if nbytes else 0.0
 
@@ -118,17 +126,24 @@ class Move:
 
     def cost(self, before: Spec, after: Spec, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the move over these links, copies included."""
-        most = int(np.max(self.received(before, after)))
-        if not cost.copies_are_priced(topology):
-            return self.us(most, Copied(), topology)
-        first = (0,) * before.mesh.ndim
-        copied = self.copies(*(members(spec, self.axes, first) for spec in (before, after)))
-        return self.us(most, copied.in_bytes(before.dtype.itemsize), topology)
+        return sum(self.parts(before, after, topology))
+
+    def parts(self, before: Spec, after: Spec, topology: MeshTopoInfo) -> Parts:
+        """The modelled microseconds of the parts of the move over these links."""
+        most, copied = int(np.max(self.received(before, after))), Copied()
+        if cost.copies_are_priced(topology):
+            first = (0,) * before.mesh.ndim
+            copied = self.copies(*(members(spec, self.axes, first) for spec in (before, after)))
+        return self.parts_of(most, copied.in_bytes(before.dtype.itemsize), topology)
 
     def us(self, received: float, copied: Copied, topology: MeshTopoInfo) -> float:
         """Modelled microseconds, if the busiest rank receives and copies so many bytes."""
-        us = self.collective_us(received, topology) if self.sends else 0.0
-        return us + _copy_us(copied.packed, topology) + copied.times * _copy_us(copied.joined, topology)
+        return sum(self.parts_of(received, copied, topology))
+
+    def parts_of(self, received: float, copied: Copied, topology: MeshTopoInfo) -> Parts:
+        """As `us`, part by part."""
+        sent = self.collective_us(received, topology) if self.sends else 0.0
+        return Parts(sent, _copy_us(copied.packed, topology), copied.times * _copy_us(copied.joined, topology))
 
     def collective_us(self, received: float, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the collective alone, if the busiest rank receives so many bytes."""

@@ -33,7 +33,7 @@ from spmd.tensor.redistribute.all_ranks import of_rank
 from spmd.tensor.redistribute.bounds import lower_bound
 from spmd.tensor.redistribute.collective_moves import AllReduce, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.fewest_moves import simplest
-from spmd.tensor.redistribute.moves import Move, MoveContext, Scale, ToPartial, View
+from spmd.tensor.redistribute.moves import Move, MoveContext, Parts, Scale, ToPartial, View
 from spmd.tensor.redistribute.states import Space, spec_of_state
 from spmd.tensor.redistribute.strided import through_strides
 from spmd.tensor.spec import Order, Spec, spec_of
@@ -86,6 +86,16 @@ class Step:
     def cost(self) -> float:
         """Modelled microseconds."""
         return self.priced(self.before.mesh.topology)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Modelled microseconds of its parts."""
+        return self.move.parts(self.before, self.after, self.before.mesh.topology)
+
+    @property
+    def latency_us(self) -> float:
+        """What the collective takes however few bytes are sent."""
+        return self.move.collective_us(0.0, self.before.mesh.topology) if self.sends else 0.0
 
     @property
     def nbytes(self) -> int:

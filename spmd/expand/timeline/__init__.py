@@ -1,0 +1,1 @@
+"""When a rank does what: a program replayed over streams, without running it."""

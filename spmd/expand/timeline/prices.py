@@ -1,0 +1,112 @@
+"""What the nodes of a program cost on the streams of a rank, in microseconds.
+
+    mm(f32[64, 128], f32[128, 512])        2.0 to start, and the slower of its operations and its bytes: compute
+    all_reduce over dp of f32[64, 512]     packed on compute, sent on the stream "dp", put in order on compute
+
+Prices are those of the rank with the largest blocks. An op takes a start, where the machine says what a small copy
+takes, and then the time of a roofline. Equal ops have one price, which is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.choose.price import node_work
+from spmd.expand.choose.work import Roofline, is_free
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
+from spmd.mesh import DeviceMesh
+from spmd.mesh.cost import link_shares
+from spmd.tensor.recipes.random import Draw
+from spmd.tensor.recipes.recipe import Recipe
+from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import Spec
+
+
+@dataclass(frozen=True)
+class Sending:
+    """A collective on the stream of its group.
+
+    stream: the axes of the group, by name. us: from its start to its end, if it is alone. links: for each level of
+    links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute stream.
+    """
+
+    stream: str
+    us: float
+    links: tuple[tuple[int, float], ...]
+    joined_us: float
+    nbytes: int
+
+
+class Prices:
+    """The prices of the nodes of programs on one mesh."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.topology = mesh, mesh.topology
+        self.roofline = Roofline(mesh.topology)
+        memory = mesh.topology.machine.memory
+        self.start_us = memory.hop_us if memory else 0.0
+        self._ops: dict[tuple, float] = {}
+        self._sent: dict[Step | Bucket, Sending | None] = {}
+
+    def compute_us(self, node: fx.Node) -> float:
+        """What a node takes on the compute stream before its result is there, or before it is sent."""
+        if isinstance(node.target, (Step, Bucket)):
+            parts = node.target.parts
+            return parts.packed + (0.0 if node.target.sends else parts.joined)
+        if node.op != "call_function" or not isinstance(node.meta.get("spec"), (Spec, tuple)):
+            return 0.0
+        key = node.target, node.meta["spec"], tuple([n.meta.get("spec") for n in node.all_input_nodes])
+        try:
+            found = self._ops.get(key)
+        except TypeError:  # a target that has no hash
+            return self._op_us(node)
+        if found is None:
+            found = self._ops[key] = self._op_us(node)
+        return found
+
+    def sending(self, node: fx.Node) -> Sending | None:
+        """What a node sends, or None."""
+        step = node.target
+        if not isinstance(step, (Step, Bucket)) or not step.sends:
+            return None
+        if step not in self._sent:
+            self._sent[step] = self._sending(step)
+        return self._sent[step]
+
+    def _op_us(self, node: fx.Node) -> float:
+        op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
+        if isinstance(op, _torch.OpOverload) and (is_free(op) or op in SAFE_LOCALLY.values()):
+            return 0.0
+        if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)):
+            return self.start_us + self._bytes_us(node)
+        if not isinstance(op, _torch.OpOverload):
+            return 0.0
+        return self.start_us + (node_work(node, self.mesh, self.roofline) or self._made_us(node))
+
+    def _bytes_us(self, node: fx.Node) -> float:
+        """What it takes to read the operands and to write the results."""
+        read = sum([_nbytes(n.meta.get("spec")) for n in node.all_input_nodes])
+        return read * self.roofline.compute.us_per_byte + self._made_us(node)
+
+    def _made_us(self, node: fx.Node) -> float:
+        return _nbytes(node.meta["spec"]) * self.roofline.compute.us_per_byte
+
+    def _sending(self, step: Step | Bucket) -> Sending | None:
+        parts, axes = step.parts, step.axes
+        if not parts.sent:  # a group of one rank
+            return None
+        stream = ",".join(map(self.mesh.axis_name, axes))
+        shares = link_shares(axes, self.topology)
+        on_links = max(0.0, parts.sent - step.latency_us)
+        links = tuple((level, share * on_links) for level, share in shares)
+        return Sending(stream, parts.sent, links, parts.joined, step.nbytes)
+
+
+def _nbytes(spec: Spec | tuple | None) -> int:
+    specs = spec if isinstance(spec, tuple) else (spec,)
+    return sum([s.local_nbytes for s in specs if s is not None])

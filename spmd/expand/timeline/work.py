@@ -1,0 +1,225 @@
+"""A program as tasks: what each node reads, takes, makes and sends. Tasks can be replayed in any order that they allow.
+
+    x = mm(a, b)            Task("x", reads (0, 1), 12.0 us, makes 4,096 bytes)
+    y = all_reduce(x)       Task("y", reads (2,), sends on "dp")
+    z = relu(y)             Task("z", reads (3,), waits for (3,))
+
+A value that was sent is waited for by its first reader, as `spmd.expand.bind` writes it. Memory is that of the values:
+a view has that of its operand, and so has an op that will be made to write in place (`passes/in_place.py`). Such an op
+follows all that read what it overwrites.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.local_ops import SAFE_LOCALLY
+from spmd.expand.nodes import line_of
+from spmd.expand.timeline.prices import Prices, Sending
+from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import Spec
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A node of a program. Other tasks are named by their places in the program.
+
+    reads: whose results it reads. waits: which of the sent values it waits for. follows: what it must come behind,
+    though it does not read it. us: its time on the compute stream; of what is sent, the time to pack it. makes: bytes
+    of new memory. shows: whose memory its result is, itself or another. is_op: whether it runs at all; inputs, outputs
+    and what names one of several results do not.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    waits: tuple[int, ...]
+    follows: tuple[int, ...]
+    us: float
+    makes: int
+    shows: int
+    sends: Sending | None
+    line: str
+    is_op: bool
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tasks of a program, in its order.
+
+    held: bytes of its inputs and constants, which are there all the time. keeps_sent: whether what is sent is kept
+    until it was waited for, as on a device that runs behind its program.
+    """
+
+    tasks: tuple[Task, ...]
+    held: int
+    keeps_sent: bool = True
+
+    @classmethod
+    def of(cls, program: Program) -> Work:
+        """The tasks of a program."""
+        return _Reader(program).work()
+
+    def memory(self, order: Sequence[int]) -> list[int]:
+        """For each task, in this order, the bytes that are alive while it runs."""
+        tasks, last = self.tasks, self._last_reads(order)
+        dying: list[list[int]] = [[] for _ in order]
+        for task, at in last.items():
+            dying[at].append(tasks[task].makes)
+        now, found = self.held, []
+        for i, dead in zip(order, dying, strict=True):
+            now += tasks[i].makes
+            found.append(now)
+            now -= sum(dead)
+        return found
+
+    def _last_reads(self, order: Sequence[int]) -> dict[int, int]:
+        """For each task that makes memory, the place in the order where it is read for the last time."""
+        tasks, last, sent = self.tasks, {}, {}
+        for at, i in enumerate(order):
+            task = tasks[i]
+            last[task.shows] = at
+            if task.is_op or not task.makes:  # one of several results has memory of its own, and keeps no other alive
+                for r in task.reads:
+                    last[tasks[r].shows] = at
+            if task.sends and self.keeps_sent:
+                sent[i] = task.reads
+            for w in task.waits:
+                for r in sent.pop(w, ()):
+                    last[tasks[r].shows] = at
+        return {i: at for i, at in last.items() if tasks[i].makes}
+
+
+@dataclass
+class _Reader:
+    """Reads the tasks of a program."""
+
+    program: Program
+    places: dict[fx.Node, int] = field(default_factory=dict)
+    shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+
+    def work(self) -> Work:
+        prices, nodes = Prices(self.program.mesh), list(self.program.graph.nodes)
+        self.places = {node: i for i, node in enumerate(nodes)}
+        for node in nodes:
+            self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
+        self._find_overwriting(nodes)
+        barriers = list(self._barriers(nodes))
+        tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
+        held = sum([_made(n) for n in self._held(nodes)])
+        return Work(tasks, held, self.program.mesh.device_type != "cpu")
+
+    def _held(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """The inputs and constants. Old gradients that nothing reads are freed before the program runs."""
+        kinds = iter(self.program.kinds or ("argument",) * len(self.program.inputs))
+        for node in nodes:
+            kind = next(kinds) if node.op == "placeholder" else node.op
+            if node.op in ("placeholder", "get_attr") and (kind != "grad" or node.users):
+                yield node
+
+    def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
+        reads = tuple([self.places[n] for n in node.all_input_nodes])
+        is_op = node.op.startswith("call") and node.target is not operator.getitem
+        follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier)
+        own = node.op.startswith("call") and self.shows[node] is node
+        return Task(
+            node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows,
+            prices.compute_us(node) if is_op else 0.0, _made(node) if own else 0, self.places[self.shows[node]],
+            prices.sending(node), line_of(node), is_op,
+        )  # fmt: skip
+
+    def _waits(self, node: fx.Node) -> tuple[int, ...]:
+        """The sent values that a node waits for; a piece of a bucket stands for the bucket."""
+        sent = dict.fromkeys([n.args[0] if _is_piece(n) else n for n in node.all_input_nodes])
+        return tuple([self.places[n] for n in sent if _sends(n)])
+
+    # ---- what is written in place -------------------------------------------------------------
+    def _find_overwriting(self, nodes: Sequence[fx.Node]) -> None:
+        """Find the ops that will write into their first operand, and the readers that they must come behind."""
+        writable = self._owned(nodes)
+        for node in nodes:
+            if (target := self._overwritten(node, writable)) is None:
+                continue
+            readers = [r for r in self._readers(target) if r is not node]
+            if all(self.places[r] < self.places[node] for r in readers):
+                self.overwrites[node] = tuple(readers)
+                self.shows[node] = self.shows[target]
+                writable.add(node)
+
+    def _owned(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """The inputs that the program may overwrite: state that has a new value among the outputs."""
+        program, homes = self.program, {name for name, _ in self.program.outputs}
+        kinds = program.kinds or ("argument",) * len(program.inputs)
+        given = zip([n for n in nodes if n.op == "placeholder"], program.inputs, kinds, strict=True)
+        return {n for n, (name, _), kind in given if name in homes and kind not in ("argument", "grad")}
+
+    def _overwritten(self, node: fx.Node, writable: set[fx.Node]) -> fx.Node | None:
+        """The operand that an op can write into."""
+        op = node.target
+        if not isinstance(op, _torch.OpOverload) or not node.args or node.args[0] not in writable:
+            return None
+        target = node.args[0]
+        if target.meta.get("spec") is not node.meta.get("spec") or torch.Tag.pointwise not in op.tags:
+            return None
+        if any(self.shows[n] is self.shows[target] for n in node.all_input_nodes if n is not target):
+            return None
+        return target if _torch.in_place_variant(op) is not None else None
+
+    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The readers of a value and of its views; of what is sent, those that wait for it, too."""
+        for user in node.users:
+            yield user
+            if _sends(user):
+                waiting = [n for u in user.users for n in (u.users if _is_piece(u) else (u,))]
+                yield from sorted(waiting, key=self.places.__getitem__)[:1]
+            elif _shows_operand(user):
+                yield from self._readers(user)
+
+    def _barriers(self, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, ...]]:
+        """For each node what it must come behind because one of the two writes into memory that others may share."""
+        last, since = None, []
+        for i, node in enumerate(nodes):
+            if isinstance(node.target, _torch.OpOverload) and _torch.written(node.target):
+                yield tuple(since) if last is None else (last, *since)
+                last, since = i, []
+            else:
+                yield () if last is None else (last,)
+                since.append(i)
+
+
+def _sends(node: fx.Node) -> bool:
+    return isinstance(node.target, (Step, Bucket)) and node.target.sends
+
+
+def _is_piece(node: fx.Node) -> bool:
+    """Whether a node only names one of the tensors of a bucket."""
+    return node.target is operator.getitem and isinstance(node.args[0].target, Bucket)
+
+
+def _shows_operand(node: fx.Node) -> bool:
+    """Whether the result has the memory of its first operand."""
+    op = node.target
+    if op is operator.getitem:
+        return _is_piece(node) or _shows_operand(node.args[0])
+    if isinstance(op, Step):
+        return op.move.kind == "view"
+    return isinstance(op, _torch.OpOverload) and (_torch.is_view(op) or op in SAFE_LOCALLY.values())
+
+
+def _made(node: fx.Node) -> int:
+    """The bytes of the results of a node on the first rank."""
+    if isinstance(node.target, Bucket):
+        return sum([step.after.local_nbytes for step in node.target.steps])
+    specs = node.meta.get("spec")
+    return sum([s.local_nbytes for s in (specs if isinstance(specs, tuple) else (specs,)) if isinstance(s, Spec)])
