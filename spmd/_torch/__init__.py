@@ -9,6 +9,7 @@ Every other module imports them from here, so that one place shows what a new ve
     functionalize           functional tensors
     symbols                 numbers that stay symbols in a trace
     sizes                   sizes that do, with what is decided by them
+    size_nodes              their arithmetic
     read_numbers            both, as Python code of the user sees them
     traces                  make_fx: tensors and their proxies
     tensors                 tensor subclasses, memory, wrappers
@@ -177,4 +178,5 @@ from spmd._torch.traces import (
     stand_ins,
     traced_tensors,
     track,
+    without_layouts,
 )

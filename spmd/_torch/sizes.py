@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker
 from spmd._torch.symbols import Symbols
+from spmd._torch.traces import proxy_mode
 
 
 class Decision(NamedTuple):
@@ -40,13 +42,21 @@ class SizeSymbols:
         """Whether something was decided by sizes together with other numbers."""
         self.arguments: frozenset[str] = frozenset()
         """The names of those that stay inputs of the program: no shape depends on them."""
+        self._nodes = SizeNodes()
         self._names: dict[Any, str] = {}
         self._printed: dict[Any, str] = {}
         self._found: dict[tuple, tuple[str, str]] = {}
         self._evaluate, self.env.evaluate_expr = self.env.evaluate_expr, self._evaluated
+        self._evaluate_node, self.env.evaluate_sym_node = self.env.evaluate_sym_node, self._evaluated_node
 
     def size(self, name: str, of: str, value: int) -> torch.SymInt:
         """A symbol for a size. name: an identifier of its own. of: what it is the size of."""
+        found = self.integer(name, of, value)
+        self._nodes.symbols.add(found.node.expr)
+        return torch.SymInt(self._nodes.of(found.node))
+
+    def integer(self, name: str, of: str, value: int) -> torch.SymInt:
+        """A symbol for an int, whose arithmetic is recorded. The arguments are those of `size`."""
         from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -58,6 +68,11 @@ class SizeSymbols:
         self._names[symbol] = name
         return self.env.create_symintnode(symbol, hint=value, source=source)
 
+    def track(self) -> None:
+        """To be called as a trace begins: it records no arithmetic of sizes."""
+        tracer = proxy_mode().tracer
+        tracer.symnode_tracker = SizeTracker(tracer, self._nodes)
+
     # ---- decisions ------------------------------------------------------------------------------
     def _evaluated(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
         """In the place of the `evaluate_expr` of torch, which answers all questions."""
@@ -66,6 +81,23 @@ class SizeSymbols:
         if free & self._names.keys():
             self._note(expr, answer, free <= self._names.keys(), sys._getframe(1))
         return answer
+
+    def _evaluated_node(self, node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+        """In the place of torch's method. What an op asks again for its shapes has been noted.
+
+        The step may ask what torch knows since an op asked it: another answer would have been right for the op.
+        """
+        if type(node) is not SizeNode:
+            return self._evaluate_node(node, size_oblivious, fallback_value)
+        if not self._mode.running:
+            answer = self._evaluate_node(node, size_oblivious, fallback_value)
+            if node.asked != node.expr:
+                self._note(node.asked, answer, True, sys._getframe(1))
+            return answer
+        key = size_oblivious, fallback_value
+        if key not in node.answers:
+            node.answers[key] = self._evaluate_node(node, size_oblivious, fallback_value)
+        return node.answers[key]
 
     def _note(self, expr: Any, answer: Any, of_sizes: bool, frame: Any) -> None:
         about_shapes = self._mode.running > 0 or _is_about_shapes(frame, expr, answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -55,6 +56,18 @@ def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
     for other, slot in by.tensor_tracker.items():
         if slot.constant is not None and memory_of(other) == memory_of(x):
             slot.constant = None
+
+
+@contextlib.contextmanager
+def without_layouts() -> Iterator[None]:
+    """Inside, a trace of this thread does not find out for each of its values in which ways it is contiguous: for
+    graphs of which only `val` is read."""
+    real, thread = proxy_tensor._extract_tensor_metadata, threading.get_ident()
+    proxy_tensor._extract_tensor_metadata = lambda x: None if threading.get_ident() == thread else real(x)
+    try:
+        yield
+    finally:
+        proxy_tensor._extract_tensor_metadata = real
 
 
 @contextlib.contextmanager

@@ -266,14 +266,14 @@ def _traced(
     inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
     kept, known = kept_numbers(slots)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
-    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped)
+    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped, sizes.symbols)
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
             _torch.backward_under(KeepProducts),
         ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
-            with _torch.code_when_called():  # never: its graph alone is read
+            with _torch.code_when_called(), _torch.without_layouts():  # code never: its graph alone is read
                 gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)
             insert_calls(gm.graph)
@@ -330,6 +330,7 @@ class _FlatFunction:
     note: dict[Slot, Callable[[torch.Tensor], None]]
     first: tuple[Slot, ...]
     stamped: Callable[[], contextlib.AbstractContextManager]
+    sizes: _torch.SizeSymbols
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
@@ -344,6 +345,7 @@ class _FlatFunction:
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
 
     def __call__(self, flat_inputs: list) -> list:
+        self.sizes.track()
         with _torch.FunctionalTensorMode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
             for slot, note in self.note.items():

@@ -62,7 +62,8 @@ class Sizes:
         while any(name == other.name for other in self.found):
             name += "_"
         self.found.append(Source(name, path, dim))
-        return self.symbols.size(name, str(self.found[-1]), n)
+        make = self.symbols.integer if dim is None else self.symbols.size
+        return make(name, str(self.found[-1]), n)
 
     def _empty(self, t: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
         device = self._mesh.device_type if t.is_meta and self._mesh is not None else t.device  # is made on the mesh
