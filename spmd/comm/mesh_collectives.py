@@ -161,6 +161,7 @@ def _gathered_sizes(x: torch.Tensor, dim: int, to: Members) -> list[int]:
     return all_gather_tensor(mine, 0, to.name).tolist()
 
 
+@per_rank
 def _checked_sizes(sizes: Sequence[int], x: torch.Tensor, dim: int, to: Members) -> Sequence[int]:
     if len(sizes) != to.size or sizes[to.place] != x.shape[dim]:
         raise ValueError(

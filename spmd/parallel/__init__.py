@@ -6,6 +6,11 @@ Nothing here is a mechanism of its own: a style is placements of parameters, of 
 """
 
 from spmd.parallel.clip import clip_grad_norm_
+from spmd.parallel.context.context_parallel import (
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+)
 from spmd.parallel.data_parallel import data_parallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -19,6 +24,7 @@ from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, Sequ
 __all__ = [
     "CPUOffloadPolicy", "ColwiseParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle",
     "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
-    "UnshardHandle", "clip_grad_norm_", "data_parallel", "fully_shard", "linear_cross_entropy", "loss_parallel",
-    "parallelize_module", "placements_of", "register_fsdp_forward_method",
+    "UnshardHandle", "clip_grad_norm_", "context_parallel", "context_parallel_shard", "context_parallel_unshard",
+    "data_parallel", "fully_shard", "linear_cross_entropy", "loss_parallel", "parallelize_module", "placements_of",
+    "register_fsdp_forward_method",
 ]  # fmt: skip

@@ -14,12 +14,12 @@ from dataclasses import replace
 from spmd._torch import pytree
 from spmd.comm.chunk import Packed
 from spmd.tensor.call import Call
-from spmd.tensor.recipes import blocks, convolutions, ctc, distances, matrices, pooling, scatters, vocabulary
+from spmd.tensor.recipes import attention, blocks, convolutions, ctc, distances, matrices, pooling, scatters, vocabulary
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.spec import Spec
 
 RECIPES = {}
-for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling):
+for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling, attention):
     RECIPES |= _recipes.RECIPES
 
 

@@ -1,0 +1,272 @@
+"""Attention over a sequence that ranks share out is that of one device, with its gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+import ways
+from torch import nn
+
+import spmd
+from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor, init_device_mesh
+from spmd.debug import CommDebugMode
+from spmd.parallel import context_parallel, context_parallel_shard, context_parallel_unshard
+from spmd.parallel.context.layout import balanced, in_order, tiles
+from tests.tensor.single import every_rank
+
+METHODS = ("ring", "ring_q", "allgather", "heads")
+R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+
+
+def given(size: int, heads: int = 4, mask: str = "", dtype=torch.float64, values: int = 6):
+    """q, k, v, what the result is multiplied by, and a mask."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 4, size, 6), (2, heads, size, 6), (2, heads, size, values), (2, 4, size, values)
+    tensors = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    seen = torch.rand(2, 1, size if mask == "rows" else 1, size, generator=draw) > 0.4
+    if mask == "rows":
+        seen[0, 0, 0] = False  # a row that sees nothing
+    return tensors, seen if mask else None
+
+
+def attention(q, k, v, mask, causal):
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
+
+
+def alone(tensors, mask, causal) -> list[torch.Tensor]:
+    *leaves, weight = [x.clone() for x in tensors]
+    out = attention(*[x.requires_grad_() for x in leaves], mask, causal)
+    (out * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def equal(got, want, tolerance: float = 1e-10) -> None:
+    for x, y in zip(got, want, strict=True):
+        for block in every_rank(x):
+            torch.testing.assert_close(block, y, rtol=tolerance, atol=tolerance / 100)
+
+
+# ---- plain tensors ------------------------------------------------------------------------------
+
+
+def of_parts(n: int, method: str, tensors, mask, kind: str, causal: bool, balanced: bool):
+    """The same of this rank's parts, put together again."""
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    *leaves, weight = context_parallel_shard(mesh, tensors, [2] * 4, balanced=balanced)
+    if mask is not None:
+        [mask] = context_parallel_shard(mesh, [mask], [3 if kind == "keys" else 2], balanced=balanced)
+    for x in leaves:
+        x.requires_grad_()
+    with context_parallel(mesh, method=method, balanced=balanced):
+        out = attention(*leaves, mask, causal)
+        (out * weight).sum().backward()
+    whole = [out.detach(), *(x.grad for x in leaves)]
+    return context_parallel_unshard(mesh, whole, [2] * 4, balanced=balanced)
+
+
+SAID = {  # ranks, heads of keys, mask, causal, balanced, size of values
+    "causal": (4, 4, "", True, True, 6), "in order": (4, 4, "", True, False, 6), "grouped": (2, 2, "", True, True, 6),
+    "single head of keys": (4, 1, "", True, True, 6), "whole": (4, 2, "", False, True, 6),
+    "padded": (4, 2, "keys", False, True, 6), "masked": (4, 4, "rows", False, True, 6),
+    "one rank": (1, 2, "", True, True, 6),
+    "other values": (2, 2, "", True, True, 4), "other values, masked": (2, 2, "rows", False, True, 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("said", SAID)
+def test_parts_see_the_whole_sequence(said, method):
+    n, heads, kind, causal, is_balanced, values = SAID[said]
+    tensors, mask = given(8, heads, kind, values=values)
+    with LocalTensorMode(n):
+        got = of_parts(n, method, tensors, mask, kind, causal, is_balanced)
+    equal(got, alone(tensors, mask, causal))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision_is_summed_in_high(method):
+    """As near to float32 as the kernel of one device is."""
+    tensors, _ = given(16, dtype=torch.bfloat16)
+    exact = alone([x.double() for x in tensors], None, True)
+    error = [(x - y).abs().max() for x, y in zip(alone(tensors, None, True), exact, strict=True)]
+    with LocalTensorMode(4):
+        got = of_parts(4, method, tensors, None, "", True, True)
+    for x, y, most in zip(got, exact, error, strict=True):
+        assert all((block - y).abs().max() <= 2 * most for block in every_rank(x))
+
+
+# ---- DTensors -----------------------------------------------------------------------------------
+
+PLACED = {
+    "line": ((4,), [S2]), "with heads": ((2, 2), [S1, S2]), "cube": ((2, 2, 2), [S0, S1, S2]),
+    "beside replicas": ((2, 2), [R, S2]),
+}  # fmt: skip
+SIZES = {"even": 8, "uneven": 7, "empty": 3}
+CASES = [(placed, sizes, "ring") for placed, sizes in itertools.product(PLACED, SIZES)] + [
+    (placed, "uneven", method) for placed in ("line", "with heads") for method in ("ring_q", "allgather", "heads", "")
+]
+
+
+@pytest.mark.parametrize("placed, sizes, method", CASES, ids=str)
+def test_dtensors_have_global_positions(placed, sizes, method):
+    """Without a context, too: then as the op is lowered."""
+    shape, placements = PLACED[placed]
+    heads = 1 if placed in ("line", "beside replicas") and method != "heads" else 4
+    for kind, causal in (("", True), ("rows", False)):
+        tensors, mask = given(SIZES[sizes], heads, kind)
+        with LocalTensorMode(torch.Size(shape).numel()):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "cp")[-len(shape) :])
+            *leaves, weight = [distribute_tensor(x, mesh, placements, src_data_rank=None) for x in tensors]
+            for x in leaves:
+                x.requires_grad_()
+            if not method:
+                out = attention(*leaves, distributed(mask, mesh), causal)
+            else:
+                with context_parallel(mesh["cp"], method=method):
+                    out = attention(*leaves, mask, causal)
+            (out * weight).sum().backward()
+            got = [x.full_tensor() for x in (out, *(x.grad for x in leaves))]
+        equal(got, alone(tensors, mask, causal))
+
+
+def distributed(mask, mesh):
+    return None if mask is None else distribute_tensor(mask, mesh, [R] * mesh.ndim, src_data_rank=None)
+
+
+# ---- what is sent -------------------------------------------------------------------------------
+
+N, SIZE = 4, 16
+Q, KV, SUMS = 2 * 4 * SIZE * 6 * 8, 2 * 2 * 1 * SIZE * 6 * 8, 2 * 4 * SIZE * 8
+"""Bytes of all queries (and results), of all keys and values, of all sums, in float64."""
+FORMULAS = {  # bytes that a rank hands to collectives, forward and backward; of a gather the own part, of others all
+    "ring": (KV * 3 // 4, 2 * KV * 3 // 4),  # keys and values; again, and their gradients
+    "ring_q": ((2 * Q + SUMS) * 3 // 4, (4 * Q + SUMS) * 3 // 4),  # q, out; q, out and its gradient, that of q
+    "allgather": (KV // 4, KV // 4 + KV), "heads": ((2 * Q + 4 * KV) // 4,) * 2,  # for each head of queries one of keys
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_this_is_sent(method):
+    tensors, _ = given(SIZE, 1)
+    with LocalTensorMode(N):
+        mesh = init_device_mesh("cpu", (N,), mesh_dim_names=("cp",))
+        q, k, v, _ = context_parallel_shard(mesh, tensors, [2] * 4)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        with context_parallel(mesh, method=method):
+            with CommDebugMode() as forward:
+                out = attention(*leaves, None, True)
+            with CommDebugMode() as backward:
+                out.sum().backward()
+    sent = [sum(each.nbytes for each in comm.counted) for comm in (forward, backward)]
+    assert tuple(sent) == FORMULAS[method]
+
+
+def test_all_ranks_have_as_much_to_do():
+    def work(layout, place):
+        whole = [t for owner in range(N) for t in tiles(layout, layout, place, owner, True)]
+        area = [(t.rows[1] - t.rows[0]) * (t.keys[1] - t.keys[0]) / (2 if t.causal else 1) for t in whole]
+        return sum(area)
+
+    assert len({work(balanced(SIZE, N), place) for place in range(N)}) == 1
+    assert work(in_order((4,) * N), N - 1) == 7 * work(in_order((4,) * N), 0)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """One layer of attention, with a table of positions that the model looks up itself."""
+
+    def __init__(self, positions: int = 8):
+        super().__init__()
+        self.words, self.places = nn.Embedding(12, 8), nn.Embedding(positions, 8)
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 12)
+
+    def forward(self, ids, at=None):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]) if at is None else at)
+        q, k, v = (y.unflatten(-1, (4, 2)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def model() -> Model:
+    net = Model().double()
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw))
+    return net
+
+
+IDS = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def step(net, ids, labels, at=None):
+    loss = F.cross_entropy(net(ids, at).flatten(0, 1), labels.flatten())
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in net.parameters())]
+
+
+def with_buffers(method: str) -> list[torch.Tensor]:
+    """Averages over ranks, as data parallelism makes them, and the buffers after the step."""
+    mesh, net, ids, labels, at = init_device_mesh("cpu", (4,)), model(), IDS.clone(), IDS.clone(), torch.arange(8)
+    with context_parallel(mesh, buffers=[ids, labels, at], buffer_seq_dims=[1, 1, 0], method=method):
+        assert ids.shape == (2, 2) and at.shape == (2,)
+        found = step(net, ids, labels, at)
+    found = [spmd.comm.wait(spmd.comm.all_reduce(x, "avg", mesh)) for x in found]
+    return [*found, ids, at]
+
+
+@pytest.mark.parametrize("way, method", [("gloo", "ring"), ("threads", "ring_q"), ("threads", "heads")])
+def test_an_unmodified_model_in_a_context(way, method, gloo4):
+    want = [*step(model(), IDS, IDS), IDS, torch.arange(8)]
+    for got in ways.run(way, gloo4, with_buffers, method):
+        equal(got, want)
+
+
+def train(net, ids):
+    loss = F.cross_entropy(net(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    return loss
+
+
+def test_a_compiled_step_shares_out_the_sequence():
+    """Each rank has rows; keys and values are gathered, or heads exchanged, whichever is less to send."""
+    net = model()
+    want = train(net, IDS)
+    with LocalTensorMode(2):
+        own, mesh = model(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        loss = spmd.compile(train, mesh=mesh, inputs={"ids": {"cp": S1}})(own, IDS)
+        got = [loss.full_tensor(), *(p.grad.full_tensor() for p in own.parameters())]
+    equal(got, [want.detach(), *(p.grad for p in net.parameters())])
+
+
+ERRORS = {
+    "odd": (lambda mesh, x: context_parallel_shard(mesh, [x], [1]), "pad it to 4"),
+    "method": (lambda mesh, x: enter(mesh, method="star"), "'star'"),
+    "dims": (lambda mesh, x: enter(mesh, buffers=[x]), "1 buffers and 0"),
+    "lost": (lambda mesh, x: enter(mesh, no_restore_buffers={x}), "not in buffers"),
+    "gradient": (lambda mesh, x: enter(mesh, buffers=[x.requires_grad_()], buffer_seq_dims=[0]), "requires a gradient"),
+    "mask": (lambda mesh, x: attend(mesh, torch.zeros(4, 5)), "a mask of .4, 5."),
+    "heads": (lambda mesh, x: attend(mesh, None, method="heads"), "3"),
+}  # fmt: skip
+
+
+def enter(mesh, **said):
+    with context_parallel(mesh, **said):
+        pass
+
+
+def attend(mesh, mask, **said):
+    q = torch.ones(1, 3, 4, 2)
+    with context_parallel(mesh, **said):
+        F.scaled_dot_product_attention(q, q, q, mask)
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_mistakes_are_said(what):
+    make, said = ERRORS[what]
+    with LocalTensorMode(2), pytest.raises(ValueError, match=said):
+        make(init_device_mesh("cpu", (2,)), torch.ones(4, 3))
