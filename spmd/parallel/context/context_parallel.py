@@ -109,8 +109,9 @@ def context_parallel_unshard(
     >>> with LocalTensorMode(2):
     ...     mesh = init_device_mesh("cpu", (2,))
     ...     parts = context_parallel_shard(mesh, [torch.arange(8)], [0])
-    ...     print([x.tolist() for x in parts[0].local.values()], context_parallel_unshard(mesh, parts, [0])[0].reconcile())
-    [[0, 1, 6, 7], [2, 3, 4, 5]] tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    ...     [whole] = context_parallel_unshard(mesh, parts, [0])
+    >>> [x.tolist() for x in parts[0].local.values()], whole.reconcile().tolist()
+    ([[0, 1, 6, 7], [2, 3, 4, 5]], [0, 1, 2, 3, 4, 5, 6, 7])
     """
     _check(mesh)
     n, found = mesh.size(), []
