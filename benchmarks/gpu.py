@@ -302,9 +302,9 @@ def cuda_graphs(setup: Setup) -> Rows:
 def _inputs_of(step, bound, pair, batch) -> list:
     """What the bound program was called with."""
     kept = []
-    run, bound.module = bound.module, lambda *given: kept.append(given) or run(*given)
+    run, bound.code = bound.code, lambda *given: kept.append(given) or run(*given)
     step(*pair, *batch)
-    bound.module = run
+    bound.code = run
     return list(kept[0])
 
 

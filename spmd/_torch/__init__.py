@@ -166,6 +166,7 @@ from spmd._torch.tensors import (
     new_wrapper,
     unwrapped,
     without_bits,
+    without_torch_function,
     wrapper_tensor,
 )  # fmt: skip
 from spmd._torch.traces import (

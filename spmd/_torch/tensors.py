@@ -11,6 +11,9 @@ from spmd._torch.functionalize import FunctionalTensor
 # For subclasses that take part in dispatch only, not in __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
+# Inside, attributes of tensors of a subclass are read without asking the subclass, as if it had the line above.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
 # A tensor of a subclass, with a shape and no data: wrapper_tensor without its conveniences.
 new_wrapper = torch.Tensor._make_wrapper_subclass
 

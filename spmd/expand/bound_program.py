@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from spmd import _torch
 from spmd._torch import pytree
@@ -16,6 +17,7 @@ from spmd.comm.listen import is_heard, tell_of_program
 from spmd.expand.capture import Argument, Captured
 from spmd.expand.code import code_for
 from spmd.expand.draws import Draws
+from spmd.expand.function import as_function
 from spmd.expand.given_specs import state_written
 from spmd.expand.kept.archive import Entry
 from spmd.expand.kept.library import Wanted, entry_or_reason
@@ -37,13 +39,15 @@ NumbersIn = Callable[[tuple[Slot, ...]], dict[str, float]]
 class BoundProgram:
     """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
 
-    dropped: the gradients that the program gets and does not read. They are freed before it runs, and so are those that
-    it does not get. changed: the state that it writes. wanted: the calls that it serves, by key.
+    module: what the transport made of this rank's code. code: the same as a function, which is called. dropped: the
+    gradients that the program gets and does not read. They are freed before it runs, and so are those that it does not
+    get. changed: the state that it writes. wanted: the calls that it serves, by key.
     """
 
     program: Program
     captured: Captured
     module: Callable[..., Any]
+    code: Callable[..., Any]
     dropped: tuple[Slot, ...]
     changed: tuple[Slot, ...]
     wanted: dict[Hashable, Wanted] = field(default_factory=dict)
@@ -61,7 +65,8 @@ class BoundProgram:
             for i, n in zip(captured.inputs, placeholders, strict=True)
             if n in unread and isinstance(i, Slot) and i.kind == "grad"
         )
-        return cls(program, captured, run, dropped, state_written(program.graph, captured.outputs))
+        function = as_function(run) if isinstance(run, fx.GraphModule) else run
+        return cls(program, captured, run, function, dropped, state_written(program.graph, captured.outputs))
 
     def serves(self, key: Hashable, wanted: Wanted) -> None:
         """Note that the program is right for a call with this key."""
@@ -72,7 +77,7 @@ class BoundProgram:
         return [entry_or_reason(wanted, self.captured, self.program) for wanted in self.wanted.values()]
 
     @cached_property
-    def _read(self) -> frozenset[object]:
+    def read(self) -> frozenset[object]:
         """The inputs that the program reads."""
         return frozenset(self.captured.inputs) - frozenset(self.dropped)
 
@@ -95,12 +100,9 @@ class BoundProgram:
         Returns what the function returns, and the arguments that it changes, by name.
         """
         flat = [self._input_value(i, tensors, leaves, numbers) for i in self.captured.inputs]
-        for slot in [s for s in tensors if s.kind == "grad" and s not in self._read]:
+        for slot in [s for s in tensors if s.kind == "grad" and s not in self.read]:
             _parameter(tensors, slot).grad = None  # of the previous step; nothing reads it: free it now
-        if is_heard():
-            tell_of_program(self.module, [each.nbytes for each in self.program.collectives])
-        with torch.no_grad():
-            out = self.module(*flat)
+        out = self.execute(flat)
         del flat
         results: dict[int, Any] = {}
         new: Tensors = {}
@@ -113,6 +115,13 @@ class BoundProgram:
         put(self.captured.changes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
         return pytree.tree_unflatten(values, self.captured.tree)
+
+    def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What the rank's code gives for these inputs."""
+        if is_heard():
+            tell_of_program(self.module, [each.nbytes for each in self.program.collectives])
+        with torch.no_grad():
+            return self.code(*inputs)
 
     def _input_value(self, i: Slot | Argument | Draws, tensors: Tensors, leaves, numbers) -> Any:
         if i in self.dropped:

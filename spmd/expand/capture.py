@@ -104,6 +104,11 @@ class Captured:
             return False
         return not self.sizes or self.assumed.hold_for(self.sizes, numbers)
 
+    @property
+    def decides(self) -> bool:
+        """Whether the graph is right for some numbers alone."""
+        return bool(self.fixed or self.symbols.asked or self.assumed.ask_arguments)
+
     def failed(self, shapes: Shapes, numbers: Mapping[str, float], mesh: DeviceMesh) -> Failed | None:
         """What the graph takes for granted and arguments of these shapes do not have; None if it is right for them."""
         return self.assumed.failed(shapes, numbers, lambda: self._fits(shapes, numbers, mesh))

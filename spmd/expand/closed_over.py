@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.expand.hooks import hooks_of
 from spmd.expand.python_state import Container, is_set
+from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
 
 Held = dict[str, nn.Module | Optimizer]
@@ -41,24 +42,25 @@ MOST_ITEMS = 100
 """A list or dict with more items is not looked through: it is data."""
 
 
-def find_closed_over(fn: Callable, given: Iterable[nn.Module] = ()) -> Held:
+def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads | None = None) -> Held:
     """The modules and optimisers that fn uses without being given them, by name.
 
-    Hooks on the parameters of these modules, and of those given, are functions that it calls.
+    Hooks on the parameters of these modules, and of those given, are functions that it calls. reads: where to note what
+    was looked at.
 
     Raises TypeError for a learning-rate scheduler, a GradScaler, and for a parameter that is held by itself or in a
     list: a trace runs on other tensors, which the list would not have.
     """
-    search = search_of(fn)
+    search = search_of(fn, reads)
     for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
         for hook in hooks_of(module.parameters()):
             search.function(hook)
     return search.found
 
 
-def search_of(fn: Callable) -> Search:
+def search_of(fn: Callable, reads: Reads | None = None) -> Search:
     """What fn names, and what that names in turn."""
-    search = Search(package_of(getattr(fn, "__module__", None)))
+    search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
     return search
 
@@ -91,8 +93,8 @@ class Search:
     boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
     """
 
-    def __init__(self, home: str) -> None:
-        self.home = home
+    def __init__(self, home: str, reads: Reads) -> None:
+        self.home, self.reads = home, reads
         self.found: Held = {}
         self.boxes: list[tuple[str, Container]] = []
         self.functions: list[types.FunctionType] = []
@@ -101,6 +103,7 @@ class Search:
     def function(self, fn: Any) -> None:
         """Look through a function that the user wrote, and what is bound to it."""
         if isinstance(fn, functools.partial):
+            self.reads.box(fn.keywords)
             self.items("partial", {i: v for i, v in enumerate(fn.args)} | fn.keywords, _NO_NAMES)
             self.function(fn.func)
         elif isinstance(fn, types.MethodType):
@@ -109,6 +112,10 @@ class Search:
             self.functions.append(fn)
             names = names_in(fn.__code__)
             variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
+            for name in names.globals:
+                self.reads.item(fn.__globals__, name)
+            for cell in fn.__closure__ or ():
+                self.reads.cell(cell)
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             variables |= {name: cell.cell_contents for name, cell in cells if is_set(cell)}
             for name, value in variables.items():
@@ -142,6 +149,7 @@ class Search:
         elif isinstance(value, (list, tuple, dict)):
             if not isinstance(value, tuple):
                 self.boxes.append((name, value))
+                self.reads.box(value if len(value) <= MOST_ITEMS else [])
             self.items(name, value if isinstance(value, dict) else dict(enumerate(value)), names)
         elif isinstance(value, types.MethodType):
             self.value(name, value.__self__, names)
@@ -159,7 +167,9 @@ class Search:
 
     def attributes(self, name: str, owner: Any, names: Names) -> None:
         """Look through the attributes and methods of an object, or of a module of Python, that the code names."""
+        self.reads.place(owner)
         for attribute in sorted(names.attributes):
+            self.reads.item(vars(owner), attribute)
             if attribute in vars(owner):
                 self.value(f"{name}.{attribute}", vars(owner)[attribute], names)
             elif not isinstance(owner, types.ModuleType):

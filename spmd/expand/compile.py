@@ -25,6 +25,7 @@ from torch import nn
 from spmd._torch import pytree
 from spmd.comm import agree
 from spmd.comm.user_line import caller
+from spmd.expand.again.repeat import Ready, Repeat, repeat_of
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Captured, capture
 from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
@@ -43,9 +44,10 @@ from spmd.expand.outside import unchanged
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
+from spmd.expand.reads import Reads
 from spmd.expand.recent import Recent
 from spmd.expand.regions import EAGER, Backend, check_backend
-from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal
+from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal, one_element
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
@@ -135,6 +137,10 @@ MOST_PROGRAMS = 64
 """The most programs that a compiled step keeps. One that was forgotten is made again of its capture."""
 
 
+MOST_REPEATS = 4
+"""The most calls of which a compiled step keeps all that it has found out, so that they can be made again at once."""
+
+
 class CompiledStep:
     """A function compiled for a mesh. `program` is the program that the last call ran."""
 
@@ -149,6 +155,7 @@ class CompiledStep:
         self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
         self._captures, self._forms = Captures(fn, self._title, mesh), Forms(MOST_CAPTURES)
         self._writer = Writer(fn, mesh, settings)
+        self._repeats: list[Repeat] = []
         self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -192,9 +199,29 @@ class CompiledStep:
         return self._writer.program(captured.at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for repeat in self._repeats:
+            if (ready := repeat.ready(args, kwargs)) is not None:
+                return self._run_again(repeat, ready)
+        return self._run_anew(args, kwargs)
+
+    def _run_again(self, repeat: Repeat, ready: Ready) -> Any:
+        bound = repeat.bound
+        if self.mesh.size() > 1:
+            numbers = dict(zip(repeat.paths, ready.numbers, strict=True))
+            self._agree_on_objects(bound, repeat.objects(), repeat.small, numbers)
+        if repeat is not self._repeats[0]:
+            self._repeats.remove(repeat)
+            self._repeats.insert(0, repeat)
+        self._last = bound
+        self._kept.use(bound)
+        check_explicit(self._title, bound.program)
+        return repeat.run(ready)
+
+    def _run_anew(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         call, error = self._prepare(args, kwargs)
         bound = self._find_program(call) if call else None
         calls = self._agree_to_run(bound, call, error)
+        is_known = bound is not None
         bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.tensors, bound.changed)
         self._last = bound
@@ -206,7 +233,15 @@ class CompiledStep:
         result, changed = bound.run(call.state, call.tensors, call.placed_leaves(), call.numbers, made)
         for name, new in changed.items():
             write_back(call.given[name], new)
+        if is_known and not self._check_every:
+            self._expect_again(bound, call, args, kwargs)
         return closed(result)
+
+    def _expect_again(self, bound: BoundProgram, call: _Call, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note what a call has found out: the next may be the same one."""
+        if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, self._by_name, self._repeats.clear)):
+            del self._repeats[MOST_REPEATS - 1 :]
+            self._repeats.insert(0, repeat)
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
         """The arguments, state and specs of a call, or the error that they raise. Nothing is moved yet."""
@@ -223,10 +258,14 @@ class CompiledStep:
         """How often the step was called before. The ranks compare their calls; if they differ, all raise."""
         if error is not None:
             agree("", self.mesh, self._call_title, error)
+        return self._agree_on_objects(bound, call.objects, one_element(call.tensors, call.specs), call.numbers)
+
+    def _agree_on_objects(
+        self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float]
+    ) -> int:
         text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
         text += random_state(bound.captured) if bound else ""
-        where = self._site, self._call_title, self.mesh
-        return agree_on_call(self, *where, text, call.state, call.tensors, call.specs, call.numbers)
+        return agree_on_call(self, self._site, self._call_title, self.mesh, text, objects, small, numbers)
 
     @property
     def _call_title(self) -> str:
@@ -299,8 +338,9 @@ class CompiledStep:
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
         named = self._by_name(args, kwargs)
         given = [x for x in pytree.tree_leaves(named) if isinstance(x, nn.Module)]
-        closed_over = find_closed_over(self.fn, given)
-        return _Call.of(named, closed_over, self._table, self.settings.inputs, first)
+        reads = Reads()
+        closed_over = find_closed_over(self.fn, given, reads)
+        return _Call.of(named, closed_over, self._table, self.settings.inputs, first, reads)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -323,7 +363,9 @@ class _Call:
     """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
 
     given: the arguments as they came. named: the same with objects that hold tensors opened. common_key: what a
-    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`).
+    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`). reads:
+    where the state and what it depends on were found. was_in_place: whether nothing of the state had to be made or
+    moved.
 
     Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
     """
@@ -338,9 +380,13 @@ class _Call:
     table: PlacesTable
     numbers: dict[str, float]
     common_key: tuple
+    reads: Reads
+    was_in_place: bool = True
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], closed_over: Held, table: PlacesTable, inputs, first: bool) -> _Call:
+    def of(
+        cls, arguments: dict[str, Any], closed_over: Held, table: PlacesTable, inputs, first: bool, reads: Reads
+    ) -> _Call:
         named = opened(arguments)
         state = State.of(named, closed_over)
         tensors = state.tensors()
@@ -351,8 +397,8 @@ class _Call:
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         tree = str(pytree.tree_structure(named))
-        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs))
-        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key)
+        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, reads))
+        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
 
     @property
     def key(self) -> tuple:
@@ -399,6 +445,7 @@ class _Call:
         with torch.inference_mode(False):  # the state outlives the mode
             made = {slot: DTensor(filled(self.first[slot], spec), spec) for slot, spec in wanted.items()}
         self.state.install(self.tensors | made)
+        self.was_in_place = False
         self.tensors = self.state.tensors()
         return frozenset(made)
 
@@ -413,8 +460,14 @@ class _Call:
                 for slot, t in self.held():
                     become(t, new[slot])
             self.state.install(new | dict(self.held()))
+            self.was_in_place = False
             initialise(self.state.modules, [t for slot, t in self.held() if slot in fresh], init)
             self.tensors = self.state.tensors()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The modules and optimisers, by path."""
+        return self.state.modules | self.state.optimizers
 
     def held(self) -> list[tuple[Slot, torch.Tensor]]:
         """The tensors that stay the objects that they are when they are placed: others may hold them."""
@@ -429,9 +482,9 @@ ANY_GRADIENTS = ((Slot("grad", "any"),),)
 """In the key of a program that reads no gradients of earlier steps, in their place."""
 
 
-def _common_key(state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec]) -> tuple:
+def _common_key(state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], reads: Reads) -> tuple:
     arguments = tuple(
         (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
         for k, v in leaves.items()
     )
-    return arguments, tuple(state.constants().items())
+    return arguments, tuple(state.constants(reads).items())

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd.expand.reads import Reads
 from spmd.tensor.annotations.block_function import BlockFunction
 
 COMPARED_BY_VALUE = (
@@ -25,6 +26,7 @@ COMPARED_BY_ID = (
     torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     BlockFunction,
 )  # fmt: skip
+CONTAINERS = (dict, list, tuple, set, frozenset)
 MAX_DEPTH = 8
 """How deep to look into objects within objects. What is deeper is compared by identity."""
 
@@ -42,8 +44,10 @@ class ById:
         return id(self.value)
 
 
-def guard_key(value: Any, depth: int = MAX_DEPTH) -> Hashable:
+def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) -> Hashable:
     """A hashable key of a value: numbers by type and value, containers and plain objects by their contents.
+
+    reads: where to note which containers and objects these are.
 
     >>> guard_key([1]) == guard_key([1]), guard_key([1]) == guard_key([True]), guard_key([1]) == guard_key((1,))
     (True, False, False)
@@ -55,14 +59,18 @@ def guard_key(value: Any, depth: int = MAX_DEPTH) -> Hashable:
         return kind, value
     if depth == 0 or isinstance(value, COMPARED_BY_ID):
         return ById(value)
-    if isinstance(value, dict):
-        return kind, tuple((guard_key(k, depth - 1), guard_key(v, depth - 1)) for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return kind, tuple(guard_key(v, depth - 1) for v in value)
-    if isinstance(value, (set, frozenset)):
-        return kind, frozenset(guard_key(v, depth - 1) for v in value)
+    if isinstance(value, CONTAINERS):
+        if reads is not None and not isinstance(value, (tuple, frozenset)):
+            reads.box(value)
+        if isinstance(value, dict):
+            pairs = value.items()
+            return kind, tuple((guard_key(k, depth - 1, reads), guard_key(v, depth - 1, reads)) for k, v in pairs)
+        parts = (guard_key(v, depth - 1, reads) for v in value)
+        return kind, tuple(parts) if isinstance(value, (list, tuple)) else frozenset(parts)
     if hasattr(value, "__dict__"):
-        return kind, guard_key(vars(value), depth - 1)
+        if reads is not None:
+            reads.object(value)
+        return kind, guard_key(vars(value), depth - 1, reads)
     return ById(value)
 
 
@@ -75,11 +83,18 @@ GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 """Where a module keeps its tensors and submodules. These have guards of their own."""
 
 
-def module_guard(module: nn.Module) -> tuple:
+def module_guard(module: nn.Module, reads: Reads | None = None) -> tuple:
     """The guard of a module's own attributes, its training flag and its hooks included."""
-    own = vars(module).items()
+    own = vars(module)
+    if reads is not None:
+        reads.object(module)
+        for k, v in own.items():
+            if isinstance(v, dict) and (k in GUARDED_APART or not v):
+                reads.box(v)
     return type(module), tuple(
-        (k, v) if type(v) is bool else (k, guard_key(v)) for k, v in own if k not in GUARDED_APART and not _is_empty(v)
+        (k, v) if type(v) is bool else (k, guard_key(v, reads=reads))
+        for k, v in own.items()
+        if k not in GUARDED_APART and not _is_empty(v)
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from spmd.expand.reads import Reads
+
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable]:
     """The hooks that get a gradient and may return another one, in order."""
@@ -27,6 +29,13 @@ def hooks_of(parameters: Iterable[torch.Tensor]) -> list[Callable]:
     """All hooks of these parameters, each once."""
     hooks = [hook for p in parameters for hook in (*gradient_hooks(p), *accumulate_hooks(p))]
     return list({id(hook): hook for hook in hooks}.values())
+
+
+def note_hooks(parameter: torch.Tensor, reads: Reads) -> None:
+    """Note where the hooks of a parameter are."""
+    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+        if hooks is not None:
+            reads.box(hooks)
 
 
 def copy_hooks(parameter: torch.Tensor, like: torch.Tensor) -> None:

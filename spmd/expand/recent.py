@@ -37,8 +37,13 @@ class Recent(Generic[T]):
         """A value with one of these keys that is right."""
         found = next(filter(is_right, self.of(keys)), None)
         if found is not None:
-            self._used[id(found)] = self._used.pop(id(found))
+            self.use(found)
         return found
+
+    def use(self, value: T) -> None:
+        """Note that a value that is kept is used now."""
+        if id(value) in self._used:
+            self._used[id(value)] = self._used.pop(id(value))
 
     def keep(self, value: T, keys: Iterable[Hashable]) -> bool:
         """Keep a value. If there are too many, the one that was not used for longest is forgotten: then True."""

@@ -21,21 +21,21 @@ import torch
 
 from spmd.comm import agree
 from spmd.comm.numbered import Met
-from spmd.expand.state import Slot, State, Tensors
+from spmd.expand.state import Slot, Tensors
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.redistribute.replicas import check_replicas
 from spmd.tensor.spec import Spec
 
 
 def agree_on_call(
-    step: object, site: str, what: str, mesh: DeviceMesh, text: str, state: State, tensors: Tensors,
-    specs: dict[Slot, Spec], numbers: dict[str, float],
+    step: object, site: str, what: str, mesh: DeviceMesh, text: str, objects: dict[str, object], small: Tensors,
+    numbers: dict[str, float],
 ) -> int:  # fmt: skip
     """How often the step was called before, if all ranks make this call; if not, RuntimeError with a diff on all ranks.
 
-    site: the line that compiled the step. text: which program the call runs.
+    site: the line that compiled the step. text: which program the call runs. objects: the modules and optimisers that
+    it gets. small: the tensors whose values are compared, as `one_element` gives them.
     """
-    objects = state.modules | state.optimizers
     met = Met.on(mesh).with_objects(step, *objects.values())
     calls = met.calls(step)
     lines = [
@@ -45,7 +45,6 @@ def agree_on_call(
         *(f"{path}: object {met.number(obj)}" for path, obj in objects.items()),
         *(f"{path}: {value!r}" for path, value in numbers.items()),
     ]
-    small = _small(tensors, specs)
     # As they are: to bring a view that had to be copied up to date would send before the ranks have compared.
     blocks = [getattr(t, "_local_tensor", t) for t in small.values()]
     agree("\n".join(lines), mesh, what, key=_bits(blocks), more=lambda: _shown(list(map(str, small)), blocks))
@@ -53,7 +52,7 @@ def agree_on_call(
     return calls
 
 
-def _small(tensors: Tensors, specs: dict[Slot, Spec]) -> dict[Slot, torch.Tensor]:
+def one_element(tensors: Tensors, specs: dict[Slot, Spec]) -> Tensors:
     """The CPU tensors of the state that hold one number. Buffers count once they are placed: that makes them equal."""
     numbers = [slot for slot, spec in specs.items() if not spec.shape and slot.kind in _SMALL_KINDS]
     found = {slot: tensors[slot] for slot in numbers}

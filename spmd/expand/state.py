@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from spmd._torch import pytree
 from spmd.expand.guards import guard_key, module_guard
-from spmd.expand.hooks import hooks_of
+from spmd.expand.hooks import hooks_of, note_hooks
 from spmd.expand.objects import NAMED, PLAIN
+from spmd.expand.reads import Reads
 
 
 class Slot(NamedTuple):
@@ -140,18 +141,33 @@ class State:
         """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
         return {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
 
-    def constants(self) -> dict[str, Hashable]:
+    def constants(self, reads: Reads | None = None) -> dict[str, Hashable]:
         """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
-        Also of hooks on parameters. A trace reads these values, and the program is right for no others.
+        Also of hooks on parameters. A trace reads these values, and the program is right for no others. reads: where to
+        note what else than tensors and floats the state was found in.
         """
         hyper = self.hyper_parameters()
-        found = {path: guard_key(v) for path, v in hyper if not isinstance(v, (float, torch.SymFloat, torch.Tensor))}
+        changing = (float, torch.SymFloat, torch.Tensor)
+        found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
         for root, module in self.modules.items():
-            found |= {f"{root}.{name}".rstrip("."): module_guard(m) for name, m in module.named_modules()}
+            found |= {f"{root}.{name}".rstrip("."): module_guard(m, reads) for name, m in module.named_modules()}
         for path, p in self.parameters().items():
             found |= {f"{path}.requires_grad": p.requires_grad, f"{path} hooks": guard_key(hooks_of([p]))}
-        return found | {path: guard_key(v) for path, v in self._optimizer_constants()}
+            if reads is not None:
+                note_hooks(p, reads)
+        for root, optimizer in self.optimizers.items():
+            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own_attributes(optimizer)}
+            found |= {f"{root}.param_groups.{g}.params": paths for g, paths in self._paths_in_groups(optimizer)}
+            if reads is not None:
+                note_optimizer(optimizer, reads)
+        return found | {path: guard_key(v, reads=reads) for path, v in self._optimizer_constants()}
+
+    def _paths_in_groups(self, optimizer: Optimizer) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """Which parameters are in which group."""
+        path_of = {id(p): path for path, p in self.parameters().items()}
+        for g, group in enumerate(optimizer.param_groups):
+            yield g, tuple(path_of[id(p)] for p in group["params"])
 
     def submodules(self) -> list[nn.Module]:
         """Every module, with all that are in it, once."""
@@ -168,6 +184,14 @@ class State:
                 rest = {k: v for k, v in group.items() if k != "params"}
                 for path, v in named_leaves(rest):
                     yield f"{root}.param_groups.{g}.{path}", v
+
+    def floats_of_groups(self) -> Iterator[tuple[str, dict, str]]:
+        """Where the options of parameter groups are floats: the path, the group and the key."""
+        for root, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if type(value) is float:
+                        yield f"{root}.param_groups.{g}.{_key_text(key)}", group, key
 
     def _optimizer_constants(self) -> tuple[tuple[str, Any], ...]:
         return tuple(
@@ -235,6 +259,41 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """
     found, _ = pytree.tree_flatten_with_path(tree)
     return [(".".join(_key_text(k) for k in path), leaf) for path, leaf in found]
+
+
+def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What the class of an optimiser keeps besides groups and state, and the hooks on its steps, if there are any."""
+    for name, value in vars(optimizer).items():
+        if (name in HOOKS_OF_STEPS and value) or not (name.startswith("_") or name in OF_ALL_OPTIMIZERS):
+            yield name, value
+
+
+OF_ALL_OPTIMIZERS = ("defaults", "param_groups", "state", "step")
+"""Attributes that torch gives optimisers; a scheduler puts a step that counts in the place of theirs."""
+
+HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def note_optimizer(optimizer: Optimizer, reads: Reads) -> None:
+    """Note where the options and the state of an optimiser are, but for options that are floats."""
+    own = vars(optimizer)
+    reads.keys(own)
+    for name, value in own.items():
+        if not name.startswith("_") or name in HOOKS_OF_STEPS:
+            reads.item(own, name)
+            if name in HOOKS_OF_STEPS:
+                reads.box(value)
+    reads.box(optimizer.param_groups)
+    for group in optimizer.param_groups:
+        reads.keys(group)
+        reads.box(group["params"])
+        for key, value in group.items():
+            if type(value) is not float:
+                reads.item(group, key)
+                guard_key(value, reads=reads)
+    reads.box(optimizer.state)
+    for kept in optimizer.state.values():
+        reads.box(kept)
 
 
 def _key_text(key: Any) -> str:

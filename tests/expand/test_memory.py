@@ -66,7 +66,7 @@ def measured(name: str, kind: str) -> tuple[int, int]:
     for _ in range(2):  # until there are gradients, and the state of the optimiser
         step(model, optimizer, *data)
     bound, counts = step._last, []
-    run = bound.module
+    run = bound.code
 
     def module(*inputs):
         counts.append(_Counted())
@@ -74,7 +74,7 @@ def measured(name: str, kind: str) -> tuple[int, int]:
             counts[-1].note(inputs)
             return run(*inputs)
 
-    with mock.patch.object(bound, "module", module):
+    with mock.patch.object(bound, "code", module):
         for _ in range(5):
             step(model, optimizer, *data)
     # A thread of the network may hold for a moment longer what it has sent: of several runs the least is the rank's.

@@ -82,6 +82,11 @@ class Assumed:
         given = {name: numbers[path] for name, path, dim in self.sources if dim is None}
         return _first_wrong(self._of_arguments, {**sizes, **given}) is None
 
+    @property
+    def ask_arguments(self) -> bool:
+        """Whether there are conditions on ints that stay inputs."""
+        return bool(self._of_arguments)
+
     @cached_property
     def _of_arguments(self) -> tuple[_torch.Decision, ...]:
         return tuple(d for d in self._of_step if self.arguments & set(_NAME.findall(d.condition)))

@@ -1,0 +1,7 @@
+"""A call of a compiled step that is made again: what the call before found out is used once more.
+
+    given        whether the arguments are alike
+    tensors      whether the tensors of the state are as they were
+    results      what the step returns, made of the program's outputs
+    repeat       the whole call
+"""

@@ -1,0 +1,71 @@
+"""Whether the arguments of a call are like those of an earlier one, so that it is served in the same way."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd._torch import pytree
+from spmd.expand.objects import NAMED
+from spmd.tensor.spec import spec_of_value
+
+BY_VALUE = (bool, str, bytes)
+BY_IDENTITY = (type(None), torch.dtype, torch.device, *NAMED)
+
+
+def likeness(x: Any) -> Callable[[Any], bool] | None:
+    """Whether another argument would be given a program in the same way; None where that takes longer to say.
+
+    >>> likeness(0.5)(0.25), likeness(0.5)(1), likeness("a")("b")
+    (True, False, False)
+    """
+    kind = type(x)
+    if isinstance(x, (nn.Module, Optimizer)):
+        known = weakref.ref(x)
+        return lambda y: y is known()
+    if kind is torch.Tensor:
+        like = x.shape, x.dtype, x.device
+        return lambda y: type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad
+    if (spec := spec_of_value(x)) is not None and x._memory is None:
+        return lambda y: type(y) is kind and y._spec is spec and y._memory is None and not y.requires_grad
+    if kind in (int, float):
+        return lambda y: type(y) is kind
+    if kind in BY_VALUE:
+        return lambda y: type(y) is kind and y == x
+    return (lambda y: y is x) if isinstance(x, BY_IDENTITY) else None
+
+
+class Given:
+    """The arguments of a call, flattened. tree: their structure; None where all of them are leaves."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.count, self.names = len(args), tuple(kwargs)
+        given = [*args, *kwargs.values()]
+        leaves, tree = pytree.tree_flatten(given)
+        self.tree = None if len(given) == len(leaves) and all(map(is_, given, leaves)) else tree
+        self._alike = [likeness(x) for x in leaves]
+        self.can_repeat = None not in self._alike
+
+    def numbered(self) -> tuple[tuple, dict[str, Any]]:
+        """Arguments of the same structure, with the place of each leaf in place of the leaf."""
+        places: Any = list(range(len(self._alike)))
+        if self.tree is not None:
+            places = pytree.tree_unflatten(places, self.tree)
+        return tuple(places[: self.count]), dict(zip(self.names, places[self.count :], strict=True))
+
+    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
+        """The leaves of other arguments, if they are alike."""
+        if len(args) != self.count or tuple(kwargs) != self.names:
+            return None
+        found = [*args, *kwargs.values()]
+        if self.tree is not None:
+            found, tree = pytree.tree_flatten(found)
+            if tree != self.tree:
+                return None
+        return found if all([alike(x) for alike, x in zip(self._alike, found, strict=True)]) else None

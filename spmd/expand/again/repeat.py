@@ -1,0 +1,203 @@
+"""A call that is made again: what it needs is found in microseconds, or it is not the same call.
+
+    loss = step(model, optimizer, x, y)      finds the state, its specs and guards, and looks up the program
+    loss = step(model, optimizer, x, y)      the same objects, with arguments alike: runs the program at once
+
+A `Repeat` is what a call has found out, with all that this depends on: the structure, shapes and placements of the
+arguments; the modes around the call; the containers in which modules, optimisers and their tensors were found
+(`reads`); the placements, flags and hooks of these tensors; which gradients are there. Where one of them has changed,
+`ready` gives nothing, and the call is made the long way, which notices what it is. Numbers, such as the learning rate,
+and the numbers that the trace has decided by are read at each call, as in the long way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from spmd import _torch
+from spmd.expand.again.given import Given
+from spmd.expand.again.results import Made, builder, picker
+from spmd.expand.again.tensors import Kept, are_in_place
+from spmd.expand.bound_program import BoundProgram
+from spmd.expand.capture import Argument
+from spmd.expand.draws import Draws
+from spmd.expand.given_specs import block_of
+from spmd.expand.guards import modes_guard
+from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.same_call import one_element
+from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.tensor.modes import deterministic
+from spmd.tensor.recipes import stream
+
+
+class Ready(NamedTuple):
+    """What a call that is made again has read: its arguments, its numbers, and the gradients that are there."""
+
+    leaves: list[Any]
+    numbers: list[float]
+    gradients: list[Any]
+
+
+class Repeat:
+    """A call that a program has served, to be made again."""
+
+    def __init__(
+        self, bound: BoundProgram, call: Any, given: Given, paths: dict[str, int], build: Callable, ended: Callable
+    ) -> None:
+        self.bound, self._given, self._build = bound, given, build
+        self._surroundings, self._read = surroundings(), call.reads.snapshot()
+        self._kept = Kept(call.tensors, bound)
+        self.paths = list(call.numbers)
+        self._numbers = list(call.numbers.values())
+        at = {path: i for i, path in enumerate(self.paths)}
+        self._options = [(at[path], group, key) for path, group, key in call.state.floats_of_groups()]
+        self._arguments = [(at[path], i) for path, i in paths.items() if path in at]
+        self._decides = bound.captured.decides
+        self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
+        self.small = one_element(self._kept.slots, call.specs)
+        self._take(call, paths)
+        self._give()
+
+    def _take(self, call: Any, paths: dict[str, int]) -> None:
+        """Where the inputs of the program come from: places in the lists of all that a call has.
+
+        _added: the gradients that the program reads, by the place of their parameter.
+        """
+        captured, known = self.bound.captured, list(self._kept.slots)
+        self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items()]
+        self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
+        gradients = [Slot("grad", path) for path in self._kept.parameters]
+        self._added = [i for i, slot in enumerate(gradients) if slot in self.bound.read]
+        sources: list[Any] = [*known, *(gradients[i] for i in self._added)]
+        sources += [Argument(path) for path in call.leaf_specs]
+        sources += [Argument(path) for path in self.paths] + self._draws
+        at = {source: i for i, source in enumerate(sources)}
+        places = [len(sources) if i in self.bound.dropped else at[i] for i in captured.inputs]
+        self._in_order = picker(places)
+        self._freed = [p for path, p in self._kept.parameters.items() if Slot("grad", path) not in self.bound.read]
+
+    def _give(self) -> None:
+        """Where the outputs of the program go to."""
+        captured, outputs = self.bound.captured, self.bound.program.outputs
+        found = {where: (i, spec) for i, (where, (_, spec)) in enumerate(zip(captured.outputs, outputs, strict=True))}
+        homes = {slot: i for i, slot in enumerate(self._kept.slots)}
+        written = [(i, where) for where, (i, _) in found.items() if where in homes]
+        self._homes = [self._kept.slots[where] for _, where in written]
+        self._shared = [home for home in self._homes if home._memory is not None]
+        self._new, self._old = picker([i for i, _ in written]), picker([homes[where] for _, where in written])
+        self._gradients = [
+            (p, found[slot][0], Made(found[slot][1])) if (slot := Slot("grad", path)) in found else (p, -1, None)
+            for path, p in self._kept.parameters.items()
+        ]
+        self._results = [
+            (where, i, None if spec is None else Made(spec)) for where, (i, spec) in found.items() if type(where) is int
+        ]
+        self._leaves = list(captured.leaves)
+
+    def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
+        """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed."""
+        leaves = self._given.leaves(args, kwargs)
+        if leaves is None or surroundings() != self._surroundings or not self._read.holds():
+            return None
+        gradients = self._kept.gradients()
+        if gradients is None or not self._kept.are_as_before():
+            return None
+        numbers = self._numbers.copy()
+        for i, group, key in self._options:
+            numbers[i] = group[key]
+            if type(numbers[i]) is not float:
+                return None
+        for i, leaf in self._arguments:
+            numbers[i] = leaves[leaf]
+        if self._decides and not self.bound.holds(dict(zip(self.paths, numbers, strict=True)), self._numbers_in):
+            return None
+        return Ready(leaves, numbers, gradients)
+
+    def _numbers_in(self, slots: Sequence[Slot]) -> dict[str, float]:
+        return numbers_in(self._kept.slots, slots)
+
+    def objects(self) -> dict[str, Any]:
+        """The modules and optimisers of the call, by path."""
+        return {path: of() for path, of in self._objects.items()}
+
+    def run(self, ready: Ready) -> Any:
+        """Run the program, and store and return what it gives."""
+        blocks = self._kept.blocks()
+        flat = self._inputs(ready, blocks)
+        out = self.bound.execute(flat)
+        del flat
+        self._store(out, blocks)
+        for name in self.bound.captured.stepped:
+            _torch.note_step(self._objects[name]())
+        leaves = self._leaves.copy()
+        for where, i, made in self._results:
+            leaves[where] = out[i] if made is None else made.of(out[i])
+        return self._build(leaves)
+
+    def _inputs(self, ready: Ready, blocks: list[torch.Tensor]) -> Sequence[Any]:
+        for p in self._freed:  # of the previous step; nothing reads it: free it now
+            p.grad = None
+        values = [*blocks, *(ready.gradients[i]._current_block for i in self._added)]
+        del ready.gradients[:]
+        values += [block_of(ready.leaves[i], spec) for i, spec in self._blocks]
+        values += ready.numbers
+        values += [stream.reserve_draws(self.bound.program.mesh, each.count) for each in self._draws]
+        values.append(None)
+        return self._in_order(values)
+
+    def _store(self, out: Sequence[Any], blocks: list[torch.Tensor]) -> None:
+        """Write what has a home into it, and set the gradients."""
+        new = self._new(out)
+        if not all(map(is_, new, self._old(blocks))):
+            for home, value in zip(self._homes, new, strict=True):
+                if value is not home._local_tensor:
+                    home._local_tensor.copy_(value)
+        for home in self._shared:
+            home._note_write()
+        for p, i, made in self._gradients:
+            p.grad = None if made is None else made.of(out[i])
+
+
+def repeat_of(
+    bound: BoundProgram, call: Any, args: tuple, kwargs: dict[str, Any], by_name: Callable[..., dict[str, Any]],
+    ended: Callable[[], object],
+) -> Repeat | None:  # fmt: skip
+    """The call, which a program has served, to be made again; None where that has to be done the long way.
+
+    by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
+    """
+    given, build = Given(args, kwargs), builder(bound.captured.tree)
+    if not given.can_repeat or build is None or bound.captured.changes or not _is_found_plainly(call.state):
+        return None
+    if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
+        return None
+    places = {path: i for path, i in named_leaves(by_name(*given.numbered())) if type(i) is int}
+    return Repeat(bound, call, given, places, build, ended)
+
+
+def _is_plainly_stored(outputs: Sequence[Slot | int], tensors: Tensors) -> bool:
+    """Whether all new state goes where state is, and no optimiser gets or loses any."""
+    slots = {x for x in outputs if isinstance(x, Slot)}
+    homes = {slot for slot in slots if slot.kind != "grad"}
+    kept = {slot for slot in tensors if slot.kind == "optimizer"}
+    return homes <= tensors.keys() and kept <= homes
+
+
+def _is_found_plainly(state: State) -> bool:
+    """Whether modules have their tensors where torch's have them."""
+    classes = {type(module) for module in state.submodules()}
+    return all(getattr(cls, name) is getattr(nn.Module, name) for cls in classes for name in WHERE_TENSORS_ARE)
+
+
+WHERE_TENSORS_ARE = ("named_parameters", "named_buffers", "named_modules", "modules", "parameters")
+
+
+def surroundings() -> tuple:
+    """The modes around a call that its program depends on."""
+    return modes_guard(), deterministic.is_on()

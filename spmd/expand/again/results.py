@@ -1,0 +1,53 @@
+"""What a step returns, made of the outputs of its program, in little time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.objects import closed
+from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.eager.wrappers import wrap, wrapper
+from spmd.tensor.spec import Spec
+
+
+class Made:
+    """A tensor that a program makes, of which the caller gets a DTensor."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self._wrapper: tuple | None = None
+
+    def of(self, block: torch.Tensor) -> DTensor:
+        block = _torch.without_bits(block)
+        if self._wrapper is None:
+            self._wrapper = wrapper(DTensor, block, self.spec)
+        return wrap(self._wrapper, block, self.spec)
+
+
+def builder(tree: Any) -> Callable[[list[Any]], Any] | None:
+    """Makes what a step returns of its leaves; None where the step also changes arguments.
+
+    tree: the structure of the pair of what it returns, and the arguments that it changes.
+    """
+    result, changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+    if changed:
+        return None
+    if type(result) is int:
+        return lambda leaves: leaves[result]
+    if type(result) in (tuple, list) and all(type(x) is int for x in result):
+        kind = type(result)
+        return lambda leaves: kind([leaves[i] for i in result])
+    if type(result) is dict and all(type(x) is int for x in result.values()):
+        return lambda leaves: {key: leaves[i] for key, i in result.items()}
+    return lambda leaves: closed(pytree.tree_unflatten(leaves, tree)[0])
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence], Sequence]:
+    """What is at these places of a sequence."""
+    return itemgetter(*places) if len(places) > 1 else lambda x: [x[i] for i in places]

@@ -1,0 +1,115 @@
+"""The graph of a rank as one Python function: a line for each op, and what is not read any more is freed.
+
+    def run(w, x):
+        mm = op0(x, w)
+        relu = op1(mm)
+        del mm
+        return (relu,)
+
+What the lines call is a variable of the function's module, and an op of torch the C++ function below its Python object:
+a call by hand looks up `torch.ops.aten.mm.default` in five steps, and goes through a Python call to the same function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import fx
+
+from spmd import _torch
+
+
+def as_function(module: fx.GraphModule) -> Callable[..., Any]:
+    """The code of the module as a function of its inputs.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> _ = graph.output((graph.call_function(operator.add, (x, [1])),))
+    >>> as_function(fx.GraphModule({}, graph))([2])
+    ([2, 1],)
+    """
+    writer = _Writer(module)
+    code = compile("\n".join(writer.lines()), f"<{type(module).__name__}>", "exec")
+    exec(code, writer.names)
+    return writer.names["run"]
+
+
+class _Writer:
+    """Writes the lines. names: the variables of the module that the function is in."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        self.names: dict[str, Any] = {}
+        self._named: dict[int, str] = {}
+        self._taken = {n.name for n in module.graph.nodes}
+
+    def lines(self) -> Iterator[str]:
+        last = _last_reads(self.module.graph)
+        yield f"def run({', '.join(n.name for n in self.module.graph.find_nodes(op='placeholder'))}):"
+        for node in self.module.graph.nodes:
+            if node.op == "output":
+                yield f"    return {self._text(node.args[0])}"
+            elif node.op != "placeholder":
+                yield f"    {node.name} = {self._call(node)}"
+            if node in last:
+                yield f"    del {', '.join(n.name for n in last[node])}"
+
+    def _call(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._variable(getattr(self.module, node.target), "constant")
+        arguments = [self._text(x) for x in node.args]
+        if node.target is operator.getitem:
+            return f"{arguments[0]}[{arguments[1]}]"
+        named = [f"{name}={self._text(x)}" for name, x in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
+        is_op = isinstance(node.target, _torch.OpOverload)
+        called = self._variable(_torch.cpp_callable(node.target) if is_op else node.target, "op")
+        return f"{called}({', '.join([*arguments, *named])})"
+
+    def _text(self, x: Any) -> str:
+        """An argument: the variable of a node, or a value that is a variable of the module."""
+        if isinstance(x, fx.Node):
+            return x.name
+        if isinstance(x, (list, tuple)) and _has_node(x):
+            inside = ", ".join(map(self._text, x))
+            return f"[{inside}]" if isinstance(x, list) else f"({inside},)"
+        if isinstance(x, slice) and _has_node(x):
+            return f"slice({', '.join(map(self._text, (x.start, x.stop, x.step)))})"
+        assert not _has_node(x), f"{x!r} holds a node in a way that no line can be written for"
+        return repr(x) if type(x) in (int, bool, str, type(None)) else self._variable(x, "value")
+
+    def _variable(self, x: Any, kind: str) -> str:
+        """The variable of the module that is this object."""
+        if id(x) not in self._named:
+            numbers = (f"{kind}{i}" for i in itertools.count(len(self.names)))
+            self._named[id(x)] = name = next(n for n in numbers if n not in self._taken)
+            self.names[name] = x
+        return self._named[id(x)]
+
+
+def _last_reads(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node what is read there for the last time; a node that nobody reads is its own last reader.
+
+    What the caller gives or gets is not among it.
+    """
+    last: dict[fx.Node, list[fx.Node]] = {}
+    read = set(graph.find_nodes(op="placeholder"))
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            read.update(node.all_input_nodes)
+        elif node.op != "placeholder":
+            done = [n for n in dict.fromkeys((node, *node.all_input_nodes)) if n not in read]
+            read.update(done)
+            if done:
+                last[node] = done
+    return last
+
+
+def _has_node(x: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.map_arg(x, found.append)
+    return bool(found)

@@ -1,0 +1,130 @@
+"""What was read of Python objects, and whether it is still so: identities are compared, in one sweep.
+
+    reads = Reads()
+    key = guard_key(model.config, reads=reads)      # notes each dict, list and object that it goes through
+    same = reads.snapshot()
+    same.holds()                                    # until somebody changes one of them
+
+A key of many values takes long to make and to hash. As long as every container that it was made of has the same objects
+in the same order, it would be the same key. What cannot change, such as a number or a tuple, is compared where it is
+contained; tensors are compared by identity, as in the key.
+
+A snapshot holds what it compares with, so that no other object can get its address. Of modules and optimisers that
+variables name it has weak references: it shall keep no model alive.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+LookUp = tuple[Callable[..., Any], Any]
+"""A function and what it is called with, beside what it shall give where there is nothing."""
+
+OF_ONE_CLASS = {dict, list, set, deque, OrderedDict, defaultdict}
+"""Classes whose objects cannot get another class."""
+
+_NOTHING = object()
+
+
+class Reads:
+    """Notes what is read. To note a thing twice does no harm."""
+
+    def __init__(self) -> None:
+        self.boxes: dict[int, Any] = {}
+        self.keys_alone: set[int] = set()
+        self.objects: dict[int, Any] = {}
+        self.look_ups: list[LookUp] = []
+
+    def box(self, box: Any) -> None:
+        """The contents of a dict, list, set or deque, in their order."""
+        self.boxes[id(box)] = box
+
+    def keys(self, box: dict) -> None:
+        """The keys of a dict, and not its values."""
+        self.boxes[id(box)] = box
+        self.keys_alone.add(id(box))
+
+    def object(self, x: Any) -> None:
+        """The class and the attributes of an object."""
+        self.objects[id(x)] = x
+        self.boxes[id(vars(x))] = vars(x)
+
+    def item(self, box: dict, key: Any) -> None:
+        """What a dict has under a key, be it nothing."""
+        self.look_ups.append((box.get, key))
+
+    def place(self, x: Any) -> None:
+        """The dict of an object's attributes, and not what is in it."""
+        self.look_ups.append((_attributes, x))
+
+    def cell(self, cell: types.CellType) -> None:
+        """The value of a variable around a function."""
+        self.look_ups.append((_content, cell))
+
+    def snapshot(self) -> Snapshot:
+        """What was noted, as it is now.
+
+        >>> reads, numbers = Reads(), [1, 2]
+        >>> reads.box(numbers)
+        >>> same = reads.snapshot()
+        >>> same.holds(), numbers.append(3), same.holds()
+        (True, None, False)
+        """
+        return Snapshot(self)
+
+
+class Snapshot:
+    """What was noted, as it was when this was made."""
+
+    def __init__(self, reads: Reads) -> None:
+        boxes = reads.boxes.values()
+        self._empty = [box for box in boxes if not box]
+        self._boxes = [box for box in boxes if box]
+        self._lengths, self._keys = list(map(len, self._boxes)), list(chain.from_iterable(self._boxes))
+        self._dicts = [box for box in self._boxes if isinstance(box, dict) and id(box) not in reads.keys_alone]
+        self._values = list(self._all_values())
+        self._objects = list(reads.objects.values())
+        self._attributes = list(map(vars, self._objects))
+        self._typed = [*self._objects, *(box for box in boxes if type(box) not in OF_ONE_CLASS)]
+        self._types = list(map(type, self._typed))
+        found = [(each, each[0](each[1], _NOTHING)) for each in reads.look_ups]
+        models = [(each, x) for each, x in found if isinstance(x, (nn.Module, Optimizer))]
+        self._models = [(each, weakref.ref(x)) for each, x in models]
+        others = [(each, x) for each, x in found if not isinstance(x, (nn.Module, Optimizer))]
+        self._look_ups, self._found = [each for each, _ in others], [x for _, x in others]
+
+    def _all_values(self) -> chain:
+        return chain.from_iterable([box.values() for box in self._dicts])
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            not any(self._empty)
+            and list(map(len, self._boxes)) == self._lengths
+            and all(map(is_, self._all_values(), self._values))
+            and all(map(is_, chain.from_iterable(self._boxes), self._keys))
+            and all(map(is_, map(type, self._typed), self._types))
+            and all(map(is_, map(vars, self._objects), self._attributes))
+            and all(map(is_, [get(key, _NOTHING) for get, key in self._look_ups], self._found))
+            and all(get(key, _NOTHING) is model() for (get, key), model in self._models)
+        )
+
+
+def _attributes(x: Any, otherwise: Any) -> Any:
+    return getattr(x, "__dict__", otherwise)
+
+
+def _content(cell: types.CellType, otherwise: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return otherwise
