@@ -20,11 +20,11 @@ with its share of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from spmd.expand.choose.moves import MOST_READERS, NEVER, OneReader, Readers
+from spmd.expand.choose.moves import MOST_READERS, NEVER, Moves, moves_of
 from spmd.expand.choose.problem import FIXED, Problem, Value
 
 GIVE_ALL = 4
@@ -38,7 +38,7 @@ class Part:
     version: how often the ends changed.
     """
 
-    moves: OneReader | Readers
+    moves: Moves
     ends: list[np.ndarray]
     slots: list[Slot] = field(default_factory=list)
     version: int = 0
@@ -51,9 +51,9 @@ class Part:
         """Forget the layouts that no option has."""
         used = [end < NEVER / 2 for end in self.ends]
         kept = [np.nonzero(each)[0] for each in (used[0], np.any(used[1:], axis=0))]
-        if (len(kept[0]), len(kept[1])) == self.moves.costs.shape:
+        if [len(each) for each in kept] == [len(each) for each in used[:2]]:
             return
-        self.moves = replace(self.moves, costs=self.moves.costs[np.ix_(*kept)])
+        self.moves = self.moves.of(*kept)
         self.ends = [end[kept[at > 0]] for at, end in enumerate(self.ends)]
         self.version += 1
         for slot in self.slots:
@@ -76,15 +76,18 @@ class Slot:
 
     def find(self) -> None:
         """Find which layouts some option has."""
-        self.here = np.unique(np.concatenate([port.here for port in self.ports]))
+        here = [port.here for port in self.ports]
+        self.here = here[0] if len(here) == 1 else np.unique(np.concatenate(here))
 
     def take(self) -> None:
         """Move all that the values can give to the variables."""
         part = self.part
         if self.seen == part.version:
             return
-        found = np.zeros(len(self.potential))
-        found[self.here] = part.moves.least_at(part.ends, self.at)[self.here]
+        found = part.moves.least_at(part.ends, self.at)
+        if len(self.here) < len(found):
+            there, found = found[self.here], np.zeros(len(found))
+            found[self.here] = there
         self.move(found)
         self.seen = part.version
 
@@ -128,8 +131,13 @@ class Port:
 
     def least(self, cost: np.ndarray, other: float) -> np.ndarray:
         """The least cost of the options for each layout of the slot; `other` for layouts that no option has."""
+        least = cost[self.order]
+        if len(self.starts) < len(least):
+            least = np.minimum.reduceat(least, self.starts)
+        if len(least) == len(self.slot.potential):
+            return least
         found = np.full(len(self.slot.potential), other)
-        found[self.here] = np.minimum.reduceat(cost[self.order], self.starts)
+        found[self.here] = least
         return found
 
     def restrict(self, keep: np.ndarray) -> None:
@@ -148,12 +156,12 @@ class Bound:
     def __init__(self, problem: Problem, allowed: Sequence[np.ndarray]) -> None:
         self.problem, self.allowed = problem, list(allowed)
         self.cost = [w[a] for w, a in zip(problem.work, self.allowed, strict=True)]
-        self.constant = 0.0
+        self.constant = problem.constant
         self.parts: list[Part] = []
         self.ports: list[list[Port]] = [[] for _ in self.cost]
         for values in problem.kinds():
             self._add(values)
-        self.order = _order(problem)
+        self.order = range(len(self.cost))
         self._turns()
         self.least, self.sweeps = -np.inf, 0
 
@@ -172,27 +180,31 @@ class Bound:
 
     def _alone(self, value: Value) -> None:
         i = max(end.variable for end in (value.maker, *value.readers))
-        self.cost[i] = self.cost[i] + value.weight * self.problem.of_value(value, i, ())[self.allowed[i]]
+        self.cost[i] = self.cost[i] + value.costs_of(i, {})[self.allowed[i]]
 
     def _parts(self, values: Sequence[Value], slots: Sequence[dict[int, tuple[np.ndarray, float]]]) -> None:
         """One part, or several if there are more readers than are looked at together."""
         maker, *readers = slots
         pieces = [readers[k : k + MOST_READERS] for k in range(0, len(readers), MOST_READERS)]
-        costs = sum([value.weight for value in values]) * values[0].costs
-        if len(pieces) > 1:  # each pays an equal part of what several of them may need
+        weight = sum([value.weight for value in values])
+        costs, held = weight * values[0].costs, None
+        if values[0].held is not None:
+            held = weight / len(pieces) * values[0].held
+        elif len(pieces) > 1:  # each pays an equal part of what several of them may need
             needed = [np.concatenate([self._layouts(*end) for slot in p for end in slot.items()]) for p in pieces]
             costs = costs / np.maximum(np.sum([np.isin(np.arange(len(costs)), n) for n in needed], axis=0), 1)
         for piece in pieces:
-            self._part(costs, [maker, *piece])
+            self._part(costs, held, [maker, *piece])
 
-    def _part(self, costs: np.ndarray, slots: Sequence[dict[int, tuple[np.ndarray, float]]]) -> None:
+    def _part(
+        self, costs: np.ndarray, held: np.ndarray | None, slots: Sequence[dict[int, tuple[np.ndarray, float]]]
+    ) -> None:
         layouts = [{i: self._layouts(i, end) for i, end in slot.items()} for slot in slots]
         known = [
             np.unique(np.concatenate([a for slot in side for a in slot.values()]))
             for side in (layouts[:1], layouts[1:])
         ]
-        table = costs[np.ix_(*known)]
-        part = Part(OneReader(table) if len(slots) == 2 else Readers(table, len(slots) - 1), [])
+        part = Part(moves_of(costs, held, len(slots) - 1).of(*known), [])
         for at, (slot, of) in enumerate(zip(slots, layouts, strict=True)):
             adds = np.full(len(known[at > 0]), NEVER)
             met = Slot(part, at, np.zeros(len(adds)))
@@ -320,13 +332,3 @@ def _slots(values: Sequence[Value]) -> list[dict[int, tuple[np.ndarray, float]]]
             slot[end.variable] = met[0], met[1] + value.weight
     distinct = {tuple((i, slot[i][0].tobytes()) for i in sorted(slot)): slot for slot in readers.values()}
     return [maker, *distinct.values()]
-
-
-def _order(problem: Problem) -> list[int]:
-    """The variables in order; those without work, where a value is held, come after what makes it."""
-    makers = {v.readers[0].variable: v.maker.variable for v in problem.values if len(v.readers) == 1}
-    key: dict[int, tuple[int, ...]] = {}
-    for i, work in enumerate(problem.work):
-        before = makers.get(i, FIXED)
-        key[i] = (*key[before], i) if not work.any() and before in key else (i,)
-    return sorted(key, key=key.__getitem__)

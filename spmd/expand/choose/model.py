@@ -33,7 +33,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import READS_VALUE, SCALAR, Call
 from spmd.tensor.lower import _replicated_rule
-from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
+from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, rows
@@ -98,7 +98,7 @@ class Model:
         self.choosers = self._choosers()
         self._admit_given()
         self._find_options()
-        self.holds: list[tuple[list[fx.Node], Layouts]] = []
+        self.holds: list[tuple[int, Group]] = []
         self.problem = self._problem()
 
     def layouts(self, value: fx.Node) -> Layouts:
@@ -325,9 +325,14 @@ class Model:
                 self.variable[k] = len(self.work)
                 self.work.append(chooser.options.us * counts[k])
                 self.count.append(int(counts[k]))
+        parts = [part for part in map(self._value, self.classes.groups) if part is not None]
+        held = {value.kind for value, group in parts if self._may_be_held(value, group)}
         values: list[Value] = []
-        for group in self.classes.groups:
-            values += self._value(group)
+        for value, group in parts:
+            if value.kind in held:
+                self.holds.append((len(values), group))
+                value = replace(value, held=value.costs)
+            values.append(value)
         return Problem(self.work, values, self.count)
 
     def _meetings(self) -> list[Meeting]:
@@ -370,28 +375,25 @@ class Model:
         made = Meeting(value, (value_shape(value), (place,), ()), writer, [])
         return [made, Meeting(value, (place, *rest), None, readers)]
 
-    def _value(self, group: Group) -> list[Value]:
-        """The value, or a value and the same value where it is held."""
-        members, first = group.members, group.members[0]
-        value, kind, weight = first.value, group.kind, float(len(members))
-        (spec, homes, owed), (_, free) = first.known, self.homes.get(value, ((), ()))
-        layouts = self.layouts(value)
+    def _value(self, group: Group) -> tuple[Value, Group] | None:
+        """The values of a group, if they are moved; what they owe at the end is part of their makers' work."""
+        first, weight = group.members[0], float(len(group.members))
+        (spec, homes, owed), (_, free) = first.known, self.homes.get(first.value, ((), ()))
+        layouts = self.layouts(first.value)
         made = self._end(layouts, group.maker or spec)
         ends = self._readers(layouts, group, homes)
         if owed and made.variable != FIXED:
             self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
-        if not ends:
-            return []
-        owes = any(isinstance(p, Partial) for p in layouts.alphabet) and made.variable != FIXED
-        if owes and len({end.variable for end in ends} - {FIXED}) + len(homes) > 1 and self._may_owe(layouts, made):
-            states = np.arange(len(layouts.costs))
-            hold = End(len(self.work), states, 0)
-            self.work.append(np.zeros(len(states)))
-            self.count.append(len(members))
-            self.holds.append(([member.value for member in members], layouts))
-            before = Value(weight, layouts.costs, made, (hold,), (kind, "made"))
-            return [before, Value(weight, layouts.costs, hold, tuple(ends), (kind, "held"))]
-        return [Value(weight, layouts.costs, made, tuple(ends), (kind, "made"))]
+        return (Value(weight, layouts.costs, made, tuple(ends), group.kind), group) if ends else None
+
+    def _may_be_held(self, value: Value, group: Group) -> bool:
+        """Whether a value may owe a reduction and has several readers: then it may be reduced once for all of them."""
+        ends = len({end.variable for end in value.readers} - {FIXED})
+        ends += sum(end.variable == FIXED for end in value.readers)
+        return value.maker.variable != FIXED and ends > 1 and self._may_owe(self._layouts_of(group), value.maker)
+
+    def _layouts_of(self, group: Group) -> Layouts:
+        return self.layouts(group.members[0].value)
 
     def _readers(self, layouts: Layouts, group: Group, homes: Sequence[Spec]) -> list[End]:
         """The ends where a value is read or returned."""
@@ -462,11 +464,10 @@ class Model:
             if chooser.options is not None:
                 pins |= self._pins(chooser, cell, x[self.variable[k]])
         held = {}
-        first = len(self.problem.work) - len(self.holds)
-        for k, (members, layouts) in enumerate(self.holds):
-            spec = layouts.specs[x[first + k]]
+        for v, group in self.holds:
+            spec = self._layouts_of(group).specs[self.problem.values[v].held_at(x)]
             if not spec.partial:
-                held |= dict.fromkeys(members, spec.placements)
+                held |= dict.fromkeys([member.value for member in group.members], spec.placements)
         return Choice(pins, held)
 
     def _pins(self, chooser: Chooser, cell: Cell, option: int) -> dict[fx.Node, Pin]:

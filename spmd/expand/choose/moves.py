@@ -10,7 +10,7 @@ What an end adds for a layout is what a bound has put there (`bound.py`); `NEVER
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -40,27 +40,77 @@ class OneReader:
         return (self.costs + made[:, None]).min(0) + needed
 
 
+    def of(self, made: np.ndarray, needed: np.ndarray) -> OneReader:
+        """The same for these layouts alone."""
+        return OneReader(self.costs[np.ix_(made, needed)])
+
+
+@dataclass(eq=False)
+class TwoReaders(OneReader):
+    """A value with two readers: they share a move, or each has its own. held: [made, from], if it is moved once for
+    both of them before."""
+
+    held: np.ndarray | None = None
+
+    def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
+        """The least cost for each layout of one end.
+
+        >>> value = TwoReaders(np.array([[0.0, 5.0], [5.0, 0.0]]))  # made in layout 0; both readers need layout 1
+        >>> value.least_at([np.array([0.0, NEVER]), np.array([NEVER, 0.0]), np.array([NEVER, 0.0])], 0)[:1]
+        array([5.])
+        """
+        made, one, other = ends
+        if slot == 0:
+            first = self.costs + one
+            served = np.minimum(first.min(1) + (self.costs + other).min(1), (first + other).min(1))
+            return (served if self.held is None else (self.held + served).min(1)) + made
+        mine, other = (one, other) if slot == 1 else (other, one)
+        if self.held is not None:
+            made = (self.held + made[:, None]).min(0)
+        with_other = self.costs + other
+        alone = self.costs + (with_other.min(1) + made)[:, None]
+        with_other += made[:, None]
+        return np.minimum(alone, with_other, out=alone).min(0) + mine
+
+    def of(self, made: np.ndarray, needed: np.ndarray) -> TwoReaders:
+        """The same for these layouts alone."""
+        if self.held is None:
+            return TwoReaders(self.costs[np.ix_(made, needed)])
+        return TwoReaders(self.costs[:, needed], self.held[made])
+
+
 @dataclass(eq=False)
 class Readers:
-    """A value with several readers. costs: [made, needed]. number: of readers."""
+    """A value with several readers. costs: [from, needed]. number: of readers. held: [made, from], if it is moved once
+    for all of them before."""
 
     costs: np.ndarray
     number: int
+    held: np.ndarray | None = None
 
     def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
         """The least cost for each layout of one end. ends: what each adds, the maker's first; all readers' are as long.
 
-        >>> value = Readers(np.array([[0.0, 5.0], [5.0, 0.0]]), 2)  # made in layout 0; both readers need layout 1
-        >>> value.least_at([np.array([0.0, NEVER]), np.array([NEVER, 0.0]), np.array([NEVER, 0.0])], 0)[:1]
+        >>> value = Readers(np.array([[0.0, 5.0], [5.0, 0.0]]), 3)  # made in layout 0; all readers need layout 1
+        >>> value.least_at([np.array([0.0, NEVER]), *[np.array([NEVER, 0.0])] * 3], 0)[:1]
         array([5.])
         """
         made, *needed = ends
         if slot == 0:
-            return self._parted(needed)[0][-1] + made
+            served = self._parted(needed)[0][-1]
+            return (served if self.held is None else (self.held + served).min(1)) + made
         mine = needed.pop(slot - 1)
         least, adds = self._parted(needed)
+        if self.held is not None:
+            made = (self.held + made[:, None]).min(0)
         beside = least[::-1] + made  # [set, made]: the readers that are not in the set
         return ((self.costs + beside[:, :, None]).min(1) + adds).min(0) + mine
+
+    def of(self, made: np.ndarray, needed: np.ndarray) -> Readers:
+        """The same for these layouts alone."""
+        if self.held is None:
+            return replace(self, costs=self.costs[np.ix_(made, needed)])
+        return replace(self, costs=self.costs[:, needed], held=self.held[made])
 
     def _parted(self, needed: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """For each set of these readers the least cost by the layout made, and what its readers add to each layout.
@@ -74,6 +124,18 @@ class Readers:
         for whole, group, rest in sets.by_size:
             least[whole] = (least[group] + least[rest]).min(1)
         return least, adds
+
+
+Moves = OneReader | TwoReaders | Readers
+
+
+def moves_of(costs: np.ndarray, held: np.ndarray | None, readers: int) -> Moves:
+    """The moves of a value with so many readers."""
+    if readers > 2:
+        return Readers(costs, readers, held)
+    if readers == 2:
+        return TwoReaders(costs, held)
+    return OneReader(costs if held is None else (held[:, :, None] + costs).min(1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,9 @@ the tests all use it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +39,9 @@ class End:
 class Value:
     """A value, or `weight` equal ones. costs: microseconds, [from, to].
 
-    kind: the same for values whose surroundings are alike; None for a value that is of no other's kind.
+    held: the microseconds from where it is made to each layout that it may be held in for all readers, which are then
+    those of `costs`; None if its readers move it from where it is made. kind: the same for values whose surroundings
+    are alike; None for a value that is of no other's kind.
     """
 
     weight: float
@@ -46,33 +49,76 @@ class Value:
     maker: End
     readers: tuple[End, ...]
     kind: Hashable = None
+    held: np.ndarray | None = None
+
+    @cached_property
+    def free(self) -> tuple[int, ...]:
+        """The variables at its ends."""
+        return tuple(sorted({end.variable for end in (self.maker, *self.readers)} - {FIXED}))
 
     def cost(self, x: Sequence[int]) -> float:
         """Microseconds of its moves under an assignment."""
-        made = self.maker.at(x)
-        return self.weight * sum([self.costs[made, t] for t in {end.at(x) for end in self.readers}])
+        return self.weight * float(self._served(self.maker.at(x), {end.at(x) for end in self.readers}).min())
+
+    def held_at(self, x: Sequence[int]) -> int:
+        """The layout in which it is held under an assignment."""
+        return int(self._served(self.maker.at(x), {end.at(x) for end in self.readers}).argmin())
+
+    def _served(self, made: int, needed: Collection[int]) -> np.ndarray:
+        """What the moves to these layouts cost, by the layout in which the value is held."""
+        if self.held is None:
+            return self.costs[made, sorted(needed)].sum(keepdims=True)
+        return self.held[made] + self.costs[:, sorted(needed)].sum(1)
+
+    def costs_of(self, i: int, x: Sequence[int]) -> np.ndarray:
+        """For each option of a variable what its moves cost, all else as in x."""
+        mine = [end.layouts for end in self.readers if end.variable == i]
+        others = sorted({end.at(x) for end in self.readers if end.variable != i})
+        before = self.costs[:, others].sum(1)
+        if self.maker.variable != i:
+            return self.weight * self._from([self.maker.at(x)], before[:, None] + self._more(mine, others))[0]
+        if not mine:
+            return self.weight * self._from(self.maker.layouts, before)
+        every = self._from(self.maker.layouts, before[:, None] + self._more(mine, others))
+        return self.weight * np.diagonal(every)
+
+    def _more(self, mine: Sequence[np.ndarray], others: Sequence[int]) -> np.ndarray:
+        """What it costs to serve these readers, too, from each layout: [from, option]."""
+        paid = np.zeros(self.costs.shape[1], bool)
+        paid[others] = True
+        more = np.where(paid[mine[0]], 0.0, self.costs[:, mine[0]])
+        for k, needs in enumerate(mine[1:], 1):
+            again = paid[needs] | (needs == np.array(mine[:k])).any(0)
+            more = more + np.where(again, 0.0, self.costs[:, needs])
+        return more
+
+    def _from(self, made: np.ndarray | list[int], served: np.ndarray) -> np.ndarray:
+        """The least cost from where it is made, if `served` is what it costs from each layout: [made, ...]."""
+        if self.held is None:
+            return served[made]
+        held = self.held[made]
+        return ((held if served.ndim == 1 else held[:, :, None]) + served).min(1)
 
 
 @dataclass(eq=False)
 class Problem:
-    """work: for each variable the microseconds of each option. cells: how many equal cells each variable stands for."""
+    """work: for each variable the microseconds of each option. cells: how many equal cells each variable stands for.
+
+    constant: what all assignments cost. near: for each variable its values.
+    """
 
     work: list[np.ndarray]
     values: list[Value]
     cells: list[int] = field(default_factory=list)
-    made_by: list[list[int]] = field(init=False)
-    read_by: list[list[tuple[int, int]]] = field(init=False)
+    constant: float = 0.0
+    near: list[list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.cells = self.cells or [1] * len(self.work)
-        self.made_by = [[] for _ in self.work]
-        self.read_by = [[] for _ in self.work]
+        self.near = [[] for _ in self.work]
         for v, value in enumerate(self.values):
-            if value.maker.variable != FIXED:
-                self.made_by[value.maker.variable].append(v)
-            for r, end in enumerate(value.readers):
-                if end.variable != FIXED:
-                    self.read_by[end.variable].append((v, r))
+            for i in value.free:
+                self.near[i].append(v)
 
     def kinds(self) -> list[list[Value]]:
         """The values, those of a kind together."""
@@ -84,36 +130,12 @@ class Problem:
     def cost(self, x: Sequence[int]) -> float:
         """The objective, in microseconds: one option for each variable."""
         work = sum([float(w[i]) for w, i in zip(self.work, x, strict=True)])
-        return work + sum([value.cost(x) for value in self.values])
+        return self.constant + work + sum([value.cost(x) for value in self.values])
 
     def costs_of(self, i: int, x: Sequence[int]) -> np.ndarray:
         """For each option of a variable the part of the objective that depends on it, all else as in x."""
-        total = self.work[i].copy()
-        for v in dict.fromkeys([*self.made_by[i], *[v for v, _ in self.read_by[i]]]):
-            total += self.values[v].weight * self.of_value(self.values[v], i, x)
-        return total
-
-    def of_value(self, value: Value, i: int, x: Sequence[int]) -> np.ndarray:
-        """For each option of a variable what the moves of one such value cost, all else as in x."""
-        mine = [end.layouts for end in value.readers if end.variable == i]
-        others = sorted({end.at(x) for end in value.readers if end.variable != i})
-        if value.maker.variable == i:
-            made = value.maker.layouts
-            total = value.costs[made][:, others].sum(1) if others else np.zeros(len(made))
-        else:
-            made = value.maker.at(x)
-            total = np.zeros(len(self.work[i]))
-        for k, needs in enumerate(mine):
-            paid = np.isin(needs, others)
-            for earlier in mine[:k]:
-                paid |= needs == earlier
-            total = total + np.where(paid, 0.0, value.costs[made, needs])
-        return total
+        return sum([self.values[v].costs_of(i, x) for v in self.near[i]], self.work[i])
 
     def neighbours(self, i: int) -> list[int]:
         """The variables that share a value with this one, in order."""
-        found: set[int] = set()
-        for v in [*self.made_by[i], *[v for v, _ in self.read_by[i]]]:
-            ends = (self.values[v].maker, *self.values[v].readers)
-            found |= {end.variable for end in ends}
-        return sorted(found - {i, FIXED})
+        return sorted({j for v in self.near[i] for j in self.values[v].free} - {i})

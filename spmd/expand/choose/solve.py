@@ -11,11 +11,12 @@ ranks find the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spmd.expand.choose.bound import Bound
+from spmd.expand.choose.fold import folded
 from spmd.expand.choose.problem import Problem
 from spmd.expand.choose.search import LESS, decode, repair, settle
 
@@ -54,6 +55,12 @@ class Solved:
 
 def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
     """A cheap assignment of a problem with a bound. starts: assignments to begin with."""
+    left = folded(problem)
+    solved = _solved(left.problem, [left.fold(start) for start in starts])
+    return replace(solved, x=tuple(left.unfold(solved.x)))
+
+
+def _solved(problem: Problem, starts: Sequence[Sequence[int]]) -> Solved:
     best = _Best(problem)
     for start in starts:
         best.take(settle(problem, list(start)))

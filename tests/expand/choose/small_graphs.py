@@ -76,11 +76,12 @@ def _moves(value: Value, every: np.ndarray) -> np.ndarray:
         np.broadcast_to(end.layouts[0] if end.variable == FIXED else end.layouts[every[end.variable]], every.shape[1])
         for end in (value.maker, *value.readers)
     ]
-    cost = np.zeros(every.shape[1])
+    ways = made[None] if value.held is None else np.arange(len(value.costs))[:, None]  # [held in, assignment]
+    cost = np.zeros((len(ways), every.shape[1])) if value.held is None else value.held.T[:, made]
     for k, need in enumerate(needs):
         paid = np.any([need == other for other in needs[:k]], axis=0) if k else False
-        cost += np.where(paid, 0.0, value.costs[made, need])
-    return cost
+        cost = cost + np.where(paid, 0.0, value.costs[ways, need])
+    return cost.min(0)
 
 
 def compared(seed: int, mesh_name: str) -> tuple[float, Solved, int] | None:
