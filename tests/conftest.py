@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
 
     items.sort(key=place)
+
+
+def pytest_configure() -> None:
+    """Nobody reads the trace that torch can write of its compilers.
+
+    pytest listens to every logger that does not propagate, and for a listener torch writes down each guard on a size
+    with its stack: a twelfth of the time of all tests.
+    """
+    trace = logging.getLogger("torch.__trace")
+    trace.propagate = True
+    trace.handlers.clear()
 
 
 def pytest_collection_finish() -> None:

@@ -1,6 +1,6 @@
-"""Jobs of three ranks, one of which dies. ``python dying_job.py HOW...`` runs them one by one, by the demo's launcher.
+"""Jobs of two ranks, one of which dies. ``python dying_job.py HOW...`` runs them one by one, by the demo's launcher.
 
-The rank dies after a collective of all ranks, while the others wait for it in the next one. Each rank prints its pid.
+The rank dies after a collective of all ranks, while the other waits for it in the next one. Each rank prints its pid.
 Before each job the launcher prints its name, and after it the exit code; on stderr the name and the error.
 """
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spmd.cli.args import UsageError
 from spmd.cli.launch import JobFailed, launch, launched, run_launched
 
-RANKS, DYING = 3, 1
+RANKS, DYING = 2, 1
 
 
 def leave():

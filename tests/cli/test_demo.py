@@ -134,8 +134,8 @@ DYING = str(Path(__file__).with_name("dying_job.py"))
 
 
 DEATHS = {
-    "leave": (1, "rank 1 of 3 died (exit code 3), and the other ranks were stopped."),
-    "be_killed": (1, "rank 1 of 3 died (SIGKILL), and the other ranks were stopped."),
+    "leave": (1, "rank 1 of 2 died (exit code 3), and the other ranks were stopped."),
+    "be_killed": (1, "rank 1 of 2 died (SIGKILL), and the other ranks were stopped."),
     "complain": (1, "ArithmeticError: a rank that raises alone"),
     "misread": (2, "a rank that was told nonsense"),
 }
@@ -160,7 +160,7 @@ def test_a_rank_that_dies_ends_the_job(how, deaths):
     assert out.splitlines()[-1] == f"exit code {code}"
     assert err.splitlines()[-1].endswith(message)
     assert "Connection closed" not in err
-    assert len(re.findall("pid", out)) == 3 and not running(out)
+    assert len(re.findall("pid", out)) == 2 and not running(out)
 
 
 @pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
@@ -168,7 +168,7 @@ def test_a_launcher_that_is_stopped_takes_its_ranks_along(by, tmp_path):
     """However the launcher ends, its ranks end too."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, DYING, "wait"], env=env, stdout=subprocess.PIPE, text=True) as job:
-        pids = "".join(job.stdout.readline() for _ in range(4))  # a title, and three ranks
+        pids = "".join(job.stdout.readline() for _ in range(3))  # a title, and two ranks
         job.send_signal(by)
         assert job.wait(30) != 0
         until = time.monotonic() + 30

@@ -235,11 +235,12 @@ def agree(fn, tensors, *placings, mesh_shape=(2, 2), single=None) -> None:
     """
     step, tensors = step_of(fn), [t.detach() for t in tensors]
     want = step_of(single or fn)(*tensors)
-    for placing in placings:
-        with LocalTensorMode(math.prod(mesh_shape)):
-            mesh = spmd.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+    with LocalTensorMode(math.prod(mesh_shape)):
+        mesh = spmd.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp")[-len(mesh_shape) :])
+        compiled = spmd.compile(step, mesh)  # for all placings, so that the function is captured once
+        for placing in placings:
             given = [placed(t, p, mesh) for t, p in zip(tensors, placing, strict=True)]
-            got = [every_rank(x) for x in spmd.compile(step, mesh)(*given)]
-        assert len(got) == len(want), placing
-        for i, (ranks, b) in enumerate(zip(got, want, strict=True)):
-            assert all(alike(a, b) for a in ranks), f"{placing}: result {i} is\n{ranks[0]}, not\n{b}"
+            got = [every_rank(x) for x in compiled(*given)]
+            assert len(got) == len(want), placing
+            for i, (ranks, b) in enumerate(zip(got, want, strict=True)):
+                assert all(alike(a, b) for a in ranks), f"{placing}: result {i} is\n{ranks[0]}, not\n{b}"

@@ -81,14 +81,17 @@ def _warn(mesh: DeviceMesh, text: str) -> None:
 
 
 def guards_of(key: tuple) -> Guards:
-    """All that the key of a call has, by name, but for the sizes of its arguments."""
+    """All that the key of a call has, by name, but for the sizes and places of its arguments.
+
+    A capture is of global tensors: an argument that lies elsewhere needs another program, and no other capture.
+    """
     structure, modes, deterministic, arguments, constants, *layouts = key
     found: dict[Any, Any] = {
         "the structure of the arguments": structure, "the modes around the call": modes,
         "deterministic": deterministic,
     }  # fmt: skip
     found |= {slot: tuple(rest) for slot, *rest in itertools.chain(*layouts)}
-    found |= {path: _without_sizes(x) for path, x in arguments}
+    found |= {path: _captured_of(x) for path, x in arguments}
     return found | dict(constants)
 
 
@@ -96,11 +99,11 @@ def _key(guards: Guards) -> tuple:
     return tuple(guards.items())
 
 
-def _without_sizes(x: Any) -> Any:
+def _captured_of(x: Any) -> Any:
     if not isinstance(x, tuple) or not x or not isinstance(x[0], Spec):
         return x
     spec, device = x
     # The order of strides is that of the dims in memory.
     plain = spec.stride == contiguous(spec.shape)
     order = () if plain else tuple(sorted(range(spec.ndim), key=lambda d: (spec.stride[d], d)))
-    return spec.mesh, spec.ndim, spec.dims, spec.partial, spec.dtype, order, device
+    return spec.mesh, spec.ndim, spec.dtype, order, device
