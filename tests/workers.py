@@ -15,6 +15,7 @@ in an error that says which rank did what; the pool then starts anew for the nex
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -153,6 +154,8 @@ def _work(rank: int, size: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # of what torch consists of, nothing will be garbage
+    gc.set_threshold(20_000, 20, 20)
     torch.set_num_threads(1)
     store = dist.TCPStore(HOST, port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
