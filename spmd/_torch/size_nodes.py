@@ -64,8 +64,10 @@ class SizeNode(SymNode):
 
 
 class SizeNodes:
-    """All nodes of the sizes of one trace. symbols: those of sizes. is_computing: whether an operation runs. It
-    computes with what a size is, and not with what it was found to be equal to: whoever asks then is known to have asked.
+    """All nodes of the sizes of one trace. symbols: those of sizes. is_computing: whether an operation runs.
+
+    An operation computes with what a size is, and not with what it was found to be equal to: whoever asks then is known
+    to have asked.
     """
 
     def __init__(self):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import spmd
+import spmd.parallel  # `import spmd` leaves it out, and it has caches
 from spmd import DTensor, LocalTensorMode, Replicate, Shard
 from spmd.debug import caches
 from spmd.expand import compile as compiling
