@@ -6,6 +6,7 @@
 
 The GPT of `examples/gpt.py` trains a step with AdamW: fully sharded (FSDP2 of torch), tensor-parallel
 (`parallelize_module`), data-parallel (DistributedDataParallel); and the gradients of the fully sharded one are clipped.
+Causal attention of a sequence that the ranks share out, forward and backward, goes round a ring, or gathers.
 Both sides train copies of one model on the same batches in the same processes and take turns, in a new order each
 round. The time of a step is that of the slowest rank, from a barrier on. The table has medians and their ratio, that of
 the processor time of all ranks, and that of the peak of memory, which is measured in processes of their own: the
@@ -34,6 +35,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from _table import table
+from peers.context import RingAttention
 from peers.dtensor import Local
 from torch import nn
 from torch.distributed import fsdp
@@ -46,7 +48,8 @@ from spmd import parallel as ours
 
 RANKS = 4
 SIDES = ("spmd", "torch")
-BARS = {"fully shard": (0.95, 1.0), "tensor parallel": (0.8, None), "data parallel": (1.0, None), "clip": (0.3, None)}
+BARS = {"fully shard": (0.95, 1.0), "tensor parallel": (0.8, None), "data parallel": (1.0, None), "clip": (0.3, None),
+        "ring": (1.0, None), "gather": (1.0, None)}  # fmt: skip
 """The most that times, and memory, may be of torch's."""
 
 Step = Callable[[torch.Tensor], float]
@@ -110,7 +113,28 @@ def clipping(side: str, model: nn.Module) -> Step:
     return step
 
 
+def attending(kind: str, side: str, model: GPT) -> Step:
+    """Attention of this rank's part of a sequence to all of it, and the gradients."""
+    heads, size, width = model.blocks[0].attn.n_head, 16 * model.pos_emb.weight.shape[0], model.pos_emb.weight.shape[1]
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    part = 2, heads, size // RANKS, width // heads
+    leaves, mesh = [torch.randn(part, generator=draw).requires_grad_() for _ in range(3)], mesh_of(side)
+
+    def step(_: torch.Tensor) -> float:
+        if side == "torch":
+            out = RingAttention.apply(*leaves, mesh.get_group(), "alltoall" if kind == "ring" else "allgather")
+        else:
+            with ours.context_parallel(mesh, method="ring" if kind == "ring" else "allgather"):
+                out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+        return sum(x.square().sum() for x in (out, *grads)).item()
+
+    return step
+
+
 def made(kind: str, side: str, model: nn.Module) -> Step:
+    if kind in ("ring", "gather"):
+        return attending(kind, side, model)
     return clipping(side, model) if kind == "clip" else training(kind, side, model)
 
 

@@ -12,6 +12,8 @@ from spmd.parallel.context.context_parallel import (
     context_parallel_unshard,
 )
 from spmd.parallel.data_parallel import data_parallel
+from spmd.parallel.experts.balance import load_balancing_loss
+from spmd.parallel.experts.expert_parallel import ExpertParallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from spmd.parallel.losses.linear_cross_entropy import linear_cross_entropy
@@ -22,9 +24,9 @@ from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
-    "CPUOffloadPolicy", "ColwiseParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle",
-    "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel",
-    "UnshardHandle", "clip_grad_norm_", "context_parallel", "context_parallel_shard", "context_parallel_unshard",
-    "data_parallel", "fully_shard", "linear_cross_entropy", "loss_parallel", "parallelize_module", "placements_of",
-    "register_fsdp_forward_method",
+    "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
+    "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
+    "SequenceParallel", "UnshardHandle", "clip_grad_norm_", "context_parallel", "context_parallel_shard",
+    "context_parallel_unshard", "data_parallel", "fully_shard", "linear_cross_entropy", "load_balancing_loss",
+    "loss_parallel", "parallelize_module", "placements_of", "register_fsdp_forward_method",
 ]  # fmt: skip

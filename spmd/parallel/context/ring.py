@@ -110,10 +110,12 @@ def _gradients(ring: Ring, rows: Tensors, keys: Tensors, mask) -> Tensors:
     by_rows, stays = ring.method == "ring_q", []
 
     def visit(luggage: Tensors, i: int) -> Tensors:
-        of_q, *of_keys = _terms(ring, i, *((luggage, keys) if by_rows else (rows, luggage)))
-        leaves, kept = ((of_q,), of_keys) if by_rows else (of_keys, (of_q,))
-        stays[:] = _added(stays, kept) if stays else kept
-        return tuple(leaves)
+        if by_rows:
+            of_q, *stays[:] = _terms(ring, i, luggage, keys, (None, *(stays or (None, None))))
+            return (of_q,)
+        of_q, *of_keys = _terms(ring, i, rows, luggage, (*(stays or (None,)), None, None))
+        stays[:] = [of_q]
+        return tuple(of_keys)
 
     side, tensors = ("rows", rows) if by_rows else ("keys", keys)
     go = _all_at_once if ring.method == "allgather" else _go_round
@@ -142,8 +144,8 @@ class Luggage:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Luggage:
         kinds = dict.fromkeys(x.dtype for x in tensors)
-        flats = [torch.cat([x.reshape(-1) for x in tensors if x.dtype is kind]) for kind in kinds]
-        return cls(tuple(flats), tuple((x.dtype, tuple(x.shape)) for x in tensors))
+        flats = tuple(_flat([x for x in tensors if x.dtype is kind]) for kind in kinds)
+        return cls(flats, tuple((x.dtype, tuple(x.shape)) for x in tensors))
 
     def unpacked(self) -> Tensors:
         kinds = dict.fromkeys(dtype for dtype, _ in self.tensors)
@@ -160,6 +162,15 @@ class Luggage:
 
     def arrived(self) -> Luggage:
         return replace(self, flats=tuple(map(wait, self.flats)))
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all, each copied once, however they lie in memory."""
+    sizes = [x.numel() for x in tensors]
+    flat = tensors[0].new_empty(sum(sizes))
+    for part, x in zip(flat.split(sizes), tensors, strict=True):
+        part.view(x.shape).copy_(x)
+    return flat
 
 
 Visit = Callable[[Tensors, int], Tensors | None]
@@ -185,8 +196,10 @@ def _go_round(ring: Ring, luggage: Luggage, visit: Visit, join: Join) -> Tensors
 def _all_at_once(ring: Ring, luggage: Luggage, visit: Visit, join: Join) -> Tensors | None:
     """As `_go_round`, with one gather, and one reduction of sums."""
     group = ring.mesh, ring.axis
-    every = [wait(all_gather_tensor(x.unsqueeze(0), 0, group)) for x in luggage.flats]
-    taken = [visit(replace(luggage, flats=_before(ring, every, i)).unpacked(), i) for i in range(ring.n)]
+    coming = [all_gather_tensor(x.unsqueeze(0), 0, group) for x in luggage.flats]
+    taken = [visit(luggage.unpacked(), 0)]
+    every = [wait(x) for x in coming]
+    taken += [visit(replace(luggage, flats=_before(ring, every, i)).unpacked(), i) for i in range(1, ring.n)]
     if taken[0] is None:
         return None
     packed = [Luggage.of(x) for x in taken]
@@ -259,18 +272,26 @@ def _nothing(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
 
 
 @per_rank
-def _terms(ring: Ring, i: int, rows: Tensors, keys: Tensors) -> Tensors:
-    """The gradients of rows, keys and values from what these rows see of these keys, in the precision of the sums."""
-    (q, g, out, sums), (k, v) = rows[:4], keys[:2]
-    found = [torch.zeros_like(x, dtype=sums.dtype) for x in (q, k, v)]
+def _terms(ring: Ring, i: int, rows: Tensors, keys: Tensors, before: tuple[torch.Tensor | None, ...]) -> Tensors:
+    """The gradients of rows, keys and values from what these rows see of these keys, in the precision of the sums.
+
+    before: of each, what they are added to, in place.
+    """
+    (q, g, out, sums), (k, v), found = rows[:4], keys[:2], list(before)
     for tile in ring.tiles(i):
         at, of = tile.rows, tile.keys
         mask = _mask(ring, i, tile, rows, keys)
         given = _at(g, at), _at(q, at), _at(k, of), _at(v, of), _at(out, at), _at(sums, at)
         terms = gradients(*given, mask, tile.causal, ring.scale)
-        for x, term, part in zip(found, terms, (at, of, of), strict=True):
-            _at(x, part).add_(term)
-    return tuple(found)
+        for j, (x, part) in enumerate(((q, at), (k, of), (v, of))):
+            if found[j] is not None:
+                _at(found[j], part).add_(terms[j])
+            elif part == (0, x.shape[2]):
+                found[j] = terms[j].to(sums.dtype)
+            else:
+                found[j] = _put(torch.zeros_like(x, dtype=sums.dtype), part, terms[j])
+    pairs = zip((q, k, v), found, strict=True)
+    return tuple(torch.zeros_like(x, dtype=sums.dtype) if y is None else y for x, y in pairs)
 
 
 def _mask(ring: Ring, i: int, tile: Tile, rows: Tensors, keys: Tensors) -> torch.Tensor | None:

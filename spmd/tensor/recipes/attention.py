@@ -96,13 +96,15 @@ def local_attention(recipe: Recipe, at: Coordinate, q, k, v, mask=None) -> tuple
         KERNEL(q, _part(k, keys), _part(v, keys), 0.0, is_causal, attn_mask=mask, scale=scale)
         for keys, is_causal in _parts(recipe, at, causal)
     ]
-    first, *rest = [(x[0], x[1]) for x in found]
-    for x in rest:
-        first = merged(*first, *x)
-    (out, sums), (spec, spec_of_sums) = first, recipe.outs
-    if rest and spec.dtype != spec_of_sums.dtype:
-        out = aten._to_copy.default(out, dtype=spec.dtype)
-    return out, sums
+    if len(found) == 1:
+        return found[0][0], found[0][1]
+    low, high = (spec.dtype for spec in recipe.outs)
+    out, sums = merged(*[y for x in found for y in (_cast(x[0], low, high), x[1])])
+    return _cast(out, high, low), sums
+
+
+def _cast(x, have: torch.dtype, want: torch.dtype):
+    return x if have == want else aten._to_copy.default(x, dtype=want)
 
 
 def local_gradients(recipe: Recipe, at: Coordinate, g, q, k, v, out, sums, mask=None) -> tuple:
@@ -142,21 +144,14 @@ def _joined(parts: list, after: int):
 def merged(out, sums, other, other_sums) -> tuple:
     """Attention to two sets of keys, from that to each: out [b, h, t, d], and the logarithms of sums [b, h, t].
 
-    Sums of minus infinity are those of no keys. The result has the precision of the sums.
+    Results and sums have one dtype. Sums of minus infinity are those of no keys.
 
     >>> merged(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 2), torch.full((1, 1, 1), -torch.inf))
     (tensor([[[[1., 1.]]]]), tensor([[[0.]]]))
     """
-    total = aten.logaddexp.default(sums, other_sums)
-    terms = [
-        aten.mul.Tensor(x, aten.unsqueeze.default(_share(s, total), -1)) for x, s in ((out, sums), (other, other_sums))
-    ]
-    return aten.add.Tensor(*terms), total
-
-
-def _share(sums, total):
-    """The part that these keys have of a row; none where no keys are seen at all, of which the difference is NaN."""
-    return aten.exp.default(aten.nan_to_num.default(aten.sub.Tensor(sums, total), -torch.inf, torch.inf, -torch.inf))
+    part = aten.sigmoid.default(aten.sub.Tensor(other_sums, sums))
+    part = aten.nan_to_num.default(part, 0.0)  # where no keys are seen at all; a result that is no number stays so
+    return aten.lerp.Tensor(out, other, aten.unsqueeze.default(part, -1)), aten.logaddexp.default(sums, other_sums)
 
 
 RECIPES: dict[Any, Callable[[Call], Recipe | None]] = {KERNEL: attention, GRADIENTS: attention_backward}

@@ -1,0 +1,142 @@
+"""ExpertParallel: each rank has some of the experts of a layer, and gets the tokens that are for them.
+
+    parallelize_module(model, mesh["ep"], {"model.layers.*.mlp.experts": ExpertParallel()})
+
+The layer has all experts in one tensor for each kind of weight, [experts, ...], and is called as transformers calls
+the experts of Mixtral, Qwen-MoE and others: experts(tokens, index, weights). Its own forward runs, unchanged, on this
+rank's experts and the tokens that came for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from spmd.mesh import DeviceMesh
+from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
+from spmd.parallel.style import ParallelStyle
+from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
+from spmd.tensor.placement import Placement, Shard
+
+
+class ExpertParallel(ParallelStyle):
+    """A layer of experts that is shared out: its parameters are sharded on their first dim, evenly or not.
+
+    The layer is called with [tokens, features], [tokens, k] experts of each token, and [tokens, k] weights; an expert
+    that is the number of experts is none. The tokens are this rank's own; as DTensors, sharded on their first dim by
+    the axis.
+
+    capacity_factor: how many tokens an expert takes of a rank, in units of what it gets if all get as much; what is
+    beyond is dropped, in order of the tokens. None takes all. average_gradients: the gradients of experts are averages
+    over the ranks' losses, as `fully_shard` and `data_parallel` make them of other parameters; of DTensors, and
+    otherwise, they are sums.
+
+    >>> ExpertParallel(capacity_factor=1.25)
+    ExpertParallel(capacity_factor=1.25)
+    """
+
+    def __init__(self, *, capacity_factor: float | None = None, average_gradients: bool = True):
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"ExpertParallel: capacity_factor is {capacity_factor}; give a positive number, or None")
+        self.capacity_factor, self.average_gradients = capacity_factor, average_gradients
+
+    def __repr__(self):
+        said = "" if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}"
+        return f"ExpertParallel({said})"
+
+    def params(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {name: Shard(0) for name, _ in module.named_parameters(recurse=False)}
+
+    def check(self, module: nn.Module, name: str) -> None:
+        """TypeError for a module whose parameters are not all of as many experts."""
+        every, own = list(module.parameters()), list(module.parameters(recurse=False))
+        sizes = {p.shape[0] if p.ndim else 0 for p in every}
+        if len(sizes) != 1 or len(every) > len(own) or max(p.ndim for p in own) < 3:
+            raise TypeError(
+                f"ExpertParallel: {name!r} is a {type(module).__name__} whose parameters have {sorted(sizes)} entries "
+                "on their first dim; it takes a layer with one tensor of all experts for each kind of weight, of "
+                "[experts, ...]"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, p in list(module.named_parameters(recurse=False)):
+            placed = distribute_tensor(p.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(placed, requires_grad=p.requires_grad))
+        module.__class__ = _shared_out(type(module))
+        module._expert_parallel, module._expert_mesh = self, device_mesh
+        return module
+
+
+class SharedExperts(nn.Module):
+    """What a layer of experts is once it is shared out."""
+
+    _expert_parallel: ExpertParallel
+    _expert_mesh: DeviceMesh
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        x, mesh = hidden_states, self._expert_mesh
+        if not isinstance(x, DTensor):
+            return self._of_own(x, top_k_index, top_k_weights, self._expert_parallel.average_gradients)
+        if x.device_mesh != mesh or not x.placements[0].is_shard(0):
+            raise ValueError(
+                f"ExpertParallel: the tokens are {x._spec}, and the experts on {mesh!r}; give x.redistribute(mesh, "
+                "[Shard(0)]) on that mesh, or plain tensors of this rank's tokens"
+            )
+        blocks = [y.redistribute(placements=x.placements).to_local() for y in (x, top_k_index, top_k_weights)]
+        return DTensor.from_local(self._of_own(*blocks, False), mesh, x.placements, shape=x.shape)
+
+    def _of_own(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, averages: bool) -> torch.Tensor:
+        mesh, factor = self._expert_mesh, self._expert_parallel.capacity_factor
+        experts = next(self.parameters(recurse=False)).shape[0]
+        sent: Dispatch = (
+            Dropless.of(index, experts, mesh) if factor is None else Capacity.of(index, experts, mesh, factor)
+        )
+        tokens, ids = sent.out(x)
+        with self._blocks(mesh.size() if averages else 1) as blocks:
+            y = super().forward(tokens, ids.unsqueeze(1), tokens.new_ones(len(ids), 1))
+            if not len(ids):  # the ranks whose tokens are computed elsewhere wait for this rank's backward, too
+                y = _DependsOn.apply(y, tokens, *blocks)
+        return sent.back(y, weights)
+
+    @contextmanager
+    def _blocks(self, share: int) -> Iterator[list[torch.Tensor]]:
+        """Inside, the parameters are this rank's blocks, whose gradients are divided by `share`."""
+        kept, count = dict(self._parameters), vars(self).get("num_experts")
+        own = {name: _divided(p.to_local(), share) for name, p in kept.items() if p is not None}
+        self._parameters.update(own)
+        if count is not None:
+            self.num_experts = next(iter(own.values())).shape[0]
+        try:
+            yield list(own.values())
+        finally:
+            self._parameters.update(kept)
+            if count is not None:
+                self.num_experts = count
+
+
+@functools.cache
+def _shared_out(cls: type) -> type:
+    return type(f"Shared{cls.__name__}", (SharedExperts, cls), {})
+
+
+def _divided(block: torch.Tensor, share: int) -> torch.Tensor:
+    if share > 1 and block.requires_grad:
+        block.register_hook(lambda g: g / share)
+    return block
+
+
+class _DependsOn(torch.autograd.Function):
+    """The first tensor, for autograd computed from the others, too: their gradients are zero."""
+
+    @staticmethod
+    def forward(ctx, y, *others):
+        ctx.others = [(x.shape, x.dtype, x.device) for x in others]
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)

@@ -1,0 +1,191 @@
+"""Experts that ranks share out give what they give on one device, with their gradients."""
+
+from __future__ import annotations
+
+import functools
+from math import ceil
+
+import pytest
+import torch
+import ways
+from torch import nn
+from transformers import MixtralConfig, Qwen2MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+
+from spmd import DTensor, Shard, distribute_tensor, init_device_mesh
+from spmd.comm import all_reduce, wait
+from spmd.debug import CommDebugMode
+from spmd.mesh import current_rank
+from spmd.parallel import ExpertParallel, load_balancing_loss, parallelize_module
+from spmd.sim import run_ranks
+
+WIDTH, RANKS = 8, 4
+QWEN = {"moe_intermediate_size": 6, "shared_expert_intermediate_size": 6, "num_experts_per_tok": 2}
+BLOCKS = {
+    "mixtral": lambda experts: MixtralSparseMoeBlock(
+        MixtralConfig(hidden_size=WIDTH, intermediate_size=6, num_local_experts=experts, num_experts_per_tok=2)
+    ),
+    "qwen": lambda experts: Qwen2MoeSparseMoeBlock(Qwen2MoeConfig(hidden_size=WIDTH, num_experts=experts, **QWEN)),
+}  # fmt: skip
+EXPERTS = {"even": 8, "uneven": 5, "empty": 3}
+
+
+@functools.cache
+def numbers(kind: str, experts: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        empty = BLOCKS[kind](experts).state_dict()
+    return {name: torch.randn(x.shape, generator=draw, dtype=torch.float64) for name, x in empty.items()}
+
+
+def block(kind: str, experts: int) -> nn.Module:
+    net = BLOCKS[kind](experts).double()
+    net.load_state_dict(numbers(kind, experts))
+    return net
+
+
+X = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+W = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def step(net: nn.Module, x: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    out = net(x)
+    (out * w).sum().backward()
+    return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
+
+
+def shared_out(kind: str, experts: int, **said) -> dict[str, torch.Tensor]:
+    """Own tokens, own loss; averages over the ranks, as of data parallelism, times the number of ranks."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    net = parallelize_module(block(kind, experts), mesh, {"experts": ExpertParallel(**said)})
+    assert isinstance(net.experts.down_proj, DTensor) and "SharedM" in repr(net) or kind == "qwen"
+    found = step(net, *(x.chunk(RANKS)[current_rank()] for x in (X, W)))
+    for name in found.keys() - {"out", "x"}:
+        g = found[name]
+        found[name] = g.full_tensor() * RANKS if isinstance(g, DTensor) else wait(all_reduce(g, "sum", mesh))
+    return found
+
+
+def equal(got: list[dict], want: dict) -> None:
+    for name, x in want.items():
+        whole = torch.cat([each[name] for each in got]) if name in ("out", "x") else None
+        for each in got if whole is None else [{name: whole}]:
+            torch.testing.assert_close(each[name], x, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_all_tokens_find_their_experts(kind, experts):
+    """Of transformers' blocks, unchanged; a rank may have no expert."""
+    want = step(block(kind, EXPERTS[experts]), X, W)
+    equal(run_ranks(lambda rank: shared_out(kind, EXPERTS[experts]), RANKS), want)
+
+
+def test_on_gloo(gloo4):
+    equal(ways.run("gloo", gloo4, shared_out, "mixtral", 5), step(block("mixtral", 5), X, W))
+
+
+# ---- capacity -----------------------------------------------------------------------------------
+
+
+def dropping(factor: float, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: nn.Module):
+    """On one device: of each rank's tokens an expert takes the first ones, token by token."""
+    index = index.clone()
+    for part in index.chunk(RANKS):
+        most, seen = ceil(factor * part.numel() / experts.num_experts), [0] * (experts.num_experts + 1)
+        for place, e in enumerate(part.flatten().tolist()):
+            seen[e] += 1
+            if seen[e] > most:
+                part.view(-1)[place] = experts.num_experts  # none
+    return experts(x, index, weights)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize("experts", [8, 5, 3])
+def test_experts_take_no_more_than_their_capacity(experts, factor):
+    net = block("mixtral", experts)
+    x = X.flatten(0, 1).clone().requires_grad_()
+    _, weights, index = net.gate(x)
+    want = dropping(factor, x, index, weights, net.experts)
+    (want * W.flatten(0, 1)).sum().backward()
+    found = {"out": want.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
+    got = run_ranks(lambda rank: shared_out("mixtral", experts, capacity_factor=factor), RANKS)
+    equal([{n: x.flatten(0, 1) if n in ("out", "x") else x for n, x in each.items()} for each in got], found)
+
+
+# ---- DTensors, and what is sent -----------------------------------------------------------------
+
+
+def of_dtensors() -> dict[str, torch.Tensor]:
+    """Global tokens: gradients of experts are sums."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    net = block("mixtral", 5)
+    x, w = (distribute_tensor(t.flatten(0, 1), mesh, [Shard(0)], src_data_rank=None) for t in (X, W))
+    x.requires_grad_()
+    with torch.no_grad():
+        _, weights, index = net.gate(X.flatten(0, 1))
+    index, weights = (distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for t in (index, weights))
+    experts = parallelize_module(net.experts, mesh, ExpertParallel())
+    out = experts(x, index, weights)
+    (out * w).sum().backward()
+    return {k: v.full_tensor() for k, v in {"o": out.detach(), "i": x.grad, "down": experts.down_proj.grad}.items()}
+
+
+def test_dtensors_of_tokens():
+    net, x = block("mixtral", 5), X.flatten(0, 1).clone().requires_grad_()
+    with torch.no_grad():
+        _, weights, index = net.gate(x)
+    out = net.experts(x, index, weights)
+    (out * W.flatten(0, 1)).sum().backward()
+    want = {"o": out.detach(), "i": x.grad, "down": net.experts.down_proj.grad}
+    equal(run_ranks(lambda rank: of_dtensors(), RANKS), want)
+
+
+@pytest.mark.parametrize("said, collectives", [({}, 1 + 2 + 2), ({"capacity_factor": 1.0}, 2 + 2)], ids=str)
+def test_one_exchange_each_way(said, collectives):
+    """GShard's all-to-alls, forward and backward; dropless exchanges counts before."""
+
+    def on_rank(rank):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        net = parallelize_module(block("mixtral", 8), mesh, {"experts": ExpertParallel(**said)})
+        with CommDebugMode() as comm:
+            step(net, *(x.chunk(RANKS)[rank] for x in (X, W)))
+        return {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+
+    assert run_ranks(on_rank, RANKS) == [{"all_to_all_single": collectives}] * RANKS
+
+
+# ---- balance ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balance_is_that_of_all_tokens(padded):
+    """transformers' number and gradient, of two layers."""
+    logits = torch.randn(2, 8, 3, 5, generator=torch.Generator().manual_seed(3))
+    mask = (torch.arange(24).view(8, 3) % 5 > 0).long() if padded else None
+
+    def loss_of(loss, logits, mask, **said):
+        layers = [x.flatten(0, 1).clone().requires_grad_() for x in logits]
+        value = loss(tuple(layers), 5, 2, mask, **said)
+        value.backward()
+        return [value.detach(), torch.stack([x.grad for x in layers])]
+
+    def on_rank(rank):
+        own = None if mask is None else mask.chunk(RANKS)[rank]
+        mesh = init_device_mesh("cpu", (RANKS,))
+        return loss_of(load_balancing_loss, logits.chunk(RANKS, 1)[rank], own, mesh=mesh)
+
+    value, gradient = loss_of(load_balancing_loss_func, logits, mask)
+    got = run_ranks(on_rank, RANKS)
+    for own, _ in got:
+        torch.testing.assert_close(own, value)
+    torch.testing.assert_close(torch.cat([g for _, g in got], 1), gradient * RANKS)
+
+
+def test_a_layer_that_is_no_layer_of_experts_is_said():
+    with pytest.raises(TypeError, match="one tensor of all experts"):
+        run_ranks(lambda rank: parallelize_module(nn.Linear(4, 3), init_device_mesh("cpu", (1,)), ExpertParallel()), 1)
+    with pytest.raises(ValueError, match="positive"):
+        ExpertParallel(capacity_factor=0)
