@@ -60,7 +60,7 @@ def shared_out(kind: str, experts: int, **said) -> dict[str, torch.Tensor]:
     """Own tokens, own loss; averages over the ranks, as of data parallelism, times the number of ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     net = parallelize_module(block(kind, experts), mesh, {"experts": ExpertParallel(**said)})
-    assert isinstance(net.experts.down_proj, DTensor) and "SharedM" in repr(net) or kind == "qwen"
+    assert (isinstance(net.experts.down_proj, DTensor) and "SharedM" in repr(net)) or kind == "qwen"
     found = step(net, *(x.chunk(RANKS)[current_rank()] for x in (X, W)))
     for name in found.keys() - {"out", "x"}:
         g = found[name]

@@ -118,7 +118,7 @@ class SharedExperts(nn.Module):
                 self.num_experts = count
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _shared_out(cls: type) -> type:
     return type(f"Shared{cls.__name__}", (SharedExperts, cls), {})
 
