@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -41,6 +41,7 @@ from spmd.expand.kept.settings import settings_text
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.outside import unchanged
+from spmd.expand.passes.passes import Pass
 from spmd.expand.places.table import PlacesTable, Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
@@ -78,6 +79,7 @@ def compile(
     choose: str = "op",
     outputs: Patterns | None = None,
     placements: Patterns | None = None,
+    passes: Sequence[Pass | str] | None = None,
     cache: str | os.PathLike | None = None,
     init: Init = True,
     backend: Backend = EAGER,
@@ -107,6 +109,10 @@ def compile(
     "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
 
+    passes: what is done to each program, in this order: passes by name ("numbers_late", "all_reduce_buckets",
+    "schedule"), such a pass with its sizes, or functions from `Program` to `Program`. By default all-reduces are sent
+    in buckets of `bucket_mb`, and on GPUs the order is chosen, so that what is sent runs beside what is computed.
+
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
 
@@ -127,7 +133,7 @@ def compile(
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     settings = Settings.of(
-        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements
+        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements, passes
     )  # fmt: skip
     check_backend(backend, mesh.device_type)
     return CompiledStep(fn, mesh, settings, library_at(cache), init, backend)

@@ -30,8 +30,10 @@ from spmd.expand.code import code_for
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import op_text
 from spmd.expand.memory import Memory, memory_of_run
+from spmd.expand.passes.report import Report
 from spmd.expand.places.places import Places
 from spmd.expand.timeline.timeline import Timeline, timeline_of
+from spmd.expand.timeline.work import Work
 from spmd.expand.verify import verify_graph
 from spmd.mesh import DeviceMesh, MeshTopoInfo, as_rank
 from spmd.tensor.redistribute.bucket import Bucket
@@ -82,7 +84,8 @@ class Program:
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
     owed: the results whose reductions the user has asked to leave. kinds: for each input what it is: parameter, buffer,
-    grad, optimizer, hyper, argument, or draws (where random numbers begin). reasons: for `explain`.
+    grad, optimizer, hyper, argument, or draws (where random numbers begin). reasons: for `explain`. reports: what each
+    pass did.
     """
 
     name: str
@@ -97,6 +100,7 @@ class Program:
     owed: frozenset[str] = frozenset()
     kinds: tuple[str, ...] = ()
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
+    reports: tuple[Report, ...] = field(default=(), compare=False, repr=False)
 
     def explain(self, of: str) -> Explanation:
         """Why a part of the program is as it is: what runs there and how, what it costs, and what else there could be.
@@ -138,6 +142,11 @@ class Program:
         if topology is None:
             return sum(c.us for c in self.collectives)
         return sum(s.priced(topology) for _, s in self.steps() if s.sends)
+
+    @cached_property
+    def work(self) -> Work:
+        """Its nodes as tasks, which can be replayed."""
+        return Work.of(self)
 
     def timeline(self) -> Timeline:
         """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from spmd.expand.passes.passes import Pass, checked_passes, usual_passes
 from spmd.expand.pins import Pins, checked_pins, pin_of
 from spmd.expand.places.fully_shard import FullyShard
 from spmd.expand.places.table import PlacesTable, Sharding
@@ -27,12 +28,13 @@ class Settings:
     bucket_mb: float | None
     choose: str
     placements: Mapping[str, tuple[Placement | None, ...]]
+    passes: tuple[Pass, ...] | None
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, fully_shard: Sharding,
         mixed_precision: MixedPrecision | None, inputs: Patterns | None, outputs: Patterns | None,
-        bucket_mb: float | None, choose: str, placements: Patterns | None,
+        bucket_mb: float | None, choose: str, placements: Patterns | None, passes: Sequence[Pass | str] | None = None,
     ) -> Settings:  # fmt: skip
         """The settings, with everything checked that can be checked without tensors."""
         if bucket_mb is not None and bucket_mb < 0:
@@ -44,7 +46,11 @@ class Settings:
         outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
         said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
         pins = {key: pin.placements for key, pin in checked_pins(mesh, placements).items()}
-        return cls(*said, inputs, outputs, bucket_mb, choose, pins)
+        return cls(*said, inputs, outputs, bucket_mb, choose, pins, None if passes is None else checked_passes(passes))
+
+    def passes_on(self, device_type: str) -> tuple[Pass, ...]:
+        """The passes over each program for this kind of device."""
+        return usual_passes(device_type, self.bucket_mb) if self.passes is None else self.passes
 
     def table(self, mesh: DeviceMesh) -> PlacesTable:
         """Which places each parameter has on a mesh."""

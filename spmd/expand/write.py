@@ -10,8 +10,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.explain.reasons import written
-from spmd.expand.passes.bucket import bucket_all_reduces
-from spmd.expand.passes.late_numbers import compute_numbers_late
+from spmd.expand.passes.passes import with_passes
 from spmd.expand.program import Program
 from spmd.expand.results import Results
 from spmd.expand.settings import Settings
@@ -31,7 +30,8 @@ class Writer:
         """The program of a capture whose sizes are known."""
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, given, given.places, results))
-        return self._as_run(replace(program, kinds=tuple(map(kind_of, captured.inputs))))
+        program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
+        return with_passes(program, self.settings.passes_on(self.mesh.device_type))
 
     def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1
@@ -40,8 +40,6 @@ class Writer:
         return written(given, self.settings.pins, *write)
 
     def _as_run(self, program: Program) -> Program:
-        """A program that was chosen, with its all-reduces in buckets."""
-        if (most := self.settings.bucket_mb) is None:
-            return program
-        program = compute_numbers_late(program).verify()
-        return bucket_all_reduces(program, min(1.0, most), most).verify()
+        """A program that was chosen, as it is priced: after the passes that are not judged by its time."""
+        passes = self.settings.passes_on(self.mesh.device_type)
+        return with_passes(program, [each for each in passes if not getattr(each, "judged", False)])

@@ -22,6 +22,10 @@ SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, 
 """Calls that split a tensor into pieces without a common element."""
 
 
+MAKE_NEW = {torch.cat, torch.mm, "sum"}
+"""Functions and methods, of those that the code of moves and kernels calls, that make a new tensor."""
+
+
 def may_alias_operand(node: fx.Node) -> bool:
     """Whether the result may share memory with an operand."""
     op = node.target
@@ -29,7 +33,7 @@ def may_alias_operand(node: fx.Node) -> bool:
         if op.namespace == "_c10d_functional":
             return op is _torch.c10d_functional.wait_tensor.default
         return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
-    return op is not torch.cat and node.op not in ("output", "placeholder", "get_attr")
+    return op not in MAKE_NEW and node.op not in ("output", "placeholder", "get_attr")
 
 
 def may_read_operand(node: fx.Node) -> bool:

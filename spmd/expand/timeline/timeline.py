@@ -116,7 +116,7 @@ class Timeline:
 
 def timeline_of(program: Program) -> Timeline:
     """The timeline of a program on the topology of its mesh."""
-    work = Work.of(program)
+    work = program.work
     ran = replay(work)
     events = [_event(work, each) for each in ran]
     path = tuple(events[i] for i in _path(ran))

@@ -1,0 +1,122 @@
+"""Passes by name, in the order that is asked for, each verified, and judged by the clock where it promises time.
+
+    spmd.compile(step, mesh, passes=("numbers_late", Buckets(mb=100), "schedule", my_pass))
+    print(step.program.reports[-1])
+
+    schedule      bits stay    taken      25,872.5 -> 19,406.2 us, 4,562,447,714 -> 4,562,447,714 bytes
+
+A pass is a function from program to program. Those with a name are values, which say whether bits may change, and
+whether they are *judged*: the program that a judged pass makes is replayed (`spmd.expand.timeline`), and where it is
+not faster, or needs more memory than the one that the pass was given, that one is used. A function of the user is not
+judged; nothing is known of its bits. `verify()` follows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd.expand.passes.late_numbers import compute_numbers_late
+from spmd.expand.passes.report import Figures, Report
+from spmd.expand.passes.schedule import schedule
+from spmd.expand.program import Program
+
+
+@dataclass(frozen=True)
+class NumbersLate:
+    """Computes single numbers just before their first reader, so that their reductions can travel together."""
+
+    name: ClassVar[str] = "numbers_late"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+
+    def __call__(self, program: Program) -> Program:
+        return compute_numbers_late(program)
+
+
+@dataclass(frozen=True)
+class AllReduceBuckets:
+    """Sends all-reduces that can wait together, up to `mb` megabytes, the first of them up to `first_mb`."""
+
+    mb: float = 25.0
+    first_mb: float = 1.0
+    name: ClassVar[str] = "all_reduce_buckets"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+
+    def __call__(self, program: Program) -> Program:
+        return bucket_all_reduces(program, min(self.first_mb, self.mb), self.mb)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Orders ops and launches. memory: bytes that may be alive; by default what the program needs as it comes."""
+
+    memory: int | None = None
+    name: ClassVar[str] = "schedule"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = True
+
+    def __call__(self, program: Program) -> Program:
+        return schedule(program, self.memory)
+
+
+Pass = NumbersLate | AllReduceBuckets | Schedule | Callable[[Program], Program]
+
+PASSES: dict[str, Pass] = {each.name: each() for each in (NumbersLate, AllReduceBuckets, Schedule)}
+"""The passes that have a name."""
+
+
+def checked_passes(given: Sequence[Pass | str]) -> tuple[Pass, ...]:
+    """Passes given by name or as functions. ValueError for a name that no pass has, TypeError for what is no pass."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f'compile: passes is {given!r}; give a list of passes, such as ("numbers_late", "schedule")')
+    return tuple(map(_checked, given))
+
+
+def _checked(one: Pass | str) -> Pass:
+    if isinstance(one, str):
+        if one not in PASSES:
+            raise ValueError(f"compile: there is no pass {one!r}; those with a name are {', '.join(PASSES)}")
+        return PASSES[one]
+    if not callable(one) or isinstance(one, type):
+        raise TypeError(f"compile: {one!r} is no pass; give a name or a function from Program to Program")
+    return one
+
+
+def usual_passes(device_type: str, bucket_mb: float | None) -> tuple[Pass, ...]:
+    """The passes where none are given: where a device sends beside its computing, the order is chosen, too."""
+    buckets = () if bucket_mb is None else (NumbersLate(), AllReduceBuckets(bucket_mb))
+    return (*buckets, Schedule()) if device_type == "cuda" else buckets
+
+
+def with_passes(program: Program, passes: Sequence[Pass]) -> Program:
+    """The program after these passes, each verified, with a report of each."""
+    for each in passes:
+        program = _after(program, each)
+    return program
+
+
+def _after(program: Program, one: Pass) -> Program:
+    name = getattr(one, "name", getattr(one, "__name__", type(one).__name__))
+    new = one(program)
+    if not isinstance(new, Program):
+        raise TypeError(f"the pass {name} returned a {type(new).__name__}, and must return a Program")
+    new, same_bits = new.verify(), getattr(one, "same_bits", None)
+    if not getattr(one, "judged", False):
+        return replace(new, reports=(*program.reports, Report(name, same_bits, new is not program, "")))
+    figures = Figures.of(program), Figures.of(new)
+    why = _why_not(new is program, *figures, getattr(one, "memory", None))
+    kept = program if why else new
+    return replace(kept, reports=(*program.reports, Report(name, same_bits, not why, why, *figures)))
+
+
+def _why_not(unchanged: bool, before: Figures, after: Figures, allowed: int | None) -> str:
+    """Why the program as it came is used; empty if the new one is."""
+    if unchanged:
+        return "nothing to change"
+    if after.us >= before.us:
+        return "it would not be faster"
+    return "it would need more memory" if after.peak > max(before.peak, allowed or 0) else ""

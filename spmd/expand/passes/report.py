@@ -1,0 +1,54 @@
+"""What a pass did to a program, and what it came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spmd.expand.timeline.replay import step_us
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A program in figures: its simulated step, the most bytes that are alive, and how many collectives it sends."""
+
+    us: float
+    peak: int
+    collectives: int
+
+    @classmethod
+    def of(cls, program: Program) -> Figures:
+        """The figures of a program."""
+        peak = max(program.work.memory(range(len(program.work.tasks))), default=0)
+        return cls(step_us(program.work), peak, len(program.collectives))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a pass did.
+
+    same_bits: whether results stay the same to the bit; None where that is not known. taken: whether its program is
+    used. why_not: why not. before, after: the figures of the program that it was given and of the one that it made,
+    where it is judged by them.
+    """
+
+    name: str
+    same_bits: bool | None
+    taken: bool
+    why_not: str = ""
+    before: Figures | None = None
+    after: Figures | None = None
+
+    def __str__(self):
+        bits = {True: "bits stay", False: "bits may change", None: "bits unknown"}[self.same_bits]
+        verdict = "taken" if self.taken else f"not taken: {self.why_not or 'nothing to change'}"
+        return f"{self.name:<20} {bits:<16} {verdict}{self._figures_text()}"
+
+    def _figures_text(self) -> str:
+        if self.before is None or self.after is None:
+            return ""
+        pairs = [(self.before.us, self.after.us, "us", ".1f"), (self.before.peak, self.after.peak, "bytes", "")]
+        return "".join(f", {a:,{form}} -> {b:,{form}} {unit}" for a, b, unit, form in pairs)

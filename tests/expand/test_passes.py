@@ -1,0 +1,162 @@
+"""Passes: named, in any order, verified; the schedule is never slower or bigger than the program as it came."""
+
+import functools
+import itertools
+import random
+
+import pytest
+import torch
+import ways
+from torch import optim
+
+import spmd
+from spmd import MeshTopoInfo
+from spmd.expand.passes.list_scheduler import WINDOW, Ways, listed
+from spmd.expand.passes.passes import PASSES, AllReduceBuckets, Schedule, checked_passes, with_passes
+from spmd.expand.timeline.replay import step_us
+from spmd.expand.timeline.work import Sending, Task, Work
+from spmd.mesh.layout import HostGrid
+from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, seeded, tokens, train_step
+
+PLANS = {"dp": ((4, 1), {}), "zero3, tp": ((2, 2), {"params": GPT_PLAN, "fully_shard": "dp"})}
+
+
+def program_of(plan):
+    """The program of a GPT under a plan, on Hopper; without passes."""
+    shape, more = PLANS[plan]
+    mesh = spmd.DeviceMesh("cpu", torch.arange(4).view(shape).tolist(), mesh_dim_names=("dp", "tp"))
+    mesh = mesh.with_topology(MeshTopoInfo(HostGrid(shape), "hopper"))
+    model = gpt(n_embd=64)
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, passes=(), **more)
+    return step.program_for(model, optim.AdamW(model.parameters()), *tokens(8)[0])
+
+
+programs = functools.cache(program_of)
+
+
+@pytest.fixture(params=PLANS)
+def program(request):
+    return programs(request.param)
+
+
+def test_each_pass_and_every_pair_is_verified(program):
+    """In both orders and twice; what the ranks run is verified, too. The program that is given is not changed."""
+    text = str(program)
+    for names in [(a,) for a in PASSES] + list(itertools.permutations(PASSES, 2)) + [("schedule", "schedule")]:
+        after = with_passes(program, checked_passes(names))
+        assert [r.name for r in after.reports] == list(names)
+        assert all(r.same_bits for r in after.reports)
+        assert sum(c.nbytes for c in after.collectives) == sum(c.nbytes for c in program.collectives)
+    after.memory()  # it is bound, and the code of the rank is verified
+    assert str(program) == text
+
+
+def test_a_schedule_is_faster_and_not_bigger(program):
+    """It hides what is sent; by the exact count, the memory of the rank is what it was."""
+    after = with_passes(program, (Schedule(),))
+    (report,) = after.reports
+    before, now = program.timeline(), after.timeline()
+    assert report.taken == (now.us < before.us)
+    assert now.us <= before.us and now.peak <= before.peak and now.bound_us == pytest.approx(before.bound_us)
+    if report.taken:
+        assert (report.before.us, report.after.us) == (before.us, now.us)
+        assert after.memory().peak <= program.memory().peak
+    again = with_passes(after, (Schedule(),))
+    assert again.timeline().us <= now.us
+    assert sorted(n.name for n in after.graph.nodes) == sorted(n.name for n in program.graph.nodes)
+
+
+def trained(passes):
+    """Losses, parameters and state after three steps on this rank, and whether the last pass was taken."""
+    mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = seeded(Net)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, params=NET, fully_shard="dp", passes=passes)
+    losses = [step(model, optimizer, *batch).detach() for batch in rows(8)]
+    return losses, list(model.parameters()), [s["exp_avg"] for s in optimizer.state.values()], step.program.reports[-1:]
+
+
+def test_results_are_the_same_to_the_bit():
+    """A training with all passes and with none, on simulated ranks."""
+    for (*alone, _), (*passed, (report,)) in zip(
+        ways.on_ranks(lambda: trained(()), 4), ways.on_ranks(lambda: trained(tuple(PASSES)), 4), strict=True
+    ):
+        assert report.taken
+        assert ways.same(alone, passed)
+
+
+# ---- control ----------------------------------------------------------------------------------
+
+
+def test_passes_are_named_values_or_functions():
+    """Names stand for the passes with their usual sizes; others are errors that say what there is."""
+    mine = lambda program: program  # noqa: E731
+    assert checked_passes(["schedule", AllReduceBuckets(mb=1.0), mine]) == (Schedule(), AllReduceBuckets(1.0), mine)
+    with pytest.raises(ValueError, match=r"no pass 'shedule'; those with a name are .*schedule"):
+        checked_passes(["shedule"])
+    with pytest.raises(TypeError, match="give a list of passes"):
+        checked_passes("schedule")
+    with pytest.raises(TypeError, match="is no pass"):
+        checked_passes([Schedule])
+
+
+def test_a_pass_of_the_user_is_verified_and_reported():
+    """Nothing is known of its bits, and what it returns must be a program."""
+    program = programs("dp")
+
+    def same(program):
+        return program
+
+    (report,) = with_passes(program, (same,)).reports
+    assert str(report) == "same                 bits unknown     not taken: nothing to change"
+    with pytest.raises(TypeError, match="the pass <lambda> returned a int"):
+        with_passes(program, (lambda program: 1,))
+
+
+# ---- any work ---------------------------------------------------------------------------------
+
+
+def random_work(seed):
+    """Tasks that read earlier ones, send on three streams over two levels of links, and overwrite in order."""
+    r = random.Random(seed)
+    tasks: list[Task] = [Task(f"in{i}", (), (), (), 0.0, 0, i, None, "", False) for i in range(3)]
+    for i in range(3, r.randint(5, 60)):
+        reads = tuple(sorted({r.randrange(max(0, i - r.choice([3, 60])), i) for _ in range(r.randint(1, 3))}))
+        sends = None
+        if r.random() < 0.3:
+            level, us = r.randrange(2), r.uniform(1, 20)
+            sends = Sending(r.choice("abc"), us, ((level, us * 0.7),), r.choice([0.0, 1.0]), 1)
+        follows = (r.randrange(i),) if r.random() < 0.1 else ()
+        waits = tuple(x for x in reads if tasks[x].sends)
+        us = r.choice([0.0, r.uniform(0.1, 10)])
+        tasks.append(Task(f"t{i}", reads, waits, follows, us, r.randrange(100), i, sends, "", True))
+    n = len(tasks)
+    every = tuple(range(n))
+    tasks.append(Task("out", every, tuple(i for i in every if tasks[i].sends), (), 0.0, 0, n, None, "", False))
+    return Work(tuple(tasks), 0)
+
+
+@pytest.mark.parametrize("ways", [Ways(), Ways(sink=False), Ways(fill=False), Ways(margin=0.0)], ids=str)
+def test_any_order_is_one_that_the_tasks_allow(ways):
+    """Each task once, behind what it reads and what it must follow; the same order each time."""
+    for seed in range(60):
+        work = random_work(seed)
+        limit = max(work.memory(range(len(work.tasks))))
+        order = listed(work, limit, ways)
+        assert order == listed(work, limit, ways)
+        assert sorted(order) == list(range(len(work.tasks))), seed
+        at = {i: place for place, i in enumerate(order)}
+        for i, task in enumerate(work.tasks):
+            assert all(at[b] < at[i] for b in (*task.reads, *task.follows)), (seed, i)
+
+
+def test_launches_that_wait_in_a_long_program_are_found():
+    """More ops than the scheduler looks at, with a gather at the end: it is launched at the start."""
+    n = 3 * WINDOW
+    tasks = [Task("w", (), (), (), 0.0, 0, 0, None, "", False)]
+    tasks += [Task(f"t{i}", (i - 1,) if i > 1 else (0,), (), (), 1.0, 0, i, None, "", True) for i in range(1, n)]
+    tasks.append(Task("gather", (0,), (), (), 0.0, 0, n, Sending("a", 50.0, (), 0.0, 1), "", True))
+    tasks.append(Task("use", (n - 1, n), (n,), (), 1.0, 0, n + 1, None, "", True))
+    work = Work(tuple(tasks), 0)
+    assert step_us(work) == n + 50
+    assert step_us(work, listed(work, 0)) == n
