@@ -109,9 +109,10 @@ def compile(
     "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
 
-    passes: what is done to each program, in this order: passes by name ("numbers_late", "all_reduce_buckets",
-    "schedule"), such a pass with its sizes, or functions from `Program` to `Program`. By default all-reduces are sent
-    in buckets of `bucket_mb`, and on GPUs the order is chosen, so that what is sent runs beside what is computed.
+    passes: what is done to each program, in this order: passes by name ("numbers_late", "buckets", "schedule",
+    "overlap"), such a pass with its sizes, or functions from `Program` to `Program`. By default all-reduces are sent in
+    buckets of `bucket_mb`; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what is
+    computed, unless `bucket_mb` is None.
 
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.

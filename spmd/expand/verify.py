@@ -31,7 +31,7 @@ from spmd.tensor.lower.follows import why_not
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute import legal
-from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.meta import makes
@@ -157,7 +157,8 @@ def _bucket(node: fx.Node) -> Found:
         yield "unread", "it sends what nobody reads"
     if len(have) != len(bucket.before) or not all(map(_same, have, bucket.before)) or _spec(node) != bucket.after:
         yield "move", "its steps are not those of its operands and results"
-    if len({(step.move, tuple(map(step.before.on, step.axes)), step.before.dtype) for step in bucket.steps}) > 1:
+    keys = set(map(bucket_key, bucket.steps))
+    if len(keys) > 1 or None in keys:
         yield "move", "tensors of several groups, kinds or dtypes are in one bucket"
     for step in bucket.steps:
         if why := legal.fault(step):

@@ -1,14 +1,21 @@
-"""Buckets: all-reduces that are sent together give the same results as when each is sent alone."""
+"""Buckets: what is sent together gives the same results as when each is sent alone."""
 
 import copy
 
 import pytest
 import torch
+import ways
 
 import spmd
-from spmd import Shard
-from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd import MeshTopoInfo, Shard
+from spmd.expand.passes.bucket import bucketed
+from spmd.expand.passes.passes import Buckets
 from spmd.mesh import as_rank
+from spmd.mesh.layout import HostGrid
+from spmd.tensor.redistribute.bucket import bucket_key
+from spmd.tensor.redistribute.collective_moves import AllGather, ReduceScatter
+from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import parse_spec
 from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
 
 
@@ -61,9 +68,9 @@ def test_a_full_bucket_is_sent():
     case = Case(batches=rows(8))
     alone = program(case, (2, 1), None)
     text = str(alone)
-    small = bucket_all_reduces(alone, first_mb=0.0, cap_mb=0.0)
+    small = bucketed(alone, 0.0, 0.0)
     assert [c.tensors for c in small.collectives] == [c.tensors for c in alone.collectives]
-    two = bucket_all_reduces(alone, first_mb=1e-4, cap_mb=1e-4)
+    two = bucketed(alone, 1e-4, 1e-4)
     assert 2 < len(two.collectives) < len(alone.collectives)
     assert str(alone) == text
 
@@ -79,3 +86,85 @@ def test_only_like_goes_with_like():
         compiled = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}, "y": {"tp": Shard(0)}})
         found = compiled.program_for(torch.ones(4, 3), torch.ones(4, 3))
     assert sorted((c.axis, c.tensors) for c in found.collectives) == [("dp", 1), ("dp", 2), ("tp", 1), ("tp", 1)]
+
+
+# ---- gathers, reduce-scatters, all-to-alls ------------------------------------------------------
+
+
+def exchanged(x, y):
+    """Each tensor moves from rows to columns."""
+    a, b = spmd.constrain(x * 2, {"dp": Shard(1)}), spmd.constrain(y * 3, {"dp": Shard(1)})
+    return a + 1, b + 1
+
+
+@pytest.mark.parametrize("n", [8, 7, 3])
+def test_all_to_alls_in_a_bucket(n):
+    """Even, uneven and empty blocks."""
+    x, y = torch.randn(n, 5, generator=torch.Generator().manual_seed(0)), torch.arange(float(n * 6)).view(n, 6)
+
+    def ranks(passes):
+        mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        step = spmd.compile(exchanged, mesh, inputs={"*": {"dp": Shard(0)}}, passes=passes)
+        return [r.full_tensor() for r in step(x, y)], [(c.kind, c.tensors) for c in step.program.collectives]
+
+    for (alone, sent), (packed, sent_packed) in zip(
+        ways.on_ranks(lambda: ranks(()), 4), ways.on_ranks(lambda: ranks((Buckets(100.0),)), 4), strict=True
+    ):
+        assert ways.same(alone, packed)
+        assert ways.same(alone, [x * 2 + 1, y * 3 + 1])
+        assert ("all_to_all", 1) in sent and sent_packed == [("all_to_all", 2)]
+
+
+@pytest.mark.parametrize("shape, hidden", [((4, 1), 8), ((4, 1), 7), ((4, 1), 3), ((2, 2), 8)], ids=str)
+def test_parameters_in_shards_travel_in_buckets(shape, hidden, monkeypatch):
+    """Stored even, uneven and empty. A gather forward, one backward, one reduce-scatter; the training is that of one
+    device."""
+    case = Case(model=lambda: Net(hidden=hidden), batches=rows(8), params={})
+    compile = spmd.compile
+    said = {"fully_shard": "dp", "passes": (Buckets(100.0), "schedule")}
+    monkeypatch.setattr(spmd, "compile", lambda *a, **k: compile(*a, **k, **said))
+    program = case.check(shape, lambda step, *_: step.program)
+    kinds = [(c.kind, c.tensors) for c in program.collectives]
+    assert ("all_gather", 1) not in kinds or hidden != 8
+    assert len([c for c in program.collectives if c.kind == "reduce_scatter"]) <= 2
+    program.verify()
+
+
+def test_sizes_by_the_cost_model_and_by_hand():
+    """A bucket ends where its latency is a tenth of its time, or where the megabytes end that were given."""
+    topology = MeshTopoInfo(HostGrid((4,)), "hopper")
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",)).with_topology(topology)
+
+    def step(*xs):
+        return [x.sum(0) for x in xs]
+
+    names = [torch.empty(4, 1 << 20, device="meta") for _ in range(20)]  # sums of four megabytes
+    with as_rank(0):
+        compiled = spmd.compile(step, mesh, inputs={"*": {"dp": Shard(0)}}, passes=())
+        program = compiled.program_for(*names)
+    modelled = [b for _, b in bucketed(program).steps() if b.sends]
+    full = modelled[1]
+    assert full.latency_us / full.parts.sent < 0.12 < modelled[0].latency_us / modelled[0].parts.sent
+    by_hand = [b.tensors for _, b in bucketed(program, 16.0, 8.0).steps() if b.sends]
+    assert by_hand == [2, 4, 4, 4, 4, 2]
+    assert [b.tensors for _, b in bucketed(program, kinds=("all_gather",)).steps() if b.sends] == [1] * 20
+
+
+def test_what_may_not_be_in_one_bucket():
+    """Another dtype, axis, reduction, or kind has another key; maxima that carry marks have none."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+
+    def keys(kind, *pairs):
+        return [bucket_key(Step(kind(axes), parse_spec(a, mesh), parse_spec(b, mesh))) for axes, a, b in pairs]
+
+    found = keys(
+        AllGather, ((0,), "f32[8@dp]", "f32[8]"), ((0,), "f32[4, 6@dp]", "f32[4, 6]"), ((1,), "f32[8@tp]", "f32[8]"),
+        ((0,), "bf16[8@dp]", "bf16[8]"),
+    )  # fmt: skip
+    assert found[0] == found[1] and len(set(found)) == 3
+    found = keys(
+        ReduceScatter, ((0,), "f32[8] +sum@dp", "f32[8@dp]"), ((0,), "f32[8] +avg@dp", "f32[8@dp]"),
+        ((1,), "f32[8] +sum@tp", "f32[8@tp]"), ((0,), "f64[8] +sum@dp", "f64[8@dp]"),
+    )  # fmt: skip
+    assert len(set(found)) == 4 and None not in found
+    assert keys(ReduceScatter, ((0,), "f32[8] +max@dp", "f32[8@dp]")) == [None]

@@ -13,7 +13,7 @@ import spmd.expand.compile as compile_module
 from spmd import MeshTopoInfo, Partial, Shard
 from spmd.comm import C10dTransport
 from spmd.expand.bind import bind
-from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd.expand.passes.bucket import bucketed
 from spmd.expand.program import Program
 from spmd.sim import run_ranks
 from tests.expand.side_by_side import (
@@ -88,12 +88,12 @@ def test_data_parallel_sends_gradients_and_two_numbers(size, tied):
     parameters = len(list(gpt(n_layer=2, tied=tied, **size[0]).parameters()))
     program = program_of((4, 1), size, 2, tied)
     assert sent(program) == {("all_reduce", "dp", "forward"): 2, ("all_reduce", "dp", "backward"): parameters}
-    bucketed = bucket_all_reduces(program)
-    assert sum(sent(bucketed).values()) == parameters + 2
-    assert {c.kind for c in bucketed.collectives} == {"all_reduce"}
-    assert len(bucketed.collectives) <= 5 < len(program.collectives)
-    assert sum(c.nbytes for c in bucketed.collectives) == sum(c.nbytes for c in program.collectives)
-    assert bucketed.comm_time() < program.comm_time()
+    packed = bucketed(program)
+    assert sum(sent(packed).values()) == parameters + 2
+    assert {c.kind for c in packed.collectives} == {"all_reduce"}
+    assert len(packed.collectives) <= 5 < len(program.collectives)
+    assert sum(c.nbytes for c in packed.collectives) == sum(c.nbytes for c in program.collectives)
+    assert packed.comm_time() < program.comm_time()
 
 
 @pytest.mark.parametrize("size, blocks", [(TINY, 1), (DEMO, 2)], ids=["tiny", "demo"])

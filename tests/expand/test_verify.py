@@ -18,7 +18,7 @@ from spmd import Replicate, Shard, local_map
 from spmd.comm import C10dTransport
 from spmd.expand.bind import bind
 from spmd.expand.local_ops import LocalShape, UnlessEmpty
-from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd.expand.passes.bucket import bucketed
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.program import Program
 from spmd.expand.verify import ProgramFault
@@ -280,10 +280,10 @@ def bucket_of_two_groups(p):
 
 
 def bucket_of_other_tensors(p):
-    bucketed = bucket_all_reduces(p)
-    node = only(bucketed.graph, lambda n: isinstance(n.target, Bucket))
+    packed = bucketed(p)
+    node = only(packed.graph, lambda n: isinstance(n.target, Bucket))
     node.target = Bucket(node.target.steps[::-1])
-    return bucketed
+    return packed
 
 
 def gathered(node: fx.Node, axis: int) -> fx.Node:

@@ -1,41 +1,80 @@
-"""Send small all-reduces together: one bucket for many gradients.
+"""Send small collectives together: one bucket for many gradients, or for many parameters.
 
-    all_reduce(g1), all_reduce(g2), ...  ->  one bucket: one all-reduce of all of them
+    all_reduce(g1), all_reduce(g2), ...    ->  one bucket, where the last of them is sent: one all-reduce of all of them
+    mm(x, all_gather(w1)), mm(y, all_gather(w2))  ->  one bucket, where the first of them is read
 
-A bucket collects all-reduces over one axis, of one kind and dtype, whose results nobody has read yet. It is sent when
-it is full or when one of the results is read. The first bucket is small, so that sending begins early in the backward.
+A bucket collects moves of one kind, over one axis, of one reduction and dtype (`bucket_key`). Reductions and
+all-to-alls are delayed: their bucket is sent when it is full or when one of the results is read. Gathers of what is
+there from the start, such as parameters in shards, are made earlier: with the first of the bucket. The first bucket of
+reductions is small, so that sending begins early in the backward.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.program import Program
-from spmd.tensor.redistribute.bucket import Bucket
-from spmd.tensor.redistribute.collective_moves import AllReduce
+from spmd.tensor.redistribute.bucket import Bucket, bucket_key
+from spmd.tensor.redistribute.collective_moves import AllGather
 from spmd.tensor.redistribute.plan import Step
 
 MB = 1 << 20
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+LATENCY_SHARE = 0.1
+"""By default, of the time of a full bucket the part that is latency."""
+FIRST_SHARE = 0.125
+"""By default, the first bucket of reductions as a part of the others."""
+MOST_BEFORE_GATHER = 4
+"""The most ops, such as casts, that are moved so that what follows them can be gathered earlier."""
 
 
-def bucket_all_reduces(program: Program, first_mb: float = 1.0, cap_mb: float = 25.0) -> Program:
-    """The same program with its all-reduces in buckets.
+def bucketed(
+    program: Program, mb: float | None = None, first_mb: float | None = None, kinds: Sequence[str] = KINDS
+) -> Program:
+    """The same program with moves of these kinds in buckets.
 
-    The first bucket is sent when it has `first_mb` megabytes, the others when they have `cap_mb`, and any bucket when
-    one of its results is read. An all-reduce that is read at once, such as that of the activations of a tensor-parallel
-    layer, stays alone. The sums are bitwise the same if the transport reduces an element in the same way wherever it is
-    in the buffer.
+    mb: megabytes of a bucket, of what the collective gives to a rank; by default those at which a tenth of the time is
+    latency. first_mb: of the first bucket of reductions. What is read at once, such as the all-reduce of a
+    tensor-parallel layer, stays alone. Sums are bitwise the same if the transport reduces an element in the same way
+    wherever it is in the buffer.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    output = next(n for n in graph.nodes if n.op == "output")
-    old = next(n for n in program.graph.nodes if n.op == "output")
-    output.meta = dict(old.meta)
-    _Packer(graph, first_mb * MB, cap_mb * MB).pack()
-    return replace(program, graph=graph)
+    program = copied(program)
+    sizes = _Sizes(mb, first_mb)
+    if "all_gather" in kinds:
+        _join_gathers(program.graph, sizes)
+    _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}).pack()
+    return program
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many bytes a bucket has, as `bucketed` is given them."""
+
+    mb: float | None
+    first_mb: float | None
+
+    def limit(self, step: Step, is_first: bool) -> float:
+        """The bytes of a bucket that begins with this step."""
+        full = _modelled_bytes(step) if self.mb is None else self.mb * MB
+        if not is_first:
+            return full
+        return full * FIRST_SHARE if self.first_mb is None else min(self.first_mb * MB, full)
+
+
+def _modelled_bytes(step: Step) -> float:
+    """The bytes at which the latency of a collective is a tenth of its time."""
+    topology, many = step.before.mesh.topology, 1 << 30
+    per_byte = (step.move.collective_us(many, topology) - step.latency_us) / many
+    received = step.latency_us * (1 / LATENCY_SHARE - 1) / per_byte if per_byte > 0 else float("inf")
+    return received * step.nbytes / max(1, step.received((0,) * step.before.mesh.ndim))
+
+
+# ---- reductions, delayed ------------------------------------------------------------------------
 
 
 @dataclass
@@ -53,41 +92,110 @@ class _OpenBucket:
 @dataclass
 class _Packer:
     graph: fx.Graph
-    first: float
-    cap: float
-    open: dict[tuple, _OpenBucket] = field(default_factory=dict)
+    sizes: _Sizes
+    kinds: frozenset[str]
+    open: dict[Hashable, _OpenBucket] = field(default_factory=dict)
 
     def pack(self) -> None:
         for node in list(self.graph.nodes):
             for key, bucket in list(self.open.items()):
                 if any(n in bucket.members for n in node.all_input_nodes):
-                    with self.graph.inserting_before(node):
-                        self._close(key)
-            if isinstance(node.target, Step) and isinstance(node.target.move, AllReduce):
-                self._add(node)
+                    self._close(key)
+            step = node.target
+            if isinstance(step, Step) and step.kind in self.kinds and (key := bucket_key(step)) is not None:
+                self._add(key, node)
 
-    def _add(self, node: fx.Node) -> None:
-        spec = node.target.before
-        key = node.target.move, tuple(map(spec.on, node.target.axes)), spec.dtype
-        bucket = self.open.setdefault(key, _OpenBucket(self.first))
+    def _add(self, key: Hashable, node: fx.Node) -> None:
+        if key not in self.open:
+            self.open[key] = _OpenBucket(self.sizes.limit(node.target, True))
+        bucket = self.open[key]
         bucket.members.append(node)
         if bucket.nbytes >= bucket.limit:
-            with self.graph.inserting_after(node):
-                self._close(key)
+            self._close(key)
 
-    def _close(self, key: tuple) -> None:
-        """Write the bucket at the insert point of the graph, and let the readers of its members read from it."""
+    def _close(self, key: Hashable) -> None:
         members = self.open[key].members
-        self.open[key] = _OpenBucket(self.cap)
-        if len(members) < 2:
-            return
-        bucket = Bucket(tuple(n.target for n in members))
-        sent = self.graph.create_node("call_function", bucket, ([n.args[0] for n in members],), name="bucket")
-        sent.meta["spec"] = bucket.after
-        after = sent
-        for i, member in enumerate(members):
-            with self.graph.inserting_after(after):
-                after = self.graph.create_node("call_function", operator.getitem, (sent, i), name=f"{member.name}_of")
-            after.meta |= member.meta
-            member.replace_all_uses_with(after)
-            self.graph.erase_node(member)
+        if members:
+            self.open[key] = _OpenBucket(self.sizes.limit(members[0].target, False))
+            _join(self.graph, members, after=members[-1])
+
+
+def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
+    """Write a bucket behind a node, and let the readers of its members read from it."""
+    if len(members) < 2:
+        return
+    bucket = Bucket(tuple(n.target for n in members))
+    with graph.inserting_after(after):
+        sent = graph.create_node("call_function", bucket, ([n.args[0] for n in members],), name="bucket")
+    sent.meta["spec"] = bucket.after
+    last = sent
+    for i, member in enumerate(members):
+        with graph.inserting_after(last):
+            last = graph.create_node("call_function", operator.getitem, (sent, i), name=f"{member.name}_of")
+        last.meta |= member.meta
+        member.replace_all_uses_with(last)
+        graph.erase_node(member)
+
+
+# ---- gathers, made earlier ----------------------------------------------------------------------
+
+
+@dataclass
+class _Gathers:
+    """Gathers that are to be made together, where the first of them stands."""
+
+    limit: float
+    members: list[fx.Node] = field(default_factory=list)
+    moved: list[fx.Node] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, node: fx.Node, before: Sequence[fx.Node]) -> None:
+        self.members.append(node)
+        self.moved += [n for n in before if n not in self.moved]
+        self.nbytes += node.target.after.local_nbytes
+
+
+def _join_gathers(graph: fx.Graph, sizes: _Sizes) -> None:
+    """Join gathers that need only what is there where the first of them stands."""
+    for gathers in list(_gathers(graph, sizes)):
+        if len(gathers.members) < 2:
+            continue
+        first = gathers.members[0]
+        for node in gathers.moved:
+            if first < node:  # nodes compare by their places
+                first.prepend(node)
+        _join(graph, gathers.members, after=first)
+
+
+def _gathers(graph: fx.Graph, sizes: _Sizes) -> Iterator[_Gathers]:
+    open_: dict[Hashable, _Gathers] = {}
+    for node in graph.nodes:
+        step = node.target
+        if not isinstance(step, Step) or not isinstance(step.move, AllGather) or (key := bucket_key(step)) is None:
+            continue
+        before = _before(node)
+        if before is None:
+            continue
+        if key in open_ and open_[key].nbytes >= open_[key].limit:
+            yield open_.pop(key)
+        if key not in open_:
+            given = step.after.local_nbytes / max(1, step.nbytes)
+            open_[key] = _Gathers(sizes.limit(step, False) * (given if sizes.mb is None else 1.0))
+        open_[key].add(node, before)
+    yield from open_.values()
+
+
+def _before(node: fx.Node) -> list[fx.Node] | None:
+    """The ops between inputs and a gather, in order: a few that send nothing. None if there are others."""
+    found: dict[fx.Node, None] = {}
+    stack = [node.args[0]]
+    while stack:
+        n = stack.pop()
+        if n.op in ("placeholder", "get_attr") or n in found:
+            continue
+        is_sent = isinstance(n.target, (Step, Bucket)) and n.target.sends
+        if is_sent or len(found) == MOST_BEFORE_GATHER:
+            return None
+        found[n] = None
+        stack += n.all_input_nodes
+    return sorted(found)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from spmd.expand.passes.bucket import bucket_all_reduces
+from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.report import Figures, Report
 from spmd.expand.passes.schedule import schedule
@@ -37,17 +37,28 @@ class NumbersLate:
 
 
 @dataclass(frozen=True)
-class AllReduceBuckets:
-    """Sends all-reduces that can wait together, up to `mb` megabytes, the first of them up to `first_mb`."""
+class Buckets:
+    """Sends collectives of equal kind, axes, reduction and dtype together.
 
-    mb: float = 25.0
-    first_mb: float = 1.0
-    name: ClassVar[str] = "all_reduce_buckets"
+    mb: megabytes of a bucket; by default those at which a tenth of the time is latency. first_mb: of the first bucket
+    of reductions; by default an eighth. kinds: which collectives.
+    """
+
+    mb: float | None = None
+    first_mb: float | None = None
+    kinds: tuple[str, ...] = KINDS
+    name: ClassVar[str] = "buckets"
     same_bits: ClassVar[bool] = True
     judged: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        if not all(size is None or size >= 0 for size in (self.mb, self.first_mb)):
+            raise ValueError(f"{self}: give megabytes of at least 0, or None for sizes by the cost model")
+        if unknown := set(self.kinds) - set(KINDS):
+            raise ValueError(f"{self}: no buckets of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+
     def __call__(self, program: Program) -> Program:
-        return bucket_all_reduces(program, min(self.first_mb, self.mb), self.mb)
+        return bucketed(program, self.mb, self.first_mb, self.kinds)
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,29 @@ class Schedule:
         return schedule(program, self.memory)
 
 
-Pass = NumbersLate | AllReduceBuckets | Schedule | Callable[[Program], Program]
+@dataclass(frozen=True)
+class Overlap:
+    """Buckets and a schedule together, or a schedule alone: whichever is the fastest within the memory.
 
-PASSES: dict[str, Pass] = {each.name: each() for each in (NumbersLate, AllReduceBuckets, Schedule)}
+    memory: as in `Schedule`.
+    """
+
+    memory: int | None = None
+    name: ClassVar[str] = "overlap"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = True
+
+    def __call__(self, program: Program) -> Program:
+        limit = max(program.work.memory(range(len(program.work.tasks)))) if self.memory is None else self.memory
+        tried = [schedule(bucketed(compute_numbers_late(program)), limit), schedule(program, limit)]
+        figures = {i: Figures.of(each) for i, each in enumerate(tried)}
+        fitting = [i for i in figures if figures[i].peak <= limit]
+        return tried[min(fitting, key=lambda i: figures[i].us)] if fitting else program
+
+
+Pass = NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
+
+PASSES: dict[str, Pass] = {each.name: each() for each in (NumbersLate, Buckets, Schedule, Overlap)}
 """The passes that have a name."""
 
 
@@ -87,9 +118,14 @@ def _checked(one: Pass | str) -> Pass:
 
 
 def usual_passes(device_type: str, bucket_mb: float | None) -> tuple[Pass, ...]:
-    """The passes where none are given: where a device sends beside its computing, the order is chosen, too."""
-    buckets = () if bucket_mb is None else (NumbersLate(), AllReduceBuckets(bucket_mb))
-    return (*buckets, Schedule()) if device_type == "cuda" else buckets
+    """The passes where none are given.
+
+    Where a device sends beside its computing, buckets and order are chosen by the replay; elsewhere all-reduces are
+    sent in buckets.
+    """
+    if device_type == "cuda" and bucket_mb is not None:
+        return (Overlap(),)
+    return () if bucket_mb is None else (NumbersLate(), Buckets(bucket_mb, 1.0, ("all_reduce",)))
 
 
 def with_passes(program: Program, passes: Sequence[Pass]) -> Program:

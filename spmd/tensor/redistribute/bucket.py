@@ -1,36 +1,58 @@
-"""A bucket: several all-reduces over one axis, sent as one.
+"""A bucket: several moves of one kind over one group, sent as one collective.
 
     g1: f32[8, 8] +sum@dp, g2: f32[8] +sum@dp      one all-reduce of 72 elements
+    w1: f32[8@dp, 8], w2: f32[8@dp]                one all-gather; each rank sends 16 + 2 elements
 
-A model has many gradients, most of them small, and each collective costs its latency. So the tensors are put one after
-the other into one buffer, the buffer is reduced, and it is cut into tensors again. Each element has the same sum.
+A model has many parameters, most of them small, and each collective costs its latency. So what the moves send is put
+side by side into one buffer, the buffer is sent, and what comes is cut again. Each element gets the same value as if it
+was sent alone. All-reduces and reduce-scatters leave views of the buffer; gathers and all-to-alls are put in order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from spmd.comm import Transport, transport
+from spmd.comm import Transport, transport, wire
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
-from spmd.tensor.redistribute.collective_moves import AllReduce
-from spmd.tensor.redistribute.moves import MoveContext, Parts
+from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, AllToAll, ReduceScatter, wire_items
+from spmd.tensor.redistribute.moves import MoveContext, Parts, group_size
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 
+def bucket_key(step: Step) -> Hashable | None:
+    """What steps must have in common to be sent in one bucket: move, axes, reduction, dtype. None for those that none
+    may join: other moves, reductions whose elements are marked, and blocks of which a rank may have none."""
+    spec, move = step.before, step.move
+    if type(move) not in _WAYS or not step.sends:
+        return None
+    if isinstance(move, AllReduce):
+        return move, tuple(map(spec.on, step.axes)), spec.dtype
+    if isinstance(move, ReduceScatter) and wire.marks_nan(spec.dtype, move.op(spec)):
+        return None
+    if not min(step.before.local_nbytes, step.after.local_nbytes):
+        return None
+    return move, tuple([(a, kind) for a, kind in spec.partial if a in step.axes]), spec.dtype
+
+
 @dataclass(frozen=True)
 class Bucket:
-    """All-reduces of the same axes, kinds and dtype in one collective. In a program it stands where a `Step` does."""
+    """Moves of equal `bucket_key` in one collective. In a program it stands where a `Step` does."""
 
     steps: tuple[Step, ...]
 
-    kind: ClassVar[str] = "all_reduce"
     sends: ClassVar[bool] = True
     __name__: ClassVar[str] = "bucket"
+
+    @property
+    def kind(self) -> str:
+        return self.steps[0].kind
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -57,7 +79,7 @@ class Bucket:
         return self.priced(self.before[0].mesh.topology)
 
     def priced(self, topology: MeshTopoInfo) -> float:
-        """Modelled microseconds of the one collective, and of filling its buffer."""
+        """Modelled microseconds of the one collective, and of the copies around it."""
         return sum(self._parts(topology))
 
     @property
@@ -71,25 +93,29 @@ class Bucket:
         return self.steps[0].latency_us
 
     def _parts(self, topology: MeshTopoInfo) -> Parts:
-        return Parts(cost.all_reduce_cost(self.nbytes, self.axes, topology), cost.copy_cost(self.nbytes, topology))
+        filled = cost.copy_cost(self.nbytes, topology)
+        if self.kind == "all_reduce":
+            return Parts(cost.all_reduce_cost(self.nbytes, self.axes, topology), filled)
+        move, alone = self.steps[0].move, [step.move.parts(step.before, step.after, topology) for step in self.steps]
+        received = sum([int(np.max(step.received_by_all)) for step in self.steps])
+        made = sum([spec.local_nbytes for spec in self.after])
+        cuts = 0.0 if self.kind == "reduce_scatter" else cost.copy_cost(made, topology)
+        packed, joined = sum([p.packed for p in alone]), sum([p.joined for p in alone])
+        return Parts(move.collective_us(received, topology), packed + filled, joined + cuts)
 
     def show(self, mesh: DeviceMesh, operand: object) -> str:
-        return f"all_reduce({operand}, {','.join(map(mesh.axis_name, self.axes))})"
+        return f"{self.kind}({operand}, {','.join(map(mesh.axis_name, self.axes))})"
 
     def start(self, xs, coordinate: tuple[int, ...], transport: Transport):
-        """Launch the reduction of these blocks, one for each step."""
-        ctx = self._context(coordinate, transport)
-        flat = torch.cat([xs[i].reshape(-1) for i in range(len(self.steps))], 0)
-        return self._reduce.start(flat, ctx)
+        """Launch the collective on these blocks, one for each step."""
+        return _WAYS[type(self.steps[0].move)].start(self.steps, xs, coordinate, transport)
 
     def finish(self, y, coordinate: tuple[int, ...], transport: Transport) -> list:
-        """Wait, and cut the buffer into the reduced blocks."""
-        shapes = [step.after.local_shape(coordinate) for step in self.steps]
-        pieces = self._reduce.finish(y, self._context(coordinate, transport)).split([prod(s) for s in shapes], 0)
-        return [pieces[i].view(shape) for i, shape in enumerate(shapes)]
+        """Wait, and cut what came into the blocks after the moves."""
+        return _WAYS[type(self.steps[0].move)].finish(self.steps, y, coordinate, transport)
 
     def __call__(self, xs) -> list:
-        """Reduce this rank's blocks now."""
+        """Make the moves on this rank's blocks now."""
         return transport().step(self._start_here, self._finish_here, xs)
 
     def _start_here(self, xs):
@@ -98,14 +124,100 @@ class Bucket:
     def _finish_here(self, y) -> list:
         return self.finish(y, self.before[0].mesh.get_coordinate(), transport())
 
-    @property
-    def _reduce(self) -> AllReduce:
-        return AllReduce(self.axes)
 
-    def _context(self, coordinate: tuple[int, ...], transport: Transport) -> MoveContext:
+# ---- how each kind is put into a buffer ---------------------------------------------------------
+
+Steps = Sequence[Step]
+
+
+def _contexts(steps: Steps, at: tuple[int, ...], by: Transport) -> list[MoveContext]:
+    return [MoveContext(step.before, step.after, at, by) for step in steps]
+
+
+class _AllReduced:
+    """One tensor behind the other."""
+
+    @classmethod
+    def start(cls, steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
+        flat = torch.cat([xs[i].reshape(-1) for i in range(len(steps))], 0)
+        return steps[0].move.start(flat, cls._context(steps, at, by))
+
+    @classmethod
+    def finish(cls, steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+        shapes = [step.after.local_shape(at) for step in steps]
+        flat = steps[0].move.finish(y, cls._context(steps, at, by))
+        pieces = flat.split([prod(s) for s in shapes], 0)
+        return [pieces[i].view(shape) for i, shape in enumerate(shapes)]
+
+    @staticmethod
+    def _context(steps: Steps, at: tuple[int, ...], by: Transport) -> MoveContext:
         """The context of the buffer's all-reduce: the buffer is Partial on the axes, as long as this rank's blocks."""
-        length = sum(prod(spec.local_shape(coordinate)) for spec in self.before)
-        first = self.before[0]
-        partial = [(a, kind) for a, kind in first.partial if a in self.axes]
+        length = sum(prod(step.before.local_shape(at)) for step in steps)
+        first, axes = steps[0].before, steps[0].axes
+        partial = [(a, kind) for a, kind in first.partial if a in axes]
         flat = Spec.of(first.mesh, (length,), first.dtype, partial=partial)
-        return MoveContext(flat, flat.with_layout(flat.dims, flat.units), coordinate, transport)
+        return MoveContext(flat, flat.with_layout(flat.dims, flat.units), at, by)
+
+
+class _Gathered:
+    """What a rank sends, one block behind the other; what comes is a row of all blocks for each rank."""
+
+    @staticmethod
+    def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        flat = torch.cat([move.packed(xs[i], ctx) for i, ctx in enumerate(ctxs)], 0)
+        return by.all_gather_into_tensor(flat, group_size(move.axes, steps[0].before), ctxs[0].group(move.axes))
+
+    @staticmethod
+    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        rows = [wire_items(steps[0].before.dtype) * move.row(ctx) for ctx in ctxs]
+        table = by.wait_tensor(y).view(group_size(move.axes, steps[0].before), sum(rows))
+        pieces = table.split(rows, 1)
+        return [move.unpacked(pieces[i].reshape(-1), ctx) for i, ctx in enumerate(ctxs)]
+
+
+class _Scattered:
+    """A row for each rank, with its pieces of all tensors one behind the other."""
+
+    @staticmethod
+    def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        n, rows = group_size(move.axes, steps[0].before), [move.row_sent(ctx) for ctx in ctxs]
+        flat = torch.cat([move.packed(xs[i], ctx).view(n, rows[i]) for i, ctx in enumerate(ctxs)], 1)
+        return move.sent(flat.view(-1), sum(rows), ctxs[0])
+
+    @staticmethod
+    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        rows = [move.row_sent(ctx) for ctx in ctxs]
+        pieces = move.arrived(y, sum(rows), ctxs[0]).split(rows, 0)
+        found = [move.unpacked(pieces[i], ctx) for i, ctx in enumerate(ctxs)]
+        shapes = [ctx.shape_after() for ctx in ctxs]
+        own = [x if prod(s) == n else x.narrow(0, 0, prod(s)) for x, s, n in zip(found, shapes, rows, strict=True)]
+        return [x.view(shape) for x, shape in zip(own, shapes, strict=True)]
+
+
+class _Exchanged:
+    """For each rank that gets something, its pieces of all tensors one behind the other."""
+
+    @staticmethod
+    def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        received, sent = zip(*[move.sizes(ctx) for ctx in ctxs], strict=True)
+        flats = [move.packed(xs[i], ctx).split(sent[i], 0) for i, ctx in enumerate(ctxs)]
+        pieces = [flats[i][rank] for rank in range(len(sent[0])) for i in range(len(steps))]
+        totals = [list(map(sum, zip(*each, strict=True))) for each in (received, sent)]
+        return by.all_to_all_single(torch.cat(pieces, 0), *totals, ctxs[0].group(move.axes))
+
+    @staticmethod
+    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+        move, ctxs = steps[0].move, _contexts(steps, at, by)
+        received = [move.sizes(ctx)[0] for ctx in ctxs]
+        ranks, many = len(received[0]), len(steps)
+        pieces = by.wait_tensor(y).split([received[i][rank] for rank in range(ranks) for i in range(many)], 0)
+        own = [torch.cat([pieces[rank * many + i] for rank in range(ranks)], 0) for i in range(many)]
+        return [move.unpacked(own[i], ctx) for i, ctx in enumerate(ctxs)]
+
+
+_WAYS = {AllReduce: _AllReduced, AllGather: _Gathered, ReduceScatter: _Scattered, AllToAll: _Exchanged}

@@ -72,21 +72,30 @@ class AllGather(Move):
         return cost.all_gather_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def start(self, x, ctx):
-        blocks = members(ctx.before, self.axes, ctx.coordinate)
-        row = max(map(volume, blocks))
-        if not row:
+        if not self.row(ctx):
             return x
-        flat = _padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), row)
-        return ctx.transport.all_gather_into_tensor(to_wire(flat, ctx.before.dtype), len(blocks), ctx.group(self.axes))
+        n = group_size(self.axes, ctx.before)
+        return ctx.transport.all_gather_into_tensor(self.packed(x, ctx), n, ctx.group(self.axes))
 
     def finish(self, y, ctx):
-        blocks = members(ctx.before, self.axes, ctx.coordinate)
-        row = max(map(volume, blocks))
-        if not row:
+        if not self.row(ctx):
             return y.new_zeros(ctx.shape_after())
-        whole = ctx.after.box(ctx.coordinate)
-        y = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype)
-        return joined_padded(y, [relative_to(block, whole) for block in blocks], ctx.shape_after(), row)
+        return self.unpacked(ctx.transport.wait_tensor(y), ctx)
+
+    def row(self, ctx: MoveContext) -> int:
+        """How many elements each rank sends: those of the largest block."""
+        return max(map(volume, members(ctx.before, self.axes, ctx.coordinate)))
+
+    def packed(self, x, ctx: MoveContext):
+        """What this rank sends."""
+        flat = _padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), self.row(ctx))
+        return to_wire(flat, ctx.before.dtype)
+
+    def unpacked(self, y, ctx: MoveContext):
+        """The block after the move, from the rows of all ranks."""
+        whole, blocks = ctx.after.box(ctx.coordinate), members(ctx.before, self.axes, ctx.coordinate)
+        boxes = [relative_to(block, whole) for block in blocks]
+        return joined_padded(from_wire(y, ctx.before.dtype), boxes, ctx.shape_after(), self.row(ctx))
 
     def _details(self, before, after):
         return [dims_text(self.axes, before)]
@@ -131,16 +140,25 @@ class Exchange(Move):
     def start(self, x, ctx):
         if self._nothing_to_send(ctx):
             return x
-        sent, received = self._boxes_to_send(ctx), self._boxes_to_receive(ctx)
-        flat = to_wire(cut(x, ctx.shape_before(), sent), ctx.before.dtype)
-        sizes = [[wire_items(ctx.before.dtype) * volume(box) for box in boxes] for boxes in (received, sent)]
-        return ctx.transport.all_to_all_single(flat, *sizes, ctx.group(self.axes))
+        return ctx.transport.all_to_all_single(self.packed(x, ctx), *self.sizes(ctx), ctx.group(self.axes))
 
     def finish(self, y, ctx):
         if self._nothing_to_send(ctx):
             return y.new_zeros(ctx.shape_after())
-        y = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype)
-        return joined(y, self._boxes_to_receive(ctx), ctx.shape_after())
+        return self.unpacked(ctx.transport.wait_tensor(y), ctx)
+
+    def sizes(self, ctx: MoveContext) -> list[list[int]]:
+        """How many items this rank receives from each rank, and sends to it."""
+        boxes = self._boxes_to_receive(ctx), self._boxes_to_send(ctx)
+        return [[wire_items(ctx.before.dtype) * volume(box) for box in each] for each in boxes]
+
+    def packed(self, x, ctx: MoveContext):
+        """What this rank sends, to one rank after the other."""
+        return to_wire(cut(x, ctx.shape_before(), self._boxes_to_send(ctx)), ctx.before.dtype)
+
+    def unpacked(self, y, ctx: MoveContext):
+        """The block after the move, from what came from one rank after the other."""
+        return joined(from_wire(y, ctx.before.dtype), self._boxes_to_receive(ctx), ctx.shape_after())
 
 
 @dataclass(frozen=True)
@@ -255,10 +273,28 @@ class ReduceScatter(_Reduction):
         return [relative_to(box, mine) for box in members(ctx.after, self.axes, ctx.coordinate)]
 
     def start(self, x, ctx):
-        pieces = self._pieces(ctx)
-        row = max(map(volume, pieces))
-        if not row:
+        if not self.row(ctx):
             return x
+        return self.sent(self.packed(x, ctx), self.row_sent(ctx), ctx)
+
+    def finish(self, y, ctx):
+        if not (row := self.row(ctx)):
+            return y.new_zeros(ctx.shape_after())
+        y = self.unpacked(self.arrived(y, self.row_sent(ctx), ctx), ctx)
+        own = prod(ctx.shape_after())
+        return (y if own == row else y.narrow(0, 0, own).clone()).view(ctx.shape_after())
+
+    def row(self, ctx: MoveContext) -> int:
+        """How many elements each rank gets: those of the largest piece."""
+        return max(map(volume, self._pieces(ctx)))
+
+    def row_sent(self, ctx: MoveContext) -> int:
+        """How many items that are on the wire."""
+        return self.row(ctx) * (2 if self._is_marked(ctx) else 1)
+
+    def packed(self, x, ctx: MoveContext):
+        """What this rank sends: a row for each rank."""
+        pieces, row = self._pieces(ctx), self.row(ctx)
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
         marked = wire.marks_nan(ctx.before.dtype, op)
         if marked or any(volume(piece) != row for piece in pieces):
@@ -266,27 +302,34 @@ class ReduceScatter(_Reduction):
             flat = torch.cat([wire.with_marks(r, ctx.before.dtype, op) for r in rows] if marked else rows, 0)
         else:
             flat = cut(x, ctx.shape_before(), pieces)
-        flat = _cast(flat, ctx.before.dtype, dtype).contiguous()
-        n, rows = len(pieces), 2 * row if marked else row
-        if adds_terms(ctx.transport, ctx.before.mesh.device_type, dtype, op):
-            return ctx.transport.all_to_all_single(flat, [rows] * n, [rows] * n, ctx.group(self.axes))
+        return _cast(flat, ctx.before.dtype, dtype).contiguous()
+
+    def sent(self, flat, row: int, ctx: MoveContext):
+        """Launch the reduction of rows of this length, one for each rank."""
+        n, op = group_size(self.axes, ctx.before), self._op_sent(ctx)
+        if self._adds_terms(ctx):
+            return ctx.transport.all_to_all_single(flat, [row] * n, [row] * n, ctx.group(self.axes))
         return ctx.transport.reduce_scatter_tensor(flat, op, n, ctx.group(self.axes))
 
-    def finish(self, y, ctx):
-        pieces = self._pieces(ctx)
-        row = max(map(volume, pieces))
-        if not row:
-            return y.new_zeros(ctx.shape_after())
+    def arrived(self, y, row: int, ctx: MoveContext):
+        """Wait for what was launched, and return this rank's row, reduced."""
+        n, y = group_size(self.axes, ctx.before), ctx.transport.wait_tensor(y)
+        return added(y.split([row] * n, 0), self._op_sent(ctx), n) if self._adds_terms(ctx) else y
+
+    def unpacked(self, y, ctx: MoveContext):
+        """This rank's row as elements of the tensor."""
+        y = _cast(y, reduced_as(ctx.before.dtype, self.op(ctx.before))[0], ctx.before.dtype)
+        return self._averaged(wire.without_marks(y, (self.row(ctx),)) if self._is_marked(ctx) else y, ctx)
+
+    def _op_sent(self, ctx: MoveContext) -> str:
+        return reduced_as(ctx.before.dtype, self.op(ctx.before))[1]
+
+    def _adds_terms(self, ctx: MoveContext) -> bool:
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
-        marked, y = wire.marks_nan(ctx.before.dtype, op), ctx.transport.wait_tensor(y)
-        if adds_terms(ctx.transport, ctx.before.mesh.device_type, dtype, op):
-            y = added(y.split([2 * row if marked else row] * len(pieces), 0), op, len(pieces))
-        y = _cast(y, dtype, ctx.before.dtype)
-        if marked:
-            y = wire.without_marks(y, (row,))
-        own = prod(ctx.shape_after())
-        y = self._averaged(y, ctx)
-        return (y if own == row else y.narrow(0, 0, own).clone()).view(ctx.shape_after())
+        return adds_terms(ctx.transport, ctx.before.mesh.device_type, dtype, op)
+
+    def _is_marked(self, ctx: MoveContext) -> bool:
+        return wire.marks_nan(ctx.before.dtype, self._op_sent(ctx))
 
     def _details(self, before, after):
         return [dims_text(self.axes, after)]
