@@ -199,11 +199,11 @@ def small_step(
     mm_4 = aten.mm(t_6, arg0_3)                                           # f32[6@tp, 4] +sum@dp
     t_7 = aten.t(mm_4)                                                    # f32[4, 6@tp] +sum@dp
     t_8 = aten.t(t_7)                                                     # f32[6@tp, 4] +sum@dp
-    neg = neg(arg0_4)
     bucket = all_reduce([div, t_5, t_8], dp)                              # 3 tensors   68 bytes, 7.8 us
     all_reduce_3_of = bucket[0]                                           # f32[]
     all_reduce_1_of = bucket[1]                                           # f32[4, 6@tp]
     all_reduce_2_of = bucket[2]                                           # f32[6@tp, 4]
+    neg = neg(arg0_4)
     add = aten.add.Tensor(arg0_1, all_reduce_2_of, alpha=neg)             # f32[6@tp, 4]
     add_1 = aten.add.Tensor(arg0_2, all_reduce_1_of, alpha=neg)           # f32[4, 6@tp]
     return (
