@@ -42,8 +42,8 @@ MOST_ITEMS = 100
 """A list or dict with more items is not looked through: it is data."""
 
 
-def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads | None = None) -> Held:
-    """The modules and optimisers that fn uses without being given them, by name.
+def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads | None = None) -> Search:
+    """The modules and optimisers that fn uses without being given them, by name (`found`), and the functions it names.
 
     Hooks on the parameters of these modules, and of those given, are functions that it calls. reads: where to note what
     was looked at.
@@ -55,7 +55,7 @@ def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads
     for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
         for hook in hooks_of(module.parameters()):
             search.function(hook)
-    return search.found
+    return search
 
 
 def search_of(fn: Callable, reads: Reads | None = None) -> Search:
@@ -91,6 +91,7 @@ class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
     boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
+    owners: of those that are methods, the object.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -98,6 +99,7 @@ class Search:
         self.found: Held = {}
         self.boxes: list[tuple[str, Container]] = []
         self.functions: list[types.FunctionType] = []
+        self.owners: list[tuple[types.FunctionType, Any]] = []
         self.seen: set[tuple] = set()
 
     def function(self, fn: Any) -> None:
@@ -129,10 +131,16 @@ class Search:
         """Look through a method, and the attributes of its object that it names."""
         if isinstance(fn, types.FunctionType) and (id(owner), fn.__code__) not in self.seen:
             self.seen.add((id(owner), fn.__code__))
+            self.owners.append((fn, owner))
             self.value(name, owner, names_in(fn.__code__))
             if isinstance(owner, nn.Module):
                 self.attributes(name, owner, names_in(fn.__code__))
             self.function(fn)
+
+    def methods_and_functions(self) -> list[tuple[types.FunctionType, Any]]:
+        """The user's functions, each with the object that it is a method of, or None."""
+        owned = {id(fn) for fn, _ in self.owners}
+        return [*self.owners, *((fn, None) for fn in self.functions if id(fn) not in owned)]
 
     def value(self, name: str, value: Any, names: Names) -> None:
         """Take a module or an optimiser; look through containers, functions and objects of the user."""

@@ -28,7 +28,7 @@ from spmd.comm.user_line import caller
 from spmd.expand.again.repeat import Ready, Repeat, repeat_of
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Captured, capture
-from spmd.expand.closed_over import Held, find_closed_over, only_optimizers
+from spmd.expand.closed_over import Search, find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_spec, state_specs
@@ -39,6 +39,7 @@ from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, 
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.named_values import named_values
 from spmd.expand.objects import closed, opened, write_back
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.passes import Pass
@@ -346,8 +347,8 @@ class CompiledStep:
         named = self._by_name(args, kwargs)
         given = [x for x in pytree.tree_leaves(named) if isinstance(x, nn.Module)]
         reads = Reads()
-        closed_over = find_closed_over(self.fn, given, reads)
-        return _Call.of(named, closed_over, self._table, self.settings.inputs, first, reads)
+        search = find_closed_over(self.fn, given, reads)
+        return _Call.of(named, search, self._table, self.settings.inputs, first, reads)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -392,10 +393,10 @@ class _Call:
 
     @classmethod
     def of(
-        cls, arguments: dict[str, Any], closed_over: Held, table: PlacesTable, inputs, first: bool, reads: Reads
+        cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads
     ) -> _Call:
         named = opened(arguments)
-        state = State.of(named, closed_over)
+        state = State.of(named, around.found)
         tensors = state.tensors()
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
@@ -404,7 +405,8 @@ class _Call:
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         tree = str(pytree.tree_structure(named))
-        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, reads))
+        values = named_values(around.methods_and_functions(), state.submodules(), reads)
+        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, values, reads))
         return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
 
     @property
@@ -489,9 +491,12 @@ ANY_GRADIENTS = ((Slot("grad", "any"),),)
 """In the key of a program that reads no gradients of earlier steps, in their place."""
 
 
-def _common_key(state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], reads: Reads) -> tuple:
+def _common_key(
+    state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], values: dict[str, Any], reads: Reads
+) -> tuple:
     arguments = tuple(
         (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
         for k, v in leaves.items()
     )
-    return arguments, tuple(state.constants(reads).items())
+    read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
+    return arguments, tuple((state.constants(reads) | read).items())

@@ -1,6 +1,7 @@
 """Every call checks the Python values that the trace has read. If one has changed, another program is made."""
 
 import copy
+import functools
 import threading
 from dataclasses import dataclass
 
@@ -223,6 +224,55 @@ def test_setting_data_is_a_write():
 def test_a_result_must_be_plain():
     with pytest.raises(TypeError, match="returns a lock; it may return tensors"):
         spmd.compile(lambda x: (x.sum(), threading.Lock()), line())(X)
+
+
+SCALE, rates = 1.0, {"loss": 1.0}
+
+
+class Settings:
+    power = 2
+
+
+settings = Settings()
+
+
+class Powered(nn.Module):
+    power = 1
+
+    def forward(self, x):
+        return x**self.power * SCALE
+
+
+def named(module, x):
+    def inner(y):
+        return y * SCALE
+
+    return inner(module(x)) * rates["loss"] + x**settings.power
+
+
+@pytest.mark.parametrize("change", [
+    lambda: monkey("SCALE", 3.0), lambda: rates.update(loss=0.5), lambda: setattr(Settings, "power", 1),
+    lambda: setattr(settings, "power", 3), lambda: setattr(Powered, "power", 2),
+])  # fmt: skip
+def test_values_around_a_step_are_those_of_the_call(change):
+    """Globals, items of them, attributes of objects and of classes that the code names; others play no role."""
+    module = Powered()
+    for _ in range(3):
+        torch.testing.assert_close(value(values_step()(module, X)), named(module, X))
+        settings.other = globals()["unnamed"] = object()
+    programs = len(values_step().programs)
+    change()
+    torch.testing.assert_close(value(values_step()(module, X)), named(module, X))
+    assert len(values_step().programs) == programs + 1
+
+
+def monkey(name, new):
+    globals()[name] = new
+
+
+@functools.cache
+def values_step():
+    return spmd.compile(named, line())
 
 
 # ---- ranks that part --------------------------------------------------------------------------

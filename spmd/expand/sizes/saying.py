@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import re
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -38,7 +39,7 @@ def _sentence(name: str, old: Hashable, new: Hashable, fn: Callable) -> str:
         where = _first(_read_at(code, attribute) for code in _codes_of(old[0]))
         return f"{name}: {attribute} was {_text(ours.get(attribute))} and is {_text(theirs.get(attribute))}{where}"
     code = getattr(inspect.unwrap(fn), "__code__", None)
-    where = _first(_read_at(code, name.partition(".")[0]) for code in [code] if code is not None)
+    where = _first(_read_at(code, re.split(r"\W", name, maxsplit=1)[0]) for code in [code] if code is not None)
     return f"{name} was {_text(old)} and is {_text(new)}{where}"
 
 
@@ -50,7 +51,8 @@ def _is_of_module(key: Hashable) -> bool:
 def _text(key: Hashable) -> str:
     """The value of which this is the guard."""
     named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type)
-    text = repr(key[1] if named else getattr(key, "value", key))
+    value = key[1] if named else getattr(key, "value", key)
+    text = value if named and key[0] is float else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -1,0 +1,141 @@
+"""The plain values that a step's code names besides its arguments: globals, variables around it, attributes of objects.
+
+    SCALE = 0.5
+    def step(model, x):
+        return model(x) * SCALE * config.rates["loss"]      # SCALE, config.rates["loss"]
+
+A trace reads them once, so they are guards, like the attributes of modules. What the code names is read off its
+bytecode: a variable, and the attributes and constant keys that follow it. So an attribute counts where it is read of
+this object, and not where another object has one of the same name. Left out: values that are found in other ways.
+"""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd.expand.closed_over import is_installed, package_of
+from spmd.expand.python_state import is_set
+from spmd.expand.reads import Reads
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+
+Chain = tuple[tuple[str, Any], ...]
+"""A variable and what follows it: ("global", "config"), ("attribute", "rates"), ("key", "loss")."""
+
+_VARIABLES = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "around", "LOAD_FAST": "local"}
+
+
+@functools.lru_cache(maxsize=1024)
+def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
+    """The chains in the code of a function and of the functions inside it, in order.
+
+    >>> chains_in((lambda: math.inf + sizes["x"]).__code__)
+    ((('global', 'math'), ('attribute', 'inf')), (('global', 'sizes'), ('key', 'x')))
+    """
+    found: dict[Chain, None] = {}
+    chain: Chain = ()
+    key: Chain = ()
+    for i in dis.get_instructions(code):
+        if i.opname == "LOAD_CONST" and chain and not key:
+            key = (("key", i.argval),)
+            continue
+        if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain and not key:
+            chain += (("attribute", i.argval),)
+        elif key and (i.opname == "BINARY_SUBSCR" or (i.opname == "BINARY_OP" and i.argrepr == "[]")):
+            chain += key
+        else:
+            found[chain] = None
+            chain = ((_VARIABLES[i.opname], i.argval),) if i.opname in _VARIABLES else ()
+        key = ()
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            found |= dict.fromkeys(chains_in(inner))
+    return tuple(each for each in found if each)
+
+
+def named_values(
+    functions: Iterable[tuple[types.FunctionType, Any]], modules: Iterable[nn.Module], reads: Reads
+) -> dict[str, Any]:
+    """The plain values that functions, and the `forward` of the user's modules, name, by the text that names them.
+
+    functions: each with the object that it is a method of, or None. reads: where to note what was looked at.
+    """
+    found: dict[str, Any] = {}
+    for fn, owner in (*functions, *_forwards(modules)):
+        for (kind, name), *rest in chains_in(fn.__code__):
+            text, value = name, _variable(fn, owner, kind, name, reads)
+            for kind, part in rest:
+                text += f".{part}" if kind == "attribute" else f"[{part!r}]"
+                value = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
+            if isinstance(value, PLAIN):
+                found.setdefault(text if owner is None else f"{name_of(owner)}: {text}", value)
+    return found
+
+
+def name_of(owner: Any) -> str:
+    return (owner if isinstance(owner, type) else type(owner)).__qualname__
+
+
+def _forwards(modules: Iterable[nn.Module]) -> Iterator[tuple[types.FunctionType, type]]:
+    """The code of modules of the user, with their classes: the attributes of a module itself have other guards."""
+    for kind in dict.fromkeys(map(type, modules)):
+        forward = getattr(kind, "forward", None)
+        if isinstance(forward, types.FunctionType) and not is_installed(package_of(forward.__module__)):
+            yield forward, kind
+
+
+# ---- what a part of a chain is ----------------------------------------------------------------
+
+NOTHING = object()
+
+
+def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: Reads) -> Any:
+    code = fn.__code__
+    if kind == "local":
+        is_self = owner is not None and code.co_argcount and code.co_varnames[0] == name
+        return owner if is_self else NOTHING
+    if kind == "global":
+        reads.item(fn.__globals__, name)
+        return fn.__globals__.get(name, NOTHING)
+    if name not in code.co_freevars:
+        return NOTHING
+    cell = fn.__closure__[code.co_freevars.index(name)]
+    reads.cell(cell)
+    return cell.cell_contents if is_set(cell) else NOTHING
+
+
+def _attribute(x: Any, name: str, reads: Reads) -> Any:
+    """An attribute of an object, of its class, or of a Python module of the user."""
+    if isinstance(x, types.ModuleType) and is_installed(package_of(x.__name__)):
+        return NOTHING
+    if isinstance(x, (torch.Tensor, nn.Module, Optimizer)) or not hasattr(x, "__dict__"):
+        return NOTHING
+    places = [*map(vars, x.__mro__ if isinstance(x, type) else type(x).__mro__)]
+    if not isinstance(x, type):
+        reads.place(x)
+        places.insert(0, vars(x))
+    for place in places:
+        reads.item(place, name)
+        if name in place:
+            return place[name]
+    return NOTHING
+
+
+def _item(x: Any, key: Any, reads: Reads) -> Any:
+    if type(x) is dict:
+        reads.item(x, key)
+        return x.get(key, NOTHING)
+    if type(x) not in (list, tuple) or type(key) is not int or not -len(x) <= key < len(x):
+        return NOTHING
+    if type(x) is list:
+        reads.box(x)
+    return x[key]
