@@ -14,10 +14,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from torch import fx
 
 from spmd.expand.passes.keep_gathered import copied
+from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather
@@ -39,15 +41,17 @@ def bucketed(
     """The same program with moves of these kinds in buckets.
 
     mb: megabytes of a bucket, of what the collective gives to a rank; by default those at which a tenth of the time is
-    latency. first_mb: of the first bucket of reductions. What is read at once, such as the all-reduce of a
-    tensor-parallel layer, stays alone. Sums are bitwise the same if the transport reduces an element in the same way
-    wherever it is in the buffer.
+    latency, and no more than leave the most bytes that are alive what they are. first_mb: of the first bucket of
+    reductions. What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
+    the same if the transport reduces an element in the same way wherever it is in the buffer.
     """
-    program = copied(program)
-    sizes = _Sizes(mb, first_mb)
+    alive = program.work.memory(range(len(program.work.tasks)))
+    program, sizes = copied(program), _Sizes(mb, first_mb)
+    places = {node: i for i, node in enumerate(program.graph.nodes)}
+    room = Room(alive, max(alive) if mb is None else inf)
     if "all_gather" in kinds:
-        _join_gathers(program.graph, sizes)
-    _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}).pack()
+        _join_gathers(program.graph, sizes, places, room)
+    _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room).pack()
     return program
 
 
@@ -94,6 +98,8 @@ class _Packer:
     graph: fx.Graph
     sizes: _Sizes
     kinds: frozenset[str]
+    places: dict[fx.Node, int]
+    room: Room
     open: dict[Hashable, _OpenBucket] = field(default_factory=dict)
 
     def pack(self) -> None:
@@ -108,10 +114,18 @@ class _Packer:
     def _add(self, key: Hashable, node: fx.Node) -> None:
         if key not in self.open:
             self.open[key] = _OpenBucket(self.sizes.limit(node.target, True))
+        if self.open[key].members and not self._fits(self.open[key], node):
+            self._close(key)
         bucket = self.open[key]
         bucket.members.append(node)
         if bucket.nbytes >= bucket.limit:
             self._close(key)
+
+    def _fits(self, bucket: _OpenBucket, node: fx.Node) -> bool:
+        """Whether what was to be sent can wait for a further member, and all can be put into one buffer then."""
+        last, now = self.places[bucket.members[-1]], self.places[node]
+        held = sum([n.target.before.local_nbytes for n in bucket.members])
+        return self.room.has(last, now, held) and self.room.has(now, now + 1, held + bucket.nbytes + node.target.nbytes)
 
     def _close(self, key: Hashable) -> None:
         members = self.open[key].members
@@ -155,9 +169,9 @@ class _Gathers:
         self.nbytes += node.target.after.local_nbytes
 
 
-def _join_gathers(graph: fx.Graph, sizes: _Sizes) -> None:
+def _join_gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> None:
     """Join gathers that need only what is there where the first of them stands."""
-    for gathers in list(_gathers(graph, sizes)):
+    for gathers in list(_gathers(graph, sizes, places, room)):
         if len(gathers.members) < 2:
             continue
         first = gathers.members[0]
@@ -167,7 +181,7 @@ def _join_gathers(graph: fx.Graph, sizes: _Sizes) -> None:
         _join(graph, gathers.members, after=first)
 
 
-def _gathers(graph: fx.Graph, sizes: _Sizes) -> Iterator[_Gathers]:
+def _gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> Iterator[_Gathers]:
     open_: dict[Hashable, _Gathers] = {}
     for node in graph.nodes:
         step = node.target
@@ -176,12 +190,15 @@ def _gathers(graph: fx.Graph, sizes: _Sizes) -> Iterator[_Gathers]:
         before = _before(node)
         if before is None:
             continue
-        if key in open_ and open_[key].nbytes >= open_[key].limit:
+        nbytes, since = step.after.local_nbytes, places[open_[key].members[0]] if key in open_ else places[node]
+        if key in open_ and (open_[key].nbytes >= open_[key].limit or not room.has(since, places[node], nbytes)):
             yield open_.pop(key)
+            since = places[node]
         if key not in open_:
             given = step.after.local_nbytes / max(1, step.nbytes)
             open_[key] = _Gathers(sizes.limit(step, False) * (given if sizes.mb is None else 1.0))
         open_[key].add(node, before)
+        room.take(since, places[node], nbytes)
     yield from open_.values()
 
 

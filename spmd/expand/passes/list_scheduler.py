@@ -15,11 +15,10 @@ Everything follows from the tasks alone, so all ranks find the same order. Nothi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from spmd.expand.passes.room import Room
 from spmd.expand.timeline.work import Task, Work
 
 MOST_BEFORE_LAUNCH = 8
@@ -195,7 +194,8 @@ class _Scheduler:
                 self.pieces.setdefault(task.reads[0], []).append(i)
         self.ready: list[tuple[int, int]] = []
         self.waiting: list[tuple[float, int, int]] = []
-        self.room = _Room(graph, self.order, limit)
+        alive = graph.work.memory(range(len(self.tasks)))
+        self.room = Room([alive[i] for i in self.order], limit)
         self.at = 0
 
     def run(self) -> list[int]:
@@ -320,12 +320,18 @@ class _Scheduler:
         while stream.next < len(stream.early) and self.is_done[stream.early[stream.next][1]]:
             stream.next += 1
         gather = self._gather_due(stream, until, late)
-        if stream.ready:
-            needed, c = stream.ready[0]
-            if gather is None or needed <= self._needed(gather):
-                soon = needed + late <= until + self.tasks[c].sends.us
-                return heapq.heappop(stream.ready)[1] if soon or stream.free < until else None
-        return gather
+        c = self._ready_on(stream)
+        if c is None or (gather is not None and self._needed(gather) < self._needed(c)):
+            return gather
+        soon = self._needed(c) + late <= until + self.tasks[c].sends.us
+        return c if soon or stream.free < until else None
+
+    def _ready_on(self, stream: _Stream) -> int | None:
+        """What is ready to be sent, needed first, and fits into the memory if it is launched earlier than it was."""
+        for _, c in heapq.nsmallest(MOST_BEFORE_LAUNCH, stream.ready):
+            if not self.is_done[c] and self.room.has(self.at, self.rank[c], self.tasks[c].makes):
+                return c
+        return None
 
     def _gather_due(self, stream: _Stream, until: float, late: float) -> int | None:
         if stream.next == len(stream.early) or stream.free >= until:
@@ -382,23 +388,3 @@ class _Scheduler:
                     self.left[reader] -= 1
                     if not self.left[reader] and reader not in self.preludes:
                         self._offer(reader)
-
-
-class _Room:
-    """The bytes that are alive while each step of the program runs, with what is there earlier than in the program."""
-
-    def __init__(self, graph: Graph, order: Iterable[int], limit: int) -> None:
-        alive = graph.work.memory(range(len(graph.work.tasks)))
-        self.alive = np.array([alive[i] for i in order], dtype=np.int64)
-        self.limit = limit
-
-    def has(self, start: int, stop: int, nbytes: int) -> bool:
-        """Whether so many bytes more can be alive between two steps."""
-        if stop <= start or not nbytes:
-            return True
-        return int(self.alive[start:stop].max()) + nbytes <= self.limit
-
-    def take(self, start: int, stop: int, nbytes: int) -> None:
-        """Note that they are."""
-        if nbytes and stop > start:
-            self.alive[start:stop] += nbytes

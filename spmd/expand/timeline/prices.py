@@ -32,7 +32,8 @@ class Sending:
     """A collective on the stream of its group.
 
     stream: the axes of the group, by name. us: from its start to its end, if it is alone. links: for each level of
-    links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute stream.
+    links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute stream. packed: bytes of the
+    buffer that is filled before it is sent. joined: bytes of the one that is put in order behind it.
     """
 
     stream: str
@@ -40,6 +41,8 @@ class Sending:
     links: tuple[tuple[int, float], ...]
     joined_us: float
     nbytes: int
+    packed: int = 0
+    joined: int = 0
 
 
 class Prices:
@@ -104,7 +107,9 @@ class Prices:
         shares = link_shares(axes, self.topology)
         on_links = max(0.0, parts.sent - step.latency_us)
         links = tuple((level, share * on_links) for level, share in shares)
-        return Sending(stream, parts.sent, links, parts.joined, step.nbytes)
+        after = sum([s.local_nbytes for s in (step.after if isinstance(step, Bucket) else (step.after,))])
+        packed, joined = step.nbytes if parts.packed else 0, after if parts.joined else 0
+        return Sending(stream, parts.sent, links, parts.joined, step.nbytes, packed, joined)
 
 
 def _nbytes(spec: Spec | tuple | None) -> int:

@@ -76,10 +76,18 @@ class Work:
         dying: list[list[int]] = [[] for _ in order]
         for task, at in last.items():
             dying[at].append(tasks[task].makes)
-        now, found = self.held, []
+        now, found, flying = self.held, [], {}
         for i, dead in zip(order, dying, strict=True):
-            now += tasks[i].makes
-            found.append(now)
+            task, arrived = tasks[i], 0
+            for w in task.waits:
+                if w in flying:
+                    arrived, now = arrived + tasks[w].sends.joined, now - flying.pop(w)
+            now += task.makes
+            if task.sends:
+                flying[i] = task.sends.packed if self.keeps_sent else 0
+                arrived += task.sends.packed - flying[i]
+                now += flying[i]
+            found.append(now + arrived)
             now -= sum(dead)
         return found
 

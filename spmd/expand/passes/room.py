@@ -1,0 +1,35 @@
+"""Room in the memory: how much more may be alive between two places of a program.
+
+    room = Room([10, 40, 20], limit=50)
+    room.has(0, 2, 10), room.has(2, 3, 30)      (True, True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class Room:
+    """The bytes that are alive at each place, with what was put there since, below a limit.
+
+    >>> room = Room([10, 40, 20], limit=50)
+    >>> room.take(1, 3, 10)
+    >>> room.has(0, 1, 40), room.has(0, 2, 1), room.has(2, 3, 20)
+    (True, False, True)
+    """
+
+    def __init__(self, alive: Sequence[int], limit: float) -> None:
+        self.alive, self.limit = np.array(alive, dtype=np.int64), limit
+
+    def has(self, start: int, stop: int, nbytes: int) -> bool:
+        """Whether so many bytes more can be alive from one place to before another."""
+        if stop <= start or not nbytes:
+            return True
+        return int(self.alive[start:stop].max()) + nbytes <= self.limit
+
+    def take(self, start: int, stop: int, nbytes: int) -> None:
+        """Note that they are."""
+        if nbytes and stop > start:
+            self.alive[start:stop] += nbytes
