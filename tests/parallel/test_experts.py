@@ -13,12 +13,14 @@ from transformers import MixtralConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from spmd import DTensor, Shard, distribute_tensor, init_device_mesh
+import spmd
+from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
 from spmd.comm import all_reduce, wait
 from spmd.debug import CommDebugMode
 from spmd.mesh import current_rank
 from spmd.parallel import ExpertParallel, load_balancing_loss, parallelize_module
 from spmd.sim import run_ranks
+from tests.tensor.single import every_rank
 
 WIDTH, RANKS = 8, 4
 QWEN = {"moe_intermediate_size": 6, "shared_expert_intermediate_size": 6, "num_experts_per_tok": 2}
@@ -155,6 +157,33 @@ def test_one_exchange_each_way(said, collectives):
         return {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
 
     assert run_ranks(on_rank, RANKS) == [{"all_to_all_single": collectives}] * RANKS
+
+
+def train(net, x, w):
+    out = net(x)
+    loss = (out * w).sum()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("factor", [None, 1.0])
+def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
+    """Of global tokens, padded to a bound; the sizes are those of the capacity."""
+    want = block("mixtral", 6)
+    x = X.flatten(0, 1)
+    _, weights, index = want.gate(x)
+    (dropping(factor or 99.0, x, index, weights, want.experts) * W.flatten(0, 1)).sum().backward()
+    with LocalTensorMode(RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+        net = parallelize_module(block("mixtral", 6), mesh, {"experts": ExpertParallel(capacity_factor=factor)})
+        step = spmd.compile(train, mesh=mesh, inputs={"x": {"ep": Shard(0)}, "w": {"ep": Shard(0)}})
+        step(net, X, W)
+        got = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
+    moves = [each for each in step.program.collectives if each.kind == "all_to_all"]
+    assert len(moves) == 3 and len(step.program.collectives) == 4  # nobody wants the gradient of the tokens
+    for name, p in want.named_parameters():
+        for each in every_rank(got[name]):
+            torch.testing.assert_close(each, p.grad, rtol=1e-10, atol=1e-12)
 
 
 # ---- balance ------------------------------------------------------------------------------------

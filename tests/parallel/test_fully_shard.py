@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
+from spmd.comm.listen import listening
 from spmd.debug import CommDebugMode
 from spmd.parallel import (
     ColwiseParallel,
@@ -163,19 +165,22 @@ def test_it_learns_as_one_device(mesh, said, sizes):
         assert net.head.weight is net.words.weight and "FSDPOdd" in repr(type(net))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_beside_tensor_parallelism(sizes):
-    """Parameters of the plan are on both axes, the others on one."""
-    want = alone(sizes)
-    with LocalTensorMode(4):
-        both = mesh_of({"dp": 2, "tp": 2})
+BESIDE = [("flat", sizes) for sizes in SIZES] + [("cube", "uneven"), ("cube", "empty")]
+
+
+@pytest.mark.parametrize("mesh, sizes", BESIDE)
+def test_beside_tensor_parallelism(mesh, sizes):
+    """Parameters of the plan are on all axes, the others on those of data. In a cube there are copies of the shards."""
+    want, over = alone(sizes), ("rep", "dp") if mesh == "cube" else ("dp",)
+    with LocalTensorMode(2 ** (len(over) + 1)):
+        every = mesh_of(dict.fromkeys((*over, "tp"), 2))
         net = parallelize_module(
-            model(sizes), both["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+            model(sizes), every["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         )
-        shard_all(net, both["dp"])
-        assert net.blocks[0].up.weight.device_mesh.axis_names == ("dp", "tp")
-        assert net.blocks[0].norm.weight.device_mesh.ndim == 1
-        equal(train(net, sgd(net), part=part_on(both["dp"])), want)
+        shard_all(net, every[over])
+        assert net.blocks[0].up.weight.device_mesh.axis_names == (*over, "tp")
+        assert net.blocks[0].norm.weight.device_mesh.ndim == len(over)
+        equal(train(net, sgd(net), part=part_on(every[over])), want)
 
 
 @pytest.mark.parametrize("way", ("gloo", "threads"))
@@ -247,6 +252,48 @@ def test_a_block_is_gathered_in_one_collective_and_reduced_in_one(said):
             net(torch.ones(2, 4)).sum().backward()
     counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
     assert counts == {"all_gather_into_tensor": 6 if said == "freed" else 3, "reduce_scatter_tensor": 3}
+
+
+class Told(Block):
+    """A block that tells when it computes, and when its backward has ended."""
+
+    def __init__(self, name: str, events: list[str]):
+        super().__init__(4, 8)
+        self.name, self.events = name, events
+
+    def forward(self, x):
+        self.events.append(f"compute {self.name}")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.events.append(f"end of {self.name}"))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("said", ["by itself", "told"])
+def test_what_comes_next_is_on_its_way_while_a_block_computes(said):
+    """The order of launches: in the backward the block before is fetched first; in the forward, where it is told to."""
+    events: list[str] = []
+    with LocalTensorMode(2):
+        freed = {"mesh": mesh_of({"dp": 2}), "reshard_after_forward": True}
+        blocks = [fully_shard(Told(str(i), events), **freed) for i in range(3)]
+        net = fully_shard(nn.Sequential(*blocks), **freed)
+        if said == "told":
+            for now, following in itertools.pairwise(blocks):
+                now.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([])
+        with listening(lambda sent: events.append(SHORT[sent.kind]) if sent.rank == 0 else None):
+            out = net(torch.ones(2, 4, requires_grad=True))
+            events.append("backward")
+            out.sum().backward()
+    assert ", ".join(events) == ORDERS[said]
+
+
+SHORT = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
+ORDERS = {
+    "by itself": "gather, compute 0, gather, compute 1, gather, compute 2, backward, gather, gather, reduce, gather, "
+    "end of 2, reduce, end of 1, end of 0, reduce",
+    "told": "gather, gather, compute 0, gather, compute 1, compute 2, backward, gather, reduce, gather, end of 2, "
+    "reduce, gather, end of 1, end of 0, reduce",
+}  # fmt: skip
 
 
 # ---- policies and methods ---------------------------------------------------------------------

@@ -20,6 +20,7 @@ MESHES = {  # where tokens are, and classes
     "classes": ({"tp": 4}, [R], [S0]), "both": ({"dp": 2, "tp": 2}, [S0, R], [R, S0]),
     "sequence": ({"dp": 2, "tp": 2}, [S0, S1], [R, S0]), "on two": ({"dp": 2, "tp": 2}, [R, R], [S0, S0]),
     "tokens": ({"dp": 4}, [S0], [R]), "features": ({"tp": 2}, [Shard(2)], [S1]),
+    "cube": ({"dp": 2, "sp": 2, "tp": 2}, [S0, S1, R], [R, R, S0]),
 }  # fmt: skip
 SIZES = {"even": (4, 2, 8), "uneven": (3, 3, 7), "empty": (1, 3, 3)}
 SAID = {

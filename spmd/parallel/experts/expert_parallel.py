@@ -18,7 +18,9 @@ from torch import nn
 
 from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
+from spmd.parallel.experts.whole import has_usual_weights, whole_experts
 from spmd.parallel.style import ParallelStyle
+from spmd.tensor.annotations.constraint import capturing
 from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
 from spmd.tensor.placement import Placement, Shard
 
@@ -79,6 +81,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         x, mesh = hidden_states, self._expert_mesh
+        if capturing() is not None:
+            return self._of_all(x, top_k_index, top_k_weights)
         if not isinstance(x, DTensor):
             return self._of_own(x, top_k_index, top_k_weights, self._expert_parallel.average_gradients)
         if x.device_mesh != mesh or not x.placements[0].is_shard(0):
@@ -101,6 +105,15 @@ class SharedExperts(nn.Module):
             if not len(ids):  # the ranks whose tokens are computed elsewhere wait for this rank's backward, too
                 y = _DependsOn.apply(y, tokens, *blocks)
         return sent.back(y, weights)
+
+    def _of_all(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """In a compiled step, where tensors are global."""
+        if not has_usual_weights(self):
+            raise NotImplementedError(
+                f"ExpertParallel: a compiled step computes experts with gate_up_proj [experts, 2 f, d], down_proj "
+                f"[experts, d, f] and act_fn, and {type(self).__name__} has others; run it eagerly"
+            )
+        return whole_experts(self, x, index, weights, self._expert_mesh, self._expert_parallel.capacity_factor)
 
     @contextmanager
     def _blocks(self, share: int) -> Iterator[list[torch.Tensor]]:
