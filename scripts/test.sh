@@ -9,5 +9,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tensors of tests are small,
 status=0
 "$bin/ruff" check . || status=1
 "$bin/lint-imports" --no-logo || status=1
-"$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" || status=$? # last, for its closing line says how it went
+# Three workers on two cores: each waits now and then for processes that it has started.
+"$PYTHON" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" || status=$? # last, for its closing line says how it went
 exit $status
