@@ -83,14 +83,17 @@ def _modelled_bytes(step: Step) -> float:
 
 @dataclass
 class _OpenBucket:
-    """A bucket that is being filled. It is sent when it has `limit` bytes."""
+    """A bucket that is being filled. It is sent when it has `limit` bytes. held: bytes of what waits to be sent."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
+    nbytes: int = 0
+    held: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return sum(n.target.nbytes for n in self.members)
+    def add(self, node: fx.Node) -> None:
+        self.members.append(node)
+        self.nbytes += node.target.nbytes
+        self.held += node.target.before.local_nbytes
 
 
 @dataclass
@@ -101,12 +104,12 @@ class _Packer:
     places: dict[fx.Node, int]
     room: Room
     open: dict[Hashable, _OpenBucket] = field(default_factory=dict)
+    waiting: dict[fx.Node, Hashable] = field(default_factory=dict)
 
     def pack(self) -> None:
         for node in list(self.graph.nodes):
-            for key, bucket in list(self.open.items()):
-                if any(n in bucket.members for n in node.all_input_nodes):
-                    self._close(key)
+            for key in {self.waiting[n]: None for n in node.all_input_nodes if n in self.waiting}:
+                self._close(key)
             step = node.target
             if isinstance(step, Step) and step.kind in self.kinds and (key := bucket_key(step)) is not None:
                 self._add(key, node)
@@ -117,19 +120,22 @@ class _Packer:
         if self.open[key].members and not self._fits(self.open[key], node):
             self._close(key)
         bucket = self.open[key]
-        bucket.members.append(node)
+        bucket.add(node)
+        self.waiting[node] = key
         if bucket.nbytes >= bucket.limit:
             self._close(key)
 
     def _fits(self, bucket: _OpenBucket, node: fx.Node) -> bool:
         """Whether what was to be sent can wait for a further member, and all can be put into one buffer then."""
         last, now = self.places[bucket.members[-1]], self.places[node]
-        held = sum([n.target.before.local_nbytes for n in bucket.members])
-        return self.room.has(last, now, held) and self.room.has(now, now + 1, held + bucket.nbytes + node.target.nbytes)
+        filled = bucket.held + bucket.nbytes + node.target.nbytes
+        return self.room.has(last, now, bucket.held) and self.room.has(now, now + 1, filled)
 
     def _close(self, key: Hashable) -> None:
         members = self.open[key].members
         if members:
+            for node in members:
+                del self.waiting[node]
             self.open[key] = _OpenBucket(self.sizes.limit(members[0].target, False))
             _join(self.graph, members, after=members[-1])
 

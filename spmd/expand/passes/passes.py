@@ -20,8 +20,9 @@ from typing import ClassVar
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.report import Figures, Report
-from spmd.expand.passes.schedule import schedule
+from spmd.expand.passes.schedule import best_order, reordered, schedule
 from spmd.expand.program import Program
+from spmd.expand.timeline.replay import bound_us
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,19 @@ class Overlap:
     judged: ClassVar[bool] = True
 
     def __call__(self, program: Program) -> Program:
-        limit = max(program.work.memory(range(len(program.work.tasks)))) if self.memory is None else self.memory
-        tried = [schedule(bucketed(compute_numbers_late(program)), limit), schedule(program, limit)]
-        figures = {i: Figures.of(each) for i, each in enumerate(tried)}
-        fitting = [i for i in figures if figures[i].peak <= limit]
-        return tried[min(fitting, key=lambda i: figures[i].us)] if fitting else program
+        work = program.work
+        limit = max(work.memory(range(len(work.tasks)))) if self.memory is None else self.memory
+        packed = bucketed(compute_numbers_late(program))
+        together = best_order(packed.work, limit)
+        if together is None or together.us > bound_us(work) * (1 + NO_DIFFERENCE):
+            alone = best_order(work, limit)
+            if alone is not None and (together is None or alone.us < together.us * (1 - NO_DIFFERENCE)):
+                return reordered(program, alone.order)
+        return program if together is None else reordered(packed, together.order)
 
+
+NO_DIFFERENCE = 5e-3
+"""Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
 Pass = NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
 

@@ -81,6 +81,11 @@ def critical_us(work: Work) -> float:
     return max(ends, default=0.0)
 
 
+def bound_us(work: Work) -> float:
+    """What the step takes at least, in any order: the larger of the critical path and of the busiest stream."""
+    return max(critical_us(work), *busy_us(work).values())
+
+
 def busy_us(work: Work) -> dict[str, float]:
     """For each stream and each level of links, how long it is busy at least, in any order."""
     found = {COMPUTE: 0.0}
