@@ -12,6 +12,7 @@ from spmd.parallel.context.context_parallel import (
     context_parallel_unshard,
 )
 from spmd.parallel.data_parallel import data_parallel
+from spmd.parallel.exchange import from_torch, to_torch
 from spmd.parallel.experts.balance import load_balancing_loss
 from spmd.parallel.experts.expert_parallel import ExpertParallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
@@ -27,6 +28,7 @@ __all__ = [
     "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
     "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
     "SequenceParallel", "UnshardHandle", "clip_grad_norm_", "context_parallel", "context_parallel_shard",
-    "context_parallel_unshard", "data_parallel", "fully_shard", "linear_cross_entropy", "load_balancing_loss",
-    "loss_parallel", "parallelize_module", "placements_of", "register_fsdp_forward_method",
+    "context_parallel_unshard", "data_parallel", "from_torch", "fully_shard", "linear_cross_entropy",
+    "load_balancing_loss", "loss_parallel", "parallelize_module", "placements_of", "register_fsdp_forward_method",
+    "to_torch",
 ]  # fmt: skip
