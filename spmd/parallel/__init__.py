@@ -5,6 +5,8 @@
 Nothing here is a mechanism of its own: a style is placements of parameters, of inputs and of outputs.
 """
 
+import importlib
+
 from spmd.parallel.clip import clip_grad_norm_
 from spmd.parallel.context.context_parallel import (
     context_parallel,
@@ -12,7 +14,6 @@ from spmd.parallel.context.context_parallel import (
     context_parallel_unshard,
 )
 from spmd.parallel.data_parallel import data_parallel
-from spmd.parallel.exchange import from_torch, to_torch
 from spmd.parallel.experts.balance import load_balancing_loss
 from spmd.parallel.experts.expert_parallel import ExpertParallel
 from spmd.parallel.fully_sharded.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
@@ -32,3 +33,18 @@ __all__ = [
     "load_balancing_loss", "loss_parallel", "parallelize_module", "placements_of", "register_fsdp_forward_method",
     "to_torch",
 ]  # fmt: skip
+
+
+_LATER = {"from_torch": "spmd.parallel.exchange", "to_torch": "spmd.parallel.exchange"}
+"""Where names are that are imported when they are first asked for: torch's own DTensor takes a second."""
+
+
+def __getattr__(name: str):
+    if name not in _LATER:
+        raise AttributeError(f"module 'spmd.parallel' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
+    return found
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})
