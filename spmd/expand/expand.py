@@ -176,14 +176,14 @@ class _Expander:
     def _arriving(self, node: fx.Node) -> Iterator[None]:
         """Inside, the operands of a node have the placements of its pin, if they decide what is written."""
         pin = self.choice.pins.get(node)
-        if pin is None or not (pin.arrives or node.target in decompositions):
+        if pin is None or not (pin.arrives or pin.packing or node.target in decompositions):
             yield
             return
         operands = self._operands(node)
         kept = {n: self.local[n] for n in operands}
         for i, n in reversed(list(enumerate(operands))):  # of several wishes for one tensor the first counts
             spec = self._spec(n)
-            self.local[n] = self.move(self._current(n), plan(spec, placed(spec, pin.placements(i))))
+            self.local[n] = self.move(self._current(n), plan(spec, placed(spec, pin.placements(i, spec.shape))))
         yield
         self.local |= kept
 

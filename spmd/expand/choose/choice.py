@@ -13,14 +13,32 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from spmd.tensor.placement import REPLICATE, Placement
+from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.rules.rule import Row
 from spmd.tensor.spec import Spec
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Dims of this size are so many tensors, one after the other, and a shard is a part of each of them.
+
+    >>> Packing(12, 3).of(Shard(1), (8, 12)), Packing(12, 3).of(Shard(0), (8, 12))
+    (Shard(1, blocks=3), Shard(0))
+    """
+
+    size: int
+    blocks: int
+
+    def of(self, p: Placement, shape: Sequence[int]) -> Placement:
+        """The placement of a tensor of this shape, packed."""
+        packs = isinstance(p, Shard) and p.blocks == p.unit == 1 and shape[p.dim] == self.size
+        return Shard(p.dim, blocks=self.blocks) if packs else p
+
+
+@dataclass(frozen=True)
 class Pin:
-    """How one op runs. rows: one for each axis of the mesh.
+    """How one op runs. rows: one for each axis of the mesh. packing: dims whose shards are
+    parts of each of several blocks; operands that are shards of the whole dim are moved before.
 
     arrives: the rows are not those of the op's rule. The operands are moved to the placements of the rows, and then the
     op is lowered by itself, as a decomposition or a recipe for operands that arrive so.
@@ -28,10 +46,12 @@ class Pin:
 
     rows: tuple[Row, ...]
     arrives: bool = False
+    packing: Packing | None = None
 
-    def placements(self, i: int) -> tuple[Placement, ...]:
-        """The placements of operand i."""
-        return tuple(row.ins[i] for row in self.rows)
+    def placements(self, i: int, shape: Sequence[int]) -> tuple[Placement, ...]:
+        """The placements of operand i, which has this shape."""
+        placed = [row.ins[i] for row in self.rows]
+        return tuple([self.packing.of(p, shape) for p in placed] if self.packing else placed)
 
 
 @dataclass(frozen=True)

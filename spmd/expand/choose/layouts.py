@@ -17,6 +17,7 @@ from math import prod
 import numpy as np
 import torch
 
+from spmd.expand.choose.choice import Packing
 from spmd.mesh import DeviceMesh
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.redistribute.distances import distances
@@ -72,6 +73,34 @@ class Layouts:
         for letter in letters:
             number = number * len(self.alphabet) + letter
         return number
+
+    def packed(self, packing: Packing) -> np.ndarray:
+        """For each layout the number of the same one with dims packed."""
+        letters = np.array([self.alphabet[self.plain(packing.of(p, self.shape))] for p in self.alphabet])
+        digits = np.indices([len(letters)] * len(self.axes)).reshape(len(self.axes), -1)
+        found = self.number_of([letters[d] for d in digits]) if len(digits) else np.zeros(1, int)
+        return np.concatenate([found, np.arange(len(found), len(self.specs))])
+
+    def reordered(self, order: Sequence[int]) -> np.ndarray:
+        """For each layout the number of the same one with the axes of each dim in this order; -1 if it is no layout."""
+        found = np.arange(len(self.specs))
+        for n, spec in enumerate(self.specs):
+            dims = [tuple(sorted(axes, key=order.index)) if set(axes) == set(order) else axes for axes in spec.dims]
+            if dims != list(spec.dims):
+                other = self.contiguous(spec.with_layout(dims, spec.units, spec.partial))
+                found[n] = self.number(other) if other in self.extra else -1
+        return found
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """The orders of axes on a dim that are not that of the mesh."""
+        return list(dict.fromkeys(axes for spec in self.extra for axes in spec.dims if list(axes) != sorted(axes)))
+
+    @property
+    def packings(self) -> list[Packing]:
+        """The dims that are packed in some layout."""
+        return [Packing(self.shape[p.dim], p.blocks) for p in self.alphabet
+                if isinstance(p, Shard) and p.blocks > 1 and p.unit == 1]  # fmt: skip
 
     def contiguous(self, spec: Spec) -> Spec:
         return spec.with_tensor(spec.shape)

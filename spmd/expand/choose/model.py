@@ -292,6 +292,13 @@ class Model:
 
     def _find_options(self) -> None:
         """The options of all classes; those that choose from the same share them."""
+        known = list(self.kinds.values())
+        self.packings = list(dict.fromkeys(p for layouts in known for p in layouts.packings))
+        self.orders = list(dict.fromkeys(order for layouts in known for order in layouts.orders))
+        for layouts in known:
+            for p in list(layouts.alphabet):
+                for packing in self.packings:
+                    layouts.letter(packing.of(p, layouts.shape))
         made: dict[int, Options] = {}
         for chooser in self.choosers:
             if not chooser.given:
@@ -301,7 +308,8 @@ class Model:
 
     def _options(self, chooser: Chooser) -> Options:
         if chooser.op is not None:
-            return combined(chooser.op, chooser.ways, self.axes, self.roofline)
+            found = combined(chooser.op, chooser.ways, self.axes, self.roofline)
+            return found.beside(chooser.op, self.packings, self.orders)
         return self._update_options(chooser)
 
     def _update_options(self, chooser: Chooser) -> Options:
@@ -312,7 +320,7 @@ class Model:
         for axis, each, d in zip(self.axes, ways, found.digits, strict=True):
             share = share * np.array([op.fraction(layouts, w.row.outs[0], axis) for w in each])[d]
         found.us = np.array([self.roofline.us(0, chooser.nbytes * s, layouts.dtype) for s in share])
-        return found
+        return found.beside(op, self.packings, self.orders)
 
     # ---- values --------------------------------------------------------------------------------
     def _problem(self) -> Problem:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd.expand.choose.choice import Pin
+from spmd.expand.choose.choice import Packing, Pin
 from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.work import FLOPS, Roofline, flops, is_free, read_and_written
 from spmd.mesh import DeviceMesh
@@ -39,6 +39,7 @@ class Options:
     """The options of a cell. needs, gives: the number of a layout for each option, by operand and by result.
 
     us: microseconds of local work. ways: of each axis the ways. digits: the way that each option takes on each axis.
+    packings: what each option packs beside that.
     """
 
     needs: list[np.ndarray]
@@ -46,13 +47,54 @@ class Options:
     us: np.ndarray
     ways: list[list[Way]]
     digits: np.ndarray
+    packings: list[Packing | None]
 
     def pin(self, option: int, axes: Sequence[int], ndim: int) -> Pin:
         """The pin of an option."""
         taken = {a: self.ways[k][self.digits[k, option]] for k, a in enumerate(axes)}
         bare = self.ways[0][0].row if self.ways else None
         rows = tuple(taken[a].row if a in taken else bare for a in range(ndim))
-        return Pin(rows, any(way.arrives for way in taken.values()))
+        return Pin(rows, any(way.arrives for way in taken.values()), self.packings[option])
+
+    def beside(self, op: Op, packings: Sequence[Packing], orders: Sequence[Sequence[int]]) -> Options:
+        """These options, and the same ones with other orders of axes and packed dims.
+
+        The rows say which dim an axis shards, and not in which order or parts: that follows from the operands.
+        """
+        every = np.ones(len(self.us), bool)
+        found = [self]
+        found += [self._changed([x.packed(p) for x in op.tensors], self._may_pack(op, p), p) for p in packings]
+        found += [self._changed([x.reordered(order) for x in op.tensors], every, None) for order in orders]
+        found = [each for each in found if len(each.us)]
+        if len(found) == 1:
+            return self
+        needs, gives = [[np.concatenate(of) for of in zip(*side, strict=True)]
+                        for side in zip(*[(each.needs, each.gives) for each in found], strict=True)]  # fmt: skip
+        us, digits = np.concatenate([each.us for each in found]), np.concatenate([each.digits for each in found], 1)
+        return Options(needs, gives, us, self.ways, digits, [p for each in found for p in each.packings])
+
+    def _changed(self, change: Sequence[np.ndarray], keep: np.ndarray, packing: Packing | None) -> Options:
+        """The options whose layouts become others. change: for each tensor the new number of each layout, or -1."""
+        old = [*self.needs, *self.gives]
+        new = [numbers[n] for numbers, n in zip(change, old, strict=True)]
+        if new:
+            keep = keep & np.all([n >= 0 for n in new], 0) & np.any([a != b for a, b in zip(new, old, strict=True)], 0)
+        else:
+            keep = np.zeros(len(self.us), bool)
+        new, at = [n[keep] for n in new], len(self.needs)
+        return Options(new[:at], new[at:], self.us[keep], self.ways, self.digits[:, keep], [packing] * int(keep.sum()))
+
+    def _may_pack(self, op: Op, packing: Packing) -> np.ndarray:
+        """The options whose rows shard packed dims with packed ones alone."""
+        allowed = np.ones(len(self.us), bool)
+        for each, d in zip(self.ways, self.digits, strict=True):
+            fits = []
+            for way in each:
+                shards = [(p, x) for p, x in op.placed(way.row) if isinstance(p, Shard)]
+                packs = [packing.of(p, x.shape) != p for p, x in shards]
+                fits.append(not any(packs) or (all(packs) and not way.arrives))
+            allowed &= np.array(fits)[d]
+        return allowed
 
 
 @dataclass(eq=False)
@@ -65,6 +107,16 @@ class Op:
     call: Call | None
     ins: list[Layouts]
     outs: list[Layouts | None]
+
+    @property
+    def tensors(self) -> list[Layouts]:
+        """The layouts of all operands and results."""
+        return [*self.ins, *[x for x in self.outs if x is not None]]
+
+    def placed(self, row: Row) -> list[tuple[Placement, Layouts]]:
+        """The placements of a row, each with its tensor."""
+        outs = [(p, x) for p, x in zip(row.outs, self.outs, strict=True) if x is not None]
+        return [*zip(row.ins, self.ins, strict=True), *outs]
 
     def fraction(self, tensor: Layouts, p: Placement, axis: int) -> float:
         """The share of a tensor that the rank with most of it has."""
@@ -79,10 +131,10 @@ def rows_worth_taking(op: Op, rows: Sequence[Row], mesh: DeviceMesh) -> list[Row
     multiplies = op.call.name in FLOPS
     found = []
     for row in rows:
-        tensors = [*zip(op.ins, row.ins, strict=True), *[(o, p) for o, p in zip(op.outs, row.outs, strict=True) if o]]
+        tensors = op.placed(row)
         law = row.factor is None and not all(p.is_replicate() for p in row.ins)
-        long = all(t.shape[p.dim] >= shortest for t, p in tensors if isinstance(p, Shard))
-        if long and all(sums_only(p) for _, p in tensors) and not (law and multiplies):
+        long = all(t.shape[p.dim] >= shortest for p, t in tensors if isinstance(p, Shard))
+        if long and all(sums_only(p) for p, _ in tensors) and not (law and multiplies):
             found.append(row)
     return found
 
@@ -107,7 +159,7 @@ def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofl
     us = _work(op, [share(*each) for each in ins], [share(*each) for each in outs], ways, digits, axes, roofline)
     for each, d in zip(ways, digits, strict=True):
         us = us + np.array([w.us for w in each])[d]
-    return Options([numbers(*each) for each in ins], [numbers(*each) for each in outs], us, ways, digits)
+    return Options([numbers(*each) for each in ins], [numbers(*each) for each in outs], us, ways, digits, [None] * n)
 
 
 def _work(op: Op, ins, outs, ways, digits, axes, roofline: Roofline) -> np.ndarray:

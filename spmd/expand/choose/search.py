@@ -7,7 +7,7 @@ changes one, lets its neighbours follow, and theirs, and keeps the change if all
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -60,17 +60,24 @@ def decode(bound: Bound) -> list[int]:
     return x
 
 
-def repair(problem: Problem, x: list[int], order: Sequence[int], options: Sequence[np.ndarray]) -> list[int]:
-    """Change each variable to each of its options in turn, and let the others follow."""
+def repair(problem: Problem, x: list[int], trials: Iterable[tuple[int, int]]) -> list[int]:
+    """Give variables these options in turn, and let the others follow."""
     least = problem.cost(x)
-    for i in order:
-        for option in options[i].tolist():
-            if option == x[i]:
-                continue
-            trial = list(x)
-            trial[i] = option
-            settle(problem, trial, [j for j in problem.neighbours(i) if j != i], most=24)
-            found = problem.cost(trial)
-            if found < least - LESS:
-                x, least = trial, found
+    for i, option in trials:
+        if option == x[i]:
+            continue
+        trial = list(x)
+        trial[i] = option
+        settle(problem, trial, [j for j in problem.neighbours(i) if j != i], most=24)
+        found = problem.cost(trial)
+        if found < least - LESS:
+            x, least = trial, found
     return x
+
+
+def by_slack(bound: Bound, most: int) -> list[tuple[int, int]]:
+    """Variables with their options, so many: those first that a bound finds hardly dearer than the variable's best."""
+    slack = [cost - cost.min() for cost in map(bound.collected, range(len(bound.cost)))]
+    every = [(i, int(option)) for i, allowed in enumerate(bound.allowed) for option in allowed]
+    order = np.argsort(np.concatenate([np.zeros(0), *slack]).round(6), kind="stable")
+    return [every[k] for k in order[:most].tolist()]
