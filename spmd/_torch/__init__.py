@@ -170,6 +170,7 @@ from spmd._torch.tensors import (
     wrapper_tensor,
 )  # fmt: skip
 from spmd._torch.traces import (
+    GraphModuleWhenCalled,
     code_when_called,
     forget_constant,
     not_traced,

@@ -24,6 +24,9 @@ not_traced = proxy_tensor.disable_proxy_modes_tracing
 # Inside, a GraphModule writes its code when it is called, and not before.
 code_when_called = functools.partial(_lazy_graph_module._use_lazy_graph_module, True)
 
+# A GraphModule that does so wherever it is made.
+GraphModuleWhenCalled = _lazy_graph_module._LazyGraphModule
+
 # Let proxies stand for these values: later ops on the values refer to the nodes of the proxies.
 track = proxy_tensor.track_tensor_tree
 

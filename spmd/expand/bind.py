@@ -26,7 +26,7 @@ from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import LINE
+from spmd.expand.nodes import LINE, added
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
@@ -108,7 +108,7 @@ class _Binder:
         root = nn.Module()
         for name, constant in self.constants.items():
             root.register_buffer(name, constant, persistent=False)
-        return fx.GraphModule(root, self.graph, class_name=self.program.name)
+        return _torch.GraphModuleWhenCalled(root, self.graph, class_name=self.program.name)
 
     def _note_line(self, node: fx.Node) -> None:
         """Note the user's line of a node of the program on the nodes that were written for it.
@@ -171,7 +171,7 @@ class _Binder:
         if getattr(target, "namespace", "") == "_c10d_functional":
             target = self.transport.collective(target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        return self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+        return added(self.graph, node.op, target, args, kwargs, node.name)
 
     # ---- other ops ------------------------------------------------------------------------------
     def _without_kernel(self, node: fx.Node) -> list[fx.Node | None]:
@@ -199,7 +199,7 @@ class _Binder:
 
     def _copied(self, node: fx.Node, target: Any) -> fx.Node:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._here)
-        new = self.graph.create_node(node.op, target, args, kwargs, name=node.name)
+        new = added(self.graph, node.op, target, args, kwargs, node.name)
         new.meta["spec"] = node.meta.get("spec")
         return new
 

@@ -32,7 +32,7 @@ from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import LINE, SOURCE, first_positions, in_schema_order, line_of, result_metadata, source_of
+from spmd.expand.nodes import LINE, SOURCE, added, first_positions, in_schema_order, line_of, result_metadata, source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first
@@ -221,7 +221,7 @@ class _Expander:
         self.chosen[node] = Pin(lowering.rows)
         operands = self.move(self._current(x), lowering.plans[0]), self._current(rng), *fx.map_arg(args, self._current)
         target = replace(draw, spec=lowering.outs[0])
-        new = self.graph.create_node("call_function", target, operands, dict(node.kwargs), name=node.name)
+        new = added(self.graph, "call_function", target, operands, dict(node.kwargs), node.name)
         self._record(node, new, lowering.outs[0])
 
     def _constrain(self, node: fx.Node) -> None:
@@ -303,7 +303,7 @@ class _Expander:
         local = lowering.local or SAFE_LOCALLY.get(node.target, node.target)
         if lowering.skips_empty:
             local = UnlessEmpty(local, lowering.outs)
-        new = self.graph.create_node("call_function", local, args, kwargs, name=node.name)
+        new = added(self.graph, "call_function", local, args, kwargs, node.name)
         many = isinstance(node.meta["val"], (tuple, list))
         if isinstance(local, Recipe) and local.sums:
             self._record_sums(node, new, local, many)

@@ -21,6 +21,20 @@ LINE = "line"
 """In the metadata of a node of a program, and of a rank's code: the user's line that it comes from, as text."""
 
 
+def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], name: str) -> fx.Node:
+    """A new node at the end of a graph, in half the time of `create_node` with arguments, which looks for symbols in
+    them: after a capture there are none.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> added(graph, "call_function", torch.relu, (x,), {}, "relu"), x.users
+    (relu, {relu: None})
+    """
+    node = graph.create_node(op, target, name=name)
+    node.args, node.kwargs = args, kwargs
+    return node
+
+
 def line_of(node: fx.Node) -> str:
     """The user's line that a captured op, or its forward op, was written at; empty where none is known."""
     origin = node.meta.get(ORIGIN)
