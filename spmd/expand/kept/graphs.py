@@ -41,6 +41,7 @@ from spmd.expand.kept.notation import (
 from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.local_map import BlockCall, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import LocalCount
+from spmd.expand.nodes import LINE, added
 from spmd.expand.places.reads import PARAMETER
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
@@ -56,8 +57,9 @@ MARGIN = 88
 PLAIN_CALL = re.compile(r"(aten\.[\w.]+)\(([\w., +-]*)\) *$")
 """A line that calls an op of torch on names and numbers alone."""
 
-NOTES = {"of": PARAMETER, "pinned by": PINNED}
-"""What may stand in the margin behind the spec: the parameter that is gathered, and what was said of the value."""
+NOTES = {"of": PARAMETER, "pinned by": PINNED, "at": LINE}
+"""What may stand in the margin behind the spec: the parameter that is gathered, what was said of the value, and the
+user's line."""
 
 NO_NOTES: Mapping[str, Any] = {}
 
@@ -98,7 +100,7 @@ def _body(program: Program) -> Iterator[str]:
 
 def _line(code: str, spec: Any, notes: Mapping[str, Any] = NO_NOTES) -> str:
     """A line with its margin: the spec, and the notes."""
-    found = [f"   {word} {notes[key]}" for word, key in NOTES.items() if key in notes]
+    found = [f"   {word} {notes[key]}" for word, key in NOTES.items() if notes.get(key)]
     return f"{code:<{MARGIN}}  # {_specs_text(spec)}{''.join(found)}"
 
 
@@ -279,7 +281,7 @@ class _Reading:
         return self._made(name, op, target, args, kwargs, spec)
 
     def _made(self, name: str, op: str, target: Any, args: tuple, kwargs: dict[str, Any], spec: Any) -> fx.Node:
-        node = self.graph.create_node(op, target, args, kwargs, name=name)
+        node = added(self.graph, op, target, args, kwargs, name)
         if node.name != name:
             raise ValueError(f"two values are named {name}")
         node.meta["spec"] = spec

@@ -19,6 +19,7 @@ from spmd import CompiledStep, FullyShard, LocalTensorMode, MixedPrecision, Repl
 from spmd._torch import pytree
 from spmd.expand.kept import archive
 from spmd.expand.kept.notation import CannotKeep, Reader, written
+from spmd.expand.nodes import LINE
 from spmd.tensor.spec import Spec
 from tests.expand.side_by_side import INPUTS, NET, Net, rows, seeded, train_step
 from tests.tensor.single import every_rank
@@ -208,9 +209,15 @@ def test_what_is_loaded_is_what_was_saved(name, tmp_path):
         with mock.patch.object(CompiledStep, "_capture_and_expand", refused):
             got = run(case, loaded)
     assert sorted(map(str, loaded.programs)) == sorted(map(str, saved.programs))
+    assert lines(loaded.program) == lines(saved.program)
     assert same(got, want)
     loaded.save(tmp_path / "again.spmd")
     assert [e.program for e in again(tmp_path, "again")] == [e.program for e in again(tmp_path, "step")]
+
+
+def lines(program) -> list[str]:
+    """The user's line of each node."""
+    return [node.meta.get(LINE) or "" for node in program.graph.nodes if node.op != "output"]
 
 
 def again(folder, name) -> list[archive.Entry]:
