@@ -49,7 +49,13 @@ NORM, VALUE = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
 
 def kinds() -> dict[str, Kind]:
     """All kinds of steps, by name."""
-    found = {
+    of_steps = of_passes() | of_optimizers() | of_clipping() | of_schedules()
+    return of_steps | of_models() | of_scalers_and_hooks() | of_layers() | of_arguments()
+
+
+def of_passes() -> dict[str, Kind]:
+    """Forward and backward passes without an optimiser."""
+    return {
         "forward": Kind(parts.forward),
         "no_grad": Kind(parts.forward_no_grad),
         "inference_mode": Kind(parts.forward_inference),
@@ -57,22 +63,36 @@ def kinds() -> dict[str, Kind]:
         "autograd.grad": Kind(parts.gradients),
         "second derivative": Kind(parts.second_derivative),
     }
+
+
+def of_optimizers() -> dict[str, Kind]:
+    """Each optimiser of torch, in each way that it has."""
+    found: dict[str, Kind] = {}
     for name in parts.OPTIMIZERS:
         for way in ("for-loop", "foreach", *(["fused"] if name in parts.FUSED else [])):
             options = {"foreach": way == "foreach"} if way != "fused" else {"fused": True}
             found[f"{name}, {way}"] = Kind(begin=parts.with_optimizer(parts.Net, parts.optimizer_of(name, **options)))
-    found |= {
+    return found | {
         "Muon": Kind(parts.two_optimizers_step, parts.muon, precision=IN_BFLOAT16),
         "parameter groups": Kind(begin=parts.with_optimizer(parts.Net, parts.grouped)),
     }
+
+
+def of_clipping() -> dict[str, Kind]:
+    found: dict[str, Kind] = {}
     for foreach in (None, True, False):
         found[f"clip_grad_norm_, foreach={foreach}"] = Kind(parts.clipping(NORM, 0.1, foreach=foreach))
         largest = parts.clipping(NORM, 0.1, norm_type=math.inf, foreach=foreach)
         found[f"clip_grad_norm_ inf, foreach={foreach}"] = Kind(largest)
         found[f"clip_grad_value_, foreach={foreach}"] = Kind(parts.clipping(VALUE, 0.01, foreach=foreach))
+    return found
+
+
+def of_schedules() -> dict[str, Kind]:
+    """Several batches in a step, several calls for a step, rates that change, averages."""
     schedules = {"between": parts.step_schedule}
     twice = tuple(parts.train_step for _ in range(2))
-    return found | {
+    return {
         "micro-batches in the step": Kind(parts.micro_batches),
         "accumulation over calls": Kind((parts.accumulate, parts.accumulate_and_update)),
         "two steps in one program": Kind(lambda m, o, x, y: [each(m, o, x, y) for each in twice]),
@@ -84,6 +104,12 @@ def kinds() -> dict[str, Kind]:
         "average of parameters": Kind(parts.averaging_step, parts.with_average()),
         "average, foreach": Kind(parts.foreach_averaging_step, parts.with_average()),
         "AveragedModel": Kind(parts.averaged_model_step, parts.averaged_model),
+    }
+
+
+def of_models() -> dict[str, Kind]:
+    """Several models, dropout, checkpoints, and what parameters and buffers may be."""
+    return {
         "GAN": Kind(parts.adversarial_step, parts.adversaries),
         "teacher and student": Kind(parts.distilling_step, parts.pupils),
         "dropout": Kind(begin=parts.with_optimizer(models.Dropping), draws=True),
@@ -100,6 +126,11 @@ def kinds() -> dict[str, Kind]:
         "frozen": Kind(begin=parts.with_optimizer(models.Frozen)),
         "unused": Kind(begin=parts.with_optimizer(models.Unused)),
         "buffers": Kind(begin=parts.with_optimizer(models.Buffers)),
+    }
+
+
+def of_scalers_and_hooks() -> dict[str, Kind]:
+    return {
         "autocast": Kind(models.autocast_step, precision=IN_BFLOAT16),
         "GradScaler": Kind(models.scaled_step, models.scaler_of(growth_interval=2)),
         "GradScaler, clipping": Kind(models.scaled_clipping_step, models.scaler_of()),
@@ -113,6 +144,12 @@ def kinds() -> dict[str, Kind]:
         "post-accumulate hooks": Kind(begin=models.hooked(models.accumulate_hooks)),
         "update in backward": Kind(models.backward_step, models.update_in_backward),
         "hook of an activation": Kind(models.activation_hook_step),
+    }
+
+
+def of_layers() -> dict[str, Kind]:
+    """Functions and ops of the user, and recurrent layers."""
+    return {
         "autograd.Function": Kind(begin=parts.with_optimizer(models.OfFunctions)),
         "custom op": Kind(begin=parts.with_optimizer(models.OfCustomOps)),
         "LSTM": Kind(begin=parts.with_optimizer(lambda: models.Recurrent(nn.LSTM))),
@@ -120,6 +157,12 @@ def kinds() -> dict[str, Kind]:
         "GRU of two layers": Kind(begin=parts.with_optimizer(lambda: models.Recurrent(nn.GRU, num_layers=2))),
         "RNN": Kind(begin=parts.with_optimizer(lambda: models.Recurrent(nn.RNN))),
         "LSTMCell": Kind(begin=parts.with_optimizer(models.Cell)),
+    }
+
+
+def of_arguments() -> dict[str, Kind]:
+    """Objects as arguments and results."""
+    return {
         "dict": Kind(models.dict_step, batches=models.wrapped(dict), inputs=("batch.*",)),
         "dataclass": Kind(models.dataclass_step, batches=models.wrapped(models.Batch), inputs=("batch.*",)),
         "ModelOutput": Kind(models.model_output_step, batches=models.wrapped(dict), inputs=("batch.*",)),

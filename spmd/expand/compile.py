@@ -68,69 +68,52 @@ from spmd.tensor.spec import Spec
 
 
 def compile(
-    fn: Callable,
-    mesh: DeviceMesh,
-    *,
-    params: Patterns | None = None,
-    inputs: Patterns | None = None,
-    stored: Patterns | None = None,
-    fully_shard: Sharding = None,
-    mixed_precision: MixedPrecision | None = None,
-    bucket_mb: float | None = 25.0,
-    choose: str = "op",
-    outputs: Patterns | None = None,
-    placements: Patterns | None = None,
-    passes: Sequence[Pass | str] | None = None,
-    cache: str | os.PathLike | None = None,
-    init: Init = True,
-    backend: Backend = EAGER,
-) -> CompiledStep:
+    fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, inputs: Patterns | None = None,
+    stored: Patterns | None = None, fully_shard: Sharding = None, mixed_precision: MixedPrecision | None = None,
+    bucket_mb: float | None = 25.0, choose: str = "op", outputs: Patterns | None = None,
+    placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None,
+    cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER,
+) -> CompiledStep:  # fmt: skip
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
     fn: a function of modules, optimisers, tensors and plain values, such as a train step: forward, `loss.backward()`,
     `optimizer.step()`. It is traced on global shapes; its Python code runs at the first call only. Modules and
     optimisers that its code names as variables around it, globals or attributes of `self` count as arguments.
-    params: where parameters are computed with: placements by name pattern, or None where every op may choose. A
-    parameter that no pattern matches is replicated.
-    stored: where parameters are kept between steps, with their gradients and optimiser state, by name pattern. They are
+    params: where parameters are computed with: placements by name pattern, or None where every op may choose. What no
+    pattern matches is replicated.
+    stored: where parameters, their gradients and optimiser state are kept between steps, by name pattern. They are
     gathered for the ops that read them and freed again. By default they are kept as they are computed with.
-    fully_shard: the same in a word, for parameters that no pattern of `stored` matches: the axis, or axes, over which
-    they are kept in shards; a `FullyShard` with its level; or a dict of these by name pattern.
+    fully_shard: the same in a word, for parameters that no pattern of `stored` matches: the axes over which they are
+    kept in shards; a `FullyShard` with its level; or a dict of these by name pattern.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
     or DTensors; the sizes need not be divisible.
     mixed_precision: a `MixedPrecision`, or torch's `MixedPrecisionPolicy`: the dtype to compute with and the one to
     reduce gradients in. Parameters and optimiser state keep theirs.
     bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
     sends each one alone.
-    choose: "program" chooses the placements of all values together, so that the modelled cost of the program is least;
-    the program is never dearer than with "op", where every op takes what is cheapest for itself.
+    choose: "program" chooses the placements of all values together, for the least modelled cost, which is never more
+    than with "op", where every op takes what is cheapest for itself.
     outputs: placements of the tensors that fn returns, by path: "loss", "0.logits", "result" for one tensor alone.
     Partial() leaves the terms of a sum on the ranks. By default they lie as they were computed, with sums reduced.
     placements: of values inside of the step, and of their gradients alike: by the path of the module that gives them,
     "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
-
     passes: what is done to each program, in this order: passes by name ("numbers_late", "buckets", "schedule",
     "overlap"), such a pass with its sizes, or functions from `Program` to `Program`. By default all-reduces are sent in
     buckets of `bucket_mb`; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what is
     computed, unless `bucket_mb` is None.
-
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
-
     init: for models on the meta device, of which each rank makes its blocks: True runs the initialisers of the modules
-    (`reset_parameters`, `_init_weights`) on these; a function is then called with each module; False leaves the memory
-    as it is.
+    (`reset_parameters`, `_init_weights`); a function is then called with each module; False leaves the memory as it is.
     backend: "inductor", or another of torch.compile's backends, compiles what a rank runs between its collectives; the
     collectives and their order stay. Then numbers are equal up to rounding. "eager" calls the ops one by one.
 
-    Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order.
+    Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
+    first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.
 
-    Returns a `CompiledStep`. Its first call turns the parameters, buffers and optimiser state into DTensors. Tensors
-    that fn returns come back as DTensors.
-
-    Raises ValueError at once for an unknown axis. The first call raises ValueError, before anything is changed, for a
-    pattern that matches nothing or a placement on a dim that the tensor does not have.
+    Raises ValueError at once for an unknown axis, and in the first call, before anything is changed, for a pattern that
+    matches nothing or a placement on a dim that the tensor does not have.
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
