@@ -64,7 +64,8 @@ _last = _Last()
 
 def _state(x: torch.Tensor) -> tuple:
     """What tells whether values, or what autograd is to know of them, have changed."""
-    written = None if x.is_inference() else x._version
+    memory = (x, x._local_tensor) if isinstance(x, DTensor) else (x,)  # users write into blocks, too
+    written = tuple([None if m.is_inference() else m._version for m in memory])
     return written, x.requires_grad and torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 

@@ -11,7 +11,7 @@ import ways
 from torch import nn
 
 import spmd
-from spmd import DTensor, LocalTensorMode, Replicate, Shard, init_device_mesh
+from spmd import DTensor, LocalTensorMode, Replicate, Shard, distribute_tensor, init_device_mesh
 from spmd.debug import CommDebugMode
 from spmd.parallel import (
     ColwiseParallel,
@@ -215,6 +215,19 @@ def test_what_enters_again_is_what_it_is_now():
     for a, b, w, g in zip(*map(every_rank, (first, second, weight, x.grad)), strict=True):
         torch.testing.assert_close(b - a, (x.detach() / 2) @ w.T)
         torch.testing.assert_close(g, w.sum(0).expand(2, 4))
+
+
+def test_a_block_that_its_owner_wrote_to_is_gathered_again():
+    with LocalTensorMode(2):
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.ones(2, 4), mesh, [Shard(0)]).requires_grad_()
+        net = parallelize_module(nn.Linear(4, 4, bias=False), mesh, COL(output_layouts=Replicate()))
+        first = net(x)
+        with torch.no_grad():
+            x.to_local().mul_(3.0)
+        second = net(x)
+    for a, b in zip(every_rank(first.detach()), every_rank(second.detach()), strict=True):
+        torch.testing.assert_close(b, 3.0 * a)
 
 
 # ---- compiled ---------------------------------------------------------------------------------
