@@ -88,6 +88,8 @@ class Overlap:
     judged: ClassVar[bool] = True
 
     def __call__(self, program: Program) -> Program:
+        if not program.collectives:
+            return program
         work = program.work
         limit = max(work.memory(range(len(work.tasks)))) if self.memory is None else self.memory
         packed = bucketed(compute_numbers_late(program))
