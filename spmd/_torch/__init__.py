@@ -40,7 +40,9 @@ from spmd._torch.autograd import (
     in_forward_ad,
     is_zero_without_memory,
     last_node_number,
+    leaves_behind,
     running_node_number,
+    saved_tensors_are_hooked,
     stash,
     stashed,
 )  # fmt: skip
@@ -68,6 +70,7 @@ from spmd._torch.fakes import (
 from spmd._torch.functionalize import (
     FunctionalTensor,
     FunctionalTensorMode,
+    as_parameter,
     assignable_data,
     from_functional,
     functional_mode_of,
@@ -106,6 +109,7 @@ from spmd._torch.modes import (
     is_fake,
     is_tracing,
     kept_whole_in_dynamo,
+    modes_around,
     no_dispatch,
     no_modes,
     not_compiled,
@@ -173,6 +177,7 @@ from spmd._torch.traces import (
     GraphModuleWhenCalled,
     code_when_called,
     forget_constant,
+    known_constant,
     not_traced,
     proxy_mode,
     proxy_of,

@@ -57,6 +57,25 @@ def running_node_number() -> int | None:
     return None if node is None else node._sequence_nr()
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks get what autograd saves in this thread, such as those of an activation checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def leaves_behind(x: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a backward pass from x would add gradients to."""
+    found, seen, left = [], set(), [x.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.append(variable)
+        left += [following for following, _ in node.next_functions]
+    return found
+
+
 @contextlib.contextmanager
 def backward_under(mode: Callable[[], contextlib.AbstractContextManager]) -> Iterator[None]:
     """Inside, backward passes that this thread starts run under such a mode, of torch functions.

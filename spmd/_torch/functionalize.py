@@ -17,6 +17,12 @@ def to_functional(x: torch.Tensor) -> torch.Tensor:
     return FunctionalTensor.to_functional(x)
 
 
+def as_parameter(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """A new functional tensor as an nn.Parameter, without a view of it, which a trace would record."""
+    x.requires_grad_(requires_grad)._is_param = True
+    return x
+
+
 def from_functional(x: torch.Tensor) -> torch.Tensor:
     """The present value of a functional tensor, after all writes to it and its views."""
     torch._sync(x)

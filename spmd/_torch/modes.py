@@ -52,6 +52,11 @@ def in_symbolic_trace() -> bool:
     return frame is not None
 
 
+def modes_around() -> tuple[int, int]:
+    """How many modes of torch functions and of dispatch are on."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
 def untraced() -> contextlib.AbstractContextManager:
     """Inside, ops run on the data and no trace records them."""
     return _python_dispatch._disable_current_modes() if is_any_mode_on() else contextlib.nullcontext()

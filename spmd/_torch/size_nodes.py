@@ -201,3 +201,22 @@ class SizeTracker:
 
     def __contains__(self, symbol: Any) -> bool:
         return type(symbol.node) is SizeNode or self.get(symbol) is not None
+
+
+def unrecorded(record: Callable, sizes: SizeNodes) -> Callable:
+    """What a trace does with arithmetic of symbols, but for sizes. torch makes nodes of them that are not ours."""
+
+    def run(function: Callable, types: Any, args: tuple, kwargs: dict) -> Any:
+        if not all(_is_size(x, sizes) for x in args):
+            return record(function, types, args, kwargs)
+        found = function(*args, **kwargs)
+        own = sizes.own(found.node) if isinstance(found, proxy_tensor.py_sym_types) else None
+        return found if own is None else type(found)(own)
+
+    return run
+
+
+def _is_size(x: Any, sizes: SizeNodes) -> bool:
+    if isinstance(x, (list, tuple)):
+        return all(_is_size(each, sizes) for each in x)
+    return not isinstance(x, proxy_tensor.py_sym_types) or sizes.own(x.node) is not None

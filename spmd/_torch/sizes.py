@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker
+from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker, unrecorded
 from spmd._torch.symbols import Symbols
 from spmd._torch.traces import proxy_mode
 
@@ -70,8 +70,9 @@ class SizeSymbols:
 
     def track(self) -> None:
         """To be called as a trace begins: it records no arithmetic of sizes."""
-        tracer = proxy_mode().tracer
-        tracer.symnode_tracker = SizeTracker(tracer, self._nodes)
+        mode = proxy_mode()
+        mode.tracer.symnode_tracker = SizeTracker(mode.tracer, self._nodes)
+        mode.__sym_dispatch__ = unrecorded(mode.__sym_dispatch__, self._nodes)
 
     # ---- decisions ------------------------------------------------------------------------------
     def _evaluated(self, expr: Any, *args: Any, **kwargs: Any) -> Any:

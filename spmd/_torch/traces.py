@@ -36,6 +36,11 @@ def proxy_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Ten
     return proxy_tensor.get_proxy_slot(x, by, x, lambda slot: slot.proxy)
 
 
+def known_constant(x: torch.Tensor, by: torch.fx.Tracer) -> torch.Tensor | None:
+    """The value of x where the trace knows it, as of `torch.tensor(1.0)`: `.item()` of it is a constant."""
+    return proxy_tensor.get_proxy_slot(x, by, None, lambda slot: slot.constant)
+
+
 def traced_tensors(by: torch.fx.Tracer) -> list[tuple[torch.Tensor, torch.fx.Node]]:
     """The tensors of the trace that are alive, each with the last node that gave or wrote it."""
     return [(x, slot.proxy.node) for x, slot in by.tensor_tracker.items()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.arithmetic import only_arithmetic
 from spmd.expand.cleaning import remove_noops, remove_unmade
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
@@ -41,9 +42,9 @@ from spmd.expand.python_state import Contents, PythonState, made
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.lift import lift_sizes
-from spmd.expand.sizes.size import Size
 from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
+from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
@@ -232,7 +233,7 @@ def _capture_once(
 
 def _is_as_computed(captured: Captured, numbers: dict[str, float]) -> bool:
     """Whether the graph computes with symbols as the step would with these numbers."""
-    return _only_arithmetic(captured.graph) and not captured.symbols.became_constants(numbers)
+    return only_arithmetic(captured.graph) and not captured.symbols.became_constants(numbers)
 
 
 def _ints(numbers: list[dict[str, float]]) -> bool:
@@ -246,18 +247,27 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 
 
 def _trace(*given: Any) -> Captured:
-    """With stamps, or without where they cannot be shown to be right."""
-    try:
-        return _traced(*given, updates_stamped)
-    except Coupled:
-        return _traced(*given, contextlib.nullcontext)
+    """With stamps, or without those that cannot be shown to be right."""
+    updates, blocks = updates_stamped, True
+    while True:
+        try:
+            return _traced(*given, updates, blocks)
+        except CoupledBlocks as coupled:
+            log.debug("calls of equal modules are traced one by one: %s", coupled)
+            blocks = False
+        except Coupled:
+            updates = contextlib.nullcontext
+
+
+log = logging.getLogger("spmd.expand")
 
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager],
+    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager], blocks: bool,
 ) -> Captured:  # fmt: skip
-    """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols."""
+    """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: whether
+    calls of equal modules are stamped."""
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
@@ -271,7 +281,7 @@ def _traced(
     inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
     kept, known = kept_numbers(slots)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
-    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped, sizes.symbols)
+    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped, blocks, sizes.symbols)
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
@@ -281,9 +291,12 @@ def _traced(
             with _torch.code_when_called(), _torch.without_layouts():  # code never: its graph alone is read
                 gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)
+            flat.blocks.finish(gm.graph)
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
     except Exception as error:
+        if flat.blocks.kinds:  # a step that is wrong is so without stamps, too, and says it in its own words
+            raise CoupledBlocks(f"{type(error).__name__}: {error}") from error
         if (in_words := explained(name, error)) is None:
             raise
         raise in_words from error
@@ -300,29 +313,6 @@ def _traced(
     return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known)
 
 
-ARITHMETIC = {
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos,
-    torch.sym_min, torch.sym_max, torch.sym_float,
-}  # fmt: skip
-OF_INTS = {operator.floordiv, operator.mod}
-
-
-def _only_arithmetic(graph: fx.Graph) -> bool:
-    """Whether numbers are only used in arithmetic. Other functions, such as rounding, treat symbols and floats
-    differently."""
-    numbers = (n for n in graph.nodes if n.op == "call_function" and _torch.is_symbol(n.meta.get("val")))
-    return all(
-        n.target in ARITHMETIC
-        or isinstance(n.target, _torch.OpOverload)
-        or (n.target in OF_INTS and all(map(_is_int, n.args)))
-        for n in numbers
-    )
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x.meta["val"] if isinstance(x, fx.Node) else x, (int, torch.SymInt, Size))
-
-
 @dataclass
 class _FlatFunction:
     """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields."""
@@ -335,6 +325,7 @@ class _FlatFunction:
     note: dict[Slot, Callable[[torch.Tensor], None]]
     first: tuple[Slot, ...]
     stamped: Callable[[], contextlib.AbstractContextManager]
+    with_blocks: bool
     sizes: _torch.SizeSymbols
     outputs: tuple = ()
     leaves: tuple = ()
@@ -347,6 +338,8 @@ class _FlatFunction:
 
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
+        self.normalise = Normalise(self.phases, self.origins)
+        self.blocks = Blocks(self.state, self.origins, self.phases, self.normalise.numbering)
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
 
     def __call__(self, flat_inputs: list) -> list:
@@ -393,7 +386,7 @@ class _FlatFunction:
         yield self.stamped()
         yield new_values_noted(self.state.parameters())
         yield gradients.watched(lambda: bool(self.phases.ends))
-        yield Normalise(self.phases, self.origins)
+        yield self.normalise
         yield _torch.scaled_steps(skipped.run)
         yield TracedCalls()
         yield KeepProducts(self.origins.made)
@@ -403,6 +396,8 @@ class _FlatFunction:
         yield _torch.symbolic_min_max()
         yield _torch.read_as_numbers()
         yield stream.traced()
+        if self.with_blocks:
+            yield self.blocks.stamped()
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":

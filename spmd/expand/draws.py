@@ -56,9 +56,10 @@ class Numbering:
         yield
         for node in _after(nodes, last):
             if node.target in RANDOM_FILLS:
-                node.meta["draw"] = self._next(op)
+                node.meta["draw"] = self.next(op)
 
-    def _next(self, op: Any) -> int:
+    def next(self, op: Any) -> int:
+        """The number of the next draw, which is made by this op."""
         number = stream.next_in_trace()
         if number is None:
             _refuse(op, "draws after the step has seeded torch's generator, each time alike; seed outside the step")

@@ -134,6 +134,10 @@ class Origins:
             self.forward.setdefault(_torch.last_node_number(), origin)
         return origin
 
+    def note_call(self, path: str) -> None:
+        """Call where autograd has made one node for a call of the module of this path."""
+        self.forward.setdefault(_torch.last_node_number(), Origin(path, user_lines(self.outermost)))
+
     # ---- modules --------------------------------------------------------------------------------
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
@@ -147,6 +151,15 @@ class Origins:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextlib.contextmanager
+    def outside_modules(self) -> Iterator[None]:
+        """Inside, no module runs: for a backward pass within a call."""
+        stack, self.stack = self.stack, []
+        try:
+            yield
+        finally:
+            self.stack = stack
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
         if threading.get_ident() == self.thread:
@@ -194,6 +207,21 @@ class Origins:
         node = _node_of(gradient, _torch.proxy_mode())
         if node is not None:
             node.meta[GRADIENT_OF] = (*node.meta.get(GRADIENT_OF, ()), site)
+
+
+def renamed(meta: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """The metadata that a node of the module of one path would have, were it one of another module."""
+
+    def of(text: str) -> str:
+        return f"{new}{text[len(old) :]}" if text == old or text.startswith(f"{old}.") else text
+
+    found = dict(meta)
+    if ORIGIN in meta:
+        found[ORIGIN] = meta[ORIGIN]._replace(module=of(meta[ORIGIN].module))
+    for key in (SITES, GRADIENT_OF):
+        if key in meta:
+            found[key] = tuple(Site(tuple(map(of, site.names)), of(site.path), site.line) for site in meta[key])
+    return found
 
 
 def _node_of(x: Any, mode: Any) -> fx.Node | None:

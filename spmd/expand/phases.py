@@ -81,10 +81,20 @@ class Phases:
 
     running: bool = False
     ends: list[fx.Node | None] = field(default_factory=list)
+    is_paused: bool = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def note(self) -> None:
         """Call before each op."""
-        if _torch.in_backward() != self.running and (mode := _torch.proxy_mode()) is not None:
+        if not self.is_paused and _torch.in_backward() != self.running and (mode := _torch.proxy_mode()) is not None:
             self.running = not self.running
             self.ends.append(next(iter(reversed(mode.tracer.graph.nodes)), None))
 

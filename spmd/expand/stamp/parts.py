@@ -99,7 +99,7 @@ def differing(one: Part, other: Part, constant: Callable[[str], torch.Tensor]) -
             alike = b.op == a.op and _same_tensor(constant(a.target), constant(b.target))
         else:
             alike = (a.op, a.target) == (b.op, b.target) and _same((a.args, a.kwargs), (b.args, b.kwargs), env)
-        if not alike or _metadata(a.meta.get("val")) != _metadata(b.meta.get("val")):
+        if not alike or metadata(a.meta.get("val")) != metadata(b.meta.get("val")):
             return f"{a.format_node()} and {b.format_node()}"
     outputs = [env.get(n, n) for n in one.outputs]
     return "" if outputs == list(other.outputs) else "the nodes that are outputs"
@@ -116,14 +116,14 @@ def _same(a: Any, b: Any, env: Env) -> bool:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return _metadata(a) == _metadata(b) and a.tolist().__repr__() == b.tolist().__repr__()
+    return metadata(a) == metadata(b) and a.tolist().__repr__() == b.tolist().__repr__()
 
 
-def _metadata(value: Any) -> Any:
-    """What is compared of the results of two nodes."""
+def metadata(value: Any) -> Any:
+    """What is compared of two values of a trace: tensors without data, or several."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, *map(str, value.shape), *map(str, value.stride())
-    return [_metadata(v) for v in value] if isinstance(value, (list, tuple)) else type(value)
+    return [metadata(v) for v in value] if isinstance(value, (list, tuple)) else type(value)
 
 
 def stamp(part: Part, graph: fx.Graph, env: Env) -> None:

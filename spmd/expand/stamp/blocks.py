@@ -1,0 +1,480 @@
+"""Calls of modules that repeat are captured twice and stamped.
+
+    model.blocks.0 ... model.blocks.11, all alike    ->    the first two are traced, and ten are stamped
+
+Of two calls of one kind, the nodes of the forward pass are compared, and those of the backward pass. If they are equal
+but for what the calls were given - arguments, parameters, buffers - then that is all that they depend on, and the nodes
+are written again for later calls. A kind is what the code of a module can see: its structure (`repeats`), its
+arguments, the modes around it.
+
+A backward pass begins with the last call. So the backward pass of the second call is traced as soon as its forward
+pass is done, aside, with stand-ins for the gradients. What was traced aside is written again for all calls but the
+first. When that one's turn comes, the two are compared, and what was traced aside is removed.
+
+For autograd each call is one function. So a gradient that leaves a call is complete, and hooks, sums and parameters
+that others use, too, are those of the engine. `Coupled` is raised where something else goes into a call or comes out of
+it: the capture then begins again without these stamps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.draws import Numbering
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
+from spmd.expand.origins import Origins
+from spmd.expand.outside import unchanged
+from spmd.expand.phases import Phases
+from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
+from spmd.expand.stamp.repeats import repeated
+from spmd.expand.stamp.stencil import Stencil, notes_of
+from spmd.expand.state import State
+
+
+class CoupledBlocks(Coupled):
+    """Calls of equal modules depend on more than on what they are given."""
+
+
+@dataclass
+class Blocks:
+    """Stamps the calls of the modules of one capture. kinds: the traced calls of each kind."""
+
+    state: State
+    origins: Origins
+    phases: Phases
+    numbering: Numbering
+    kinds: dict[Hashable, list[_Traced]] = field(default_factory=dict)
+    is_inside: bool = False
+    wrong: str = ""
+    thread: int = field(default_factory=threading.get_ident)
+
+    @contextlib.contextmanager
+    def stamped(self) -> Iterator[None]:
+        """Inside, in a capture by this thread, calls of modules that repeat are traced twice."""
+        structures = repeated(self.state.modules.values())
+        modules = [m for root in self.state.modules.values() for m in root.modules() if id(m) in structures]
+        for m in modules:
+            vars(m)["forward"] = self._forward(m, structures[id(m)])
+        try:
+            yield
+        finally:
+            for m in modules:
+                vars(m).pop("forward", None)
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Check what could not be checked before, and remove what was traced aside. To be called after the trace."""
+        if self.wrong:
+            raise CoupledBlocks(self.wrong)
+        for calls in self.kinds.values():
+            for call in calls:
+                call.check_nothing_leaks()
+            if len(calls) == 2:
+                calls[1].check_backward_of(calls[0])
+        for calls in self.kinds.values():
+            for call in calls:
+                call.erase_aside(graph)
+
+    def couple(self, why: str) -> None:
+        """Raise. Should code of the user catch it, `finish` raises again."""
+        self.wrong = why
+        raise CoupledBlocks(why)
+
+    # ---- calls ----------------------------------------------------------------------------------
+    def _forward(self, module: nn.Module, structure: Hashable) -> Callable:
+        plain = module.forward
+        return functools.wraps(plain)(lambda *args, **kwargs: self._call(module, structure, plain, args, kwargs))
+
+    def _call(self, module: nn.Module, structure: Hashable, plain: Callable, args: tuple, kwargs: dict) -> Any:
+        mode = _torch.proxy_mode() if threading.get_ident() == self.thread else None
+        if mode is None or self.is_inside or _torch.in_backward() or _torch.saved_tensors_are_hooked():
+            return plain(*args, **kwargs)
+        call = _Given.of(module, structure, args, kwargs, mode.tracer, self.origins.paths.get(id(module), ""))
+        if call is None:
+            return plain(*args, **kwargs)
+        traced = self.kinds.setdefault(call.kind, [])
+        made = _Stamped(self, call, traced[1]) if len(traced) == 2 else _Traced(self, call, plain)
+        found = _Function.apply(made, *call.tensors)
+        self.origins.note_call(call.path)
+        if isinstance(made, _Traced):
+            traced.append(made)
+            if len(traced) == 2:
+                made.compare(traced[0])
+        values = iter(found)
+        leaves = [next(values) if x is _MADE else x for x in made.leaves]
+        leaves = [call.tensors[x.number] if type(x) is _Input else x for x in leaves]
+        return pytree.tree_unflatten(leaves, made.tree)
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside a call, calls of modules are plain."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+
+class _Function(torch.autograd.Function):
+    """A call, for autograd."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        made, differentiable = call.forward()
+        ctx.mark_non_differentiable(*(x for x, wanted in zip(made, differentiable, strict=True) if not wanted))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        if torch.is_grad_enabled():
+            ctx.call.blocks.couple("a gradient of a gradient is asked for")
+        return None, *ctx.call.backward(gradients)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """A result that is a tensor that the call was given."""
+
+    number: int
+
+
+_MADE = object()
+"""A result that the call has made."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """What a call is given. tensors: those among the arguments, and the parameters, by name. nodes: theirs, and then
+    those of the buffers. kind: all else that the code can see."""
+
+    module: nn.Module
+    path: str
+    leaves: tuple[Any, ...]
+    tree: Any
+    tensors: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+    nodes: tuple[fx.Node, ...]
+    grad: bool
+    kind: Hashable
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, structure: Hashable, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
+    ) -> _Given | None:
+        """None where the call is not one of those that can be compared."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(x, (_torch.FunctionalTensor, *COMPARED_BY_VALUE, float)) for x in leaves):
+            return None
+        arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors, buffers = (*arguments, *module.parameters()), tuple(module.buffers())
+        nodes = tuple(_node(x, tracer) for x in (*tensors, *buffers))
+        if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
+            return None
+        kinds = tuple(_layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
+        around = modes_guard(), _torch.modes_around(), tuple(map(nodes.index, nodes))
+        kind = structure, repr(tree), kinds, *around
+        return cls(module, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
+
+
+def _layout(x: torch.Tensor) -> tuple:
+    return *metadata(x), str(x.storage_offset()), x.requires_grad, x.is_conj(), x.is_neg()
+
+
+def _is_known(x: torch.Tensor, tracer: fx.Tracer) -> bool:
+    """Whether the trace knows the value, so that Python code may decide by it."""
+    value = _torch.from_functional(x)
+    return _torch.known_value(value) is not None or _torch.known_constant(value, tracer) is not None
+
+
+def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
+    if not isinstance(x, _torch.FunctionalTensor):
+        return None
+    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
+    return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+# ---- traced -----------------------------------------------------------------------------------
+
+
+def _own(x: torch.Tensor) -> torch.Tensor:
+    """The same value for autograd to begin with."""
+    new = _torch.to_functional(_torch.from_functional(x))
+    is_parameter = isinstance(x, nn.Parameter)
+    return _torch.as_parameter(new, x.requires_grad) if is_parameter else new.requires_grad_(x.requires_grad)
+
+
+class _Traced:
+    """A call that is traced. part, stencil: of its forward pass. aside: its backward pass, where that was traced aside.
+    later: the parts of its backward passes. leaves, tree: its results."""
+
+    def __init__(self, blocks: Blocks, given: _Given, plain: Callable):
+        self.blocks, self.given, self._plain = blocks, given, plain
+        self.tracer = _torch.proxy_mode().tracer
+        self.inner = [_own(x) for x in given.tensors]
+        self.aside: _Aside | None = None
+        self.later: list[Part] = []
+        self.env: dict[fx.Node, fx.Node] = {}
+
+    # ---- forward --------------------------------------------------------------------------------
+    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        last, constants, before = self._last(), self.blocks.state.constants(), notes_of(self.given.nodes)
+        arguments = iter(self.inner)
+        leaves = [next(arguments) if isinstance(x, torch.Tensor) else x for x in self.given.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.given.tree)
+        with (
+            self.blocks.inside(), torch.set_grad_enabled(self.given.grad), self._parameters(list(arguments)),
+            self._unchanged(), _HooksSeen() as seen,
+        ):  # fmt: skip
+            found = self._plain(*args, **kwargs)
+        leaves, self.tree = pytree.tree_flatten(found)
+        numbers = {id(x): i for i, x in enumerate(self.inner)}
+        self.leaves = [
+            _Input(numbers[id(x)]) if id(x) in numbers else _MADE if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
+        self.made = [x for x, leaf in zip(leaves, self.leaves, strict=True) if leaf is _MADE]
+        nodes = [_node(x, self.tracer) for x in self.made]
+        self._check(nodes, constants, seen.found)
+        self.part = Part(tuple(_after(last, self.tracer.graph)), self.given.nodes, tuple(nodes))
+        self.stencil = Stencil.of(self.part, self.given.path, before)
+        self.differentiable = [x.requires_grad for x in self.made]
+        return [_torch.to_functional(_torch.from_functional(x)) for x in self.made], self.differentiable
+
+    def _check(self, nodes: Sequence[fx.Node | None], constants: dict, hooked: bool) -> None:
+        couple = self.blocks.couple
+        plain = [x for x in self.leaves if x is not _MADE and type(x) is not _Input]
+        if not all(isinstance(x, (*COMPARED_BY_VALUE, float)) for x in plain) or None in nodes:
+            couple("a module gives something else than tensors and plain values")
+        if hooked:
+            couple("a module puts hooks on its tensors")
+        given = (*self.inner, *self.given.buffers)
+        if any(_node(x, self.tracer) is not n for x, n in zip(given, self.given.nodes, strict=True)):
+            couple("a module writes into what it is given")
+        memories = [_torch.memory_of(_torch.from_functional(x)) for x in self.made]
+        theirs = {_torch.memory_of(_torch.from_functional(x)) for x in given}
+        if len(set(memories)) < len(memories) or theirs & set(memories):
+            couple("a module gives a view of what it is given, or two of one tensor")
+        if self.blocks.state.constants() != constants:
+            couple("a module changes a Python value")
+        self.reached = [_torch.leaves_behind(x) for x in self.made]
+        own = {id(x) for x in self.inner}
+        if any(id(x) not in own for several in self.reached for x in several):
+            couple("a module computes with a parameter, or what was made of one, that it is not given")
+
+    @contextlib.contextmanager
+    def _parameters(self, new: list[torch.Tensor]) -> Iterator[None]:
+        """Inside, the modules have these parameters."""
+        by_id = {id(p): x for p, x in zip(self.given.module.parameters(), new, strict=True)}
+        held = [(m._parameters, dict(m._parameters)) for m in self.given.module.modules()]
+        try:
+            for parameters, _ in held:
+                parameters.update({name: by_id[id(p)] for name, p in parameters.items() if p is not None})
+            yield
+        finally:
+            for parameters, before in held:
+                parameters.update(before)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """Inside, code of the modules may not change what is outside of them: the calls that are stamped would not."""
+        with contextlib.ExitStack() as within:
+            for kind in {type(m): None for m in self.given.module.modules()}:
+                within.enter_context(unchanged(kind.forward))
+            yield
+
+    def compare(self, first: _Traced) -> None:
+        """Check that the forward passes of two calls are alike, and trace the backward pass aside."""
+        same = self.tree == first.tree and len(self.leaves) == len(first.leaves)
+        pairs = zip(self.leaves, first.leaves, strict=True) if same else ()
+        if not same or any(a is not b if _MADE in (a, b) else guard_key(a) != guard_key(b) for a, b in pairs):
+            self.blocks.couple("two calls of equal modules give other kinds of results")
+        self._compare(first.part, self.part, "calls")
+        if any(_torch.is_symbol(n.meta.get("val")) for n in self.part.nodes):
+            self.blocks.couple("a module computes with numbers of the run")
+        if any(self.differentiable):
+            self.aside = _Aside.of(self)
+
+    def _compare(self, one: Part, other: Part, what: str) -> None:
+        with _torch.no_modes():
+            where = differing(one, other, lambda name: getattr(self.tracer.root, name))
+        if where:
+            self.blocks.couple(f"two {what} of equal modules differ: {where}")
+
+    # ---- backward -------------------------------------------------------------------------------
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if self.aside is not None:
+            return self.aside.stamped(self.env, gradients, self.given)
+        last = self._last()
+        found = self.gradients(gradients)
+        self.later.append(self.backward_part(last, gradients, found))
+        return found
+
+    def gradients(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The gradients of the inputs, for these of the results; None where there is none."""
+        given = [(x, g) for x, g in zip(self.made, gradients, strict=True) if g is not None]
+        wanted = [x for x in self.inner if x.requires_grad]
+        if not given or not wanted:
+            return [None] * len(self.inner)
+        outputs, cotangents = zip(*given, strict=True)
+        found = iter(torch.autograd.grad(outputs, wanted, cotangents, retain_graph=True, allow_unused=True))
+        return [next(found) if x.requires_grad else None for x in self.inner]
+
+    def backward_part(self, last: fx.Node, given: Sequence[Any], found: Sequence[Any]) -> Part:
+        """What was traced for a backward pass after a node."""
+        inputs = [_node(g, self.tracer) for g in given if g is not None]
+        outputs = [_node(g, self.tracer) for g in found if g is not None]
+        nodes = tuple(_after(last, self.tracer.graph))
+        if None in inputs or None in outputs or any("draw" in n.meta for n in nodes):
+            self.blocks.couple("a backward pass draws random numbers, or meets tensors that are not traced")
+        return Part(nodes, (*self.part.inputs, *self.part.nodes, *inputs), tuple(outputs))
+
+    def _last(self) -> fx.Node:
+        return next(iter(reversed(self.tracer.graph.nodes)))
+
+    # ---- afterwards -----------------------------------------------------------------------------
+    def check_nothing_leaks(self) -> None:
+        """Check that nothing but its results is read outside of a call."""
+        aside = self.aside.part.nodes if self.aside else ()
+        inside = {*self.part.nodes, *aside, *(n for part in self.later for n in part.nodes)}
+        inside |= self.aside.written if self.aside else set()
+        for part in (self.part, *self.later):
+            for n in set(part.nodes) - set(part.outputs):
+                if not n.users.keys() <= inside:
+                    self.blocks.couple(f"what a module computes is read outside of it: {n.format_node()}")
+
+    def check_backward_of(self, first: _Traced) -> None:
+        """Check that the backward passes of the first call are what was traced aside for this one."""
+        if self.aside is None or not self.aside.is_used:
+            return
+        if not first.later:
+            self.blocks.couple("the first of equal calls has no backward pass to compare")
+        for part in first.later:
+            self._compare(part, self.aside.part, "backward passes")
+
+    def erase_aside(self, graph: fx.Graph) -> None:
+        for n in reversed(self.aside.nodes if self.aside else ()):
+            graph.erase_node(n)
+
+
+def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
+    """The nodes behind a node."""
+    found = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            return found[::-1]
+        found.append(node)
+    return found[::-1]
+
+
+class _HooksSeen(TorchFunctionMode):
+    """Inside, notes whether code of the user's puts hooks on tensors."""
+
+    found = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in _HOOKS and not getattr(args[1], "__module__", "").startswith("spmd."):
+            self.found = True
+        return function(*args, **(kwargs or {}))
+
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
+
+
+# ---- traced aside -----------------------------------------------------------------------------
+
+
+def _gradient_of_result() -> torch.Tensor:
+    raise AssertionError("it stands for a gradient in what is traced aside, and is removed")
+
+
+@dataclass(eq=False)
+class _Aside:
+    """The backward pass of a call, traced with stand-ins for the gradients of its results.
+
+    nodes: all that was written aside. gradients: of the inputs, as values without data. cotangents: what is compared of
+    the stand-ins, one for each result, None where it has no gradient. of_call: the call. written: the nodes that were
+    written again for the call itself. is_used: whether it was written again.
+    """
+
+    part: Part
+    stencil: Stencil
+    nodes: tuple[fx.Node, ...]
+    gradients: tuple[Any, ...]
+    cotangents: tuple[Any, ...]
+    of_call: _Traced
+    written: set[fx.Node] = field(default_factory=set)
+    is_used: bool = False
+
+    @classmethod
+    def of(cls, call: _Traced) -> _Aside:
+        blocks, graph, last = call.blocks, call.tracer.graph, call._last()
+        likes = [_torch.from_functional(x) for x, wanted in zip(call.made, call.differentiable, strict=True) if wanted]
+        nodes = [graph.create_node("call_function", _gradient_of_result) for _ in likes]
+        for node, like in zip(nodes, likes, strict=True):
+            node.meta["val"] = like
+        values = iter(map(_torch.to_functional, _torch.stand_ins(likes, nodes, call.tracer)))
+        given = [next(values) if wanted else None for wanted in call.differentiable]
+        inputs = (*call.part.inputs, *call.part.nodes, *nodes)
+        before = notes_of(inputs)
+        with blocks.inside(), blocks.phases.paused(), blocks.origins.outside_modules():
+            begin = call._last()
+            found = call.gradients(given)
+        part = call.backward_part(begin, given, found)
+        if any(_torch.is_symbol(n.meta.get("val")) for n in part.nodes):
+            blocks.couple("a backward pass computes with numbers of the run")
+        gradients = tuple(None if g is None else _torch.from_functional(g) for g in found)
+        cotangents = tuple(None if g is None else metadata(g) for g in given)
+        stencil = Stencil.of(part, call.given.path, before)
+        return cls(part, stencil, tuple(_after(last, graph)), gradients, cotangents, call)
+
+    def stamped(self, env: dict, gradients: Sequence[torch.Tensor | None], given: _Given) -> list[torch.Tensor | None]:
+        """Write the backward pass for a call. env: its nodes by those of the call that was traced."""
+        call = self.of_call
+        if tuple(None if g is None else metadata(g) for g in gradients) != self.cotangents:
+            call.blocks.couple("the gradient of a result lies otherwise in memory, or is not there")
+        self.is_used = True
+        nodes = [_node(g, call.tracer) for g in gradients if g is not None]
+        if None in nodes:
+            call.blocks.couple("a gradient is not traced")
+        inputs = self.part.inputs[len(self.part.inputs) - len(nodes) :]
+        env = env | dict(zip(inputs, nodes, strict=True))
+        copies = self.stencil.write(call.tracer.graph, env, given.path, call.blocks.numbering)
+        if given is call.given:
+            self.written |= set(copies)
+        likes = [g for g in self.gradients if g is not None]
+        outputs = [env.get(n, n) for n in self.part.outputs]
+        new = iter(map(_torch.to_functional, _torch.stand_ins(likes, outputs, call.tracer)))
+        return [None if g is None else next(new) for g in self.gradients]
+
+
+# ---- stamped ----------------------------------------------------------------------------------
+
+
+class _Stamped:
+    """A call that is written as another one was."""
+
+    def __init__(self, blocks: Blocks, given: _Given, like: _Traced):
+        self.blocks, self.given, self.like = blocks, given, like
+        self.leaves, self.tree = like.leaves, like.tree
+
+    def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
+        like = self.like
+        self.env = dict(zip(like.part.inputs, self.given.nodes, strict=True))
+        like.stencil.write(like.tracer.graph, self.env, self.given.path, self.blocks.numbering)
+        likes = [_torch.from_functional(x) for x in like.made]
+        nodes = [self.env[n] for n in like.part.outputs]
+        return list(map(_torch.to_functional, _torch.stand_ins(likes, nodes, like.tracer))), like.differentiable
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        return self.like.aside.stamped(self.env, gradients, self.given)

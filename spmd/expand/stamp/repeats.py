@@ -1,0 +1,93 @@
+"""Which modules of a model repeat: equal in all that their code can see of them.
+
+    model.blocks.0 ... model.blocks.11      one structure: twelve modules
+
+The structure of a module is its guard - type, attributes, flags - with the metadata of its parameters and buffers, and
+the structures of the modules in it, by name. Which of its tensors are one is part of it. No name of the module itself
+plays a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from spmd.expand.guards import module_guard
+
+FEWEST = 3
+"""Of so many equal modules, two are traced and the others are stamped."""
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
+)  # fmt: skip
+
+
+def repeated(roots: Iterable[nn.Module]) -> dict[int, Hashable]:
+    """The modules that repeat, by identity, with the structure that they share: the outermost ones that have modules
+    in them, a parameter, and nothing that code outside of them sees or does."""
+    roots = list(roots)
+    found = _Structures(roots)
+    groups: dict[Hashable, list[nn.Module]] = {}
+    for root in roots:
+        for m in root.modules():
+            if (key := found.of(m)) is not None and any(True for _ in m.children()) and found.is_apart(m):
+                groups.setdefault(key, []).append(m)
+    chosen: dict[int, Hashable] = {}
+    inside: set[int] = set()
+    for key, several in sorted(groups.items(), key=lambda group: -found.sizes[id(group[1][0])]):
+        several = list({id(m): m for m in several if id(m) not in inside}.values())
+        if len(several) >= FEWEST:
+            chosen |= {id(m): key for m in several}
+            inside |= {id(x) for m in several for x in m.modules()}
+    return chosen
+
+
+class _Structures:
+    """The structures of all modules in some. owners: of each parameter, the modules that hold it, by identity."""
+
+    def __init__(self, roots: Sequence[nn.Module]):
+        self.sizes: dict[int, int] = {}
+        self.owners: dict[int, set[int]] = {}
+        self._of: dict[int, Hashable] = {}
+        self._numbers: dict[Hashable, int] = {}
+        for m in {id(m): m for root in roots for m in root.modules()}.values():
+            for p in m._parameters.values():
+                self.owners.setdefault(id(p), set()).add(id(m))
+
+    def of(self, module: nn.Module) -> Hashable:
+        """A number for the structure of a module; None where code of the user's may see or do more than its own."""
+        key = id(module)
+        if key not in self._of:
+            found = self._found(module)
+            self._of[key] = None if found is None else self._numbers.setdefault(found, len(self._numbers))
+        return self._of[key]
+
+    def _found(self, module: nn.Module) -> Hashable:
+        inside = [(name, self.of(m)) for name, m in module._modules.items() if m is not None]
+        self.sizes[id(module)] = 1 + sum(self.sizes[id(m)] for m in module._modules.values() if m is not None)
+        hooked = any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
+        if hooked or type(module._parameters) is not dict or any(number is None for _, number in inside):
+            return None
+        tensors = [*_described(module._parameters), *_described(module._buffers)]
+        return module_guard(module), tuple(tensors), tuple(inside), _pattern(module) if inside else ()
+
+    def is_apart(self, module: nn.Module) -> bool:
+        """Whether a module has parameters, and they are its own."""
+        within, own = {id(m) for m in module.modules()}, [id(p) for p in module.parameters()]
+        return bool(own) and all(self.owners[p] <= within for p in own)
+
+
+def _described(tensors: dict[str, Any]) -> Iterator[Hashable]:
+    for name, x in tensors.items():
+        yield name, x if x is None else (
+            type(x) is nn.Parameter, x.dtype, x.device, x.requires_grad, tuple(x.shape), x.stride()
+        )  # fmt: skip
+
+
+def _pattern(module: nn.Module) -> tuple[int, ...]:
+    """Which of the tensors of a module and those in it are one."""
+    counted: dict[int, int] = {}
+    tensors = [x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values())]
+    return tuple(counted.setdefault(id(x), len(counted)) for x in tensors)

@@ -1,0 +1,377 @@
+"""A capture with stamped blocks is the capture without: the same outputs of the same inputs by the same ops."""
+
+import contextlib
+import inspect
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from spmd.expand.capture import Captured
+from spmd.expand.stamp import blocks
+from tests.expand.test_capture import captured
+from tests.expand.test_stamp import outputs
+
+
+@contextlib.contextmanager
+def plain():
+    """Inside, no block is stamped."""
+    with mock.patch("spmd.expand.stamp.blocks.repeated", lambda roots: {}):
+        yield
+
+
+class Block(nn.Module):
+    """A layer, a buffer, a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return x + torch.tanh(self.layer(x)) * self.scale
+
+
+class Stack(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, kind=Block, layers=4):
+        super().__init__()
+        self.emb = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(kind() for _ in range(layers))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.emb(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def captures(step, **given) -> tuple[Captured, int]:
+    """A capture, which was seen to be equal to the one without stamps, and how many calls are stamped in it."""
+    with plain():
+        want = captured(step, **given)
+    calls = []
+    real = blocks._Stamped.forward
+    with mock.patch.object(blocks._Stamped, "forward", lambda self: (calls.append(self), real(self))[1]):
+        found = captured(step, **given)
+    assert outputs(found) == outputs(want)
+    assert sorted(map(described, found.graph.nodes)) == sorted(map(described, want.graph.nodes))
+    return found, len(calls)
+
+
+def described(node) -> str:
+    return f"{node.target} {node.meta.get('val')} {node.meta.get('phase')}"
+
+
+def trained(model=None, **given) -> dict:
+    model = model or Stack(**given)
+    return {"model": model, "optimizer": optim.SGD(model.parameters(), lr=0.1), "x": torch.ones(6, 3)}
+
+
+def test_blocks_are_those_of_each_module():
+    """Of four blocks, two are stamped: forward, backward and origins."""
+    found, calls = captures(train, **trained())
+    assert calls == 2
+    with plain():
+        want = captured(train, **trained())
+    assert origins(found) == origins(want)
+
+
+def origins(found: Captured) -> list[str]:
+    """Where the nodes come from, in any order: modules, lines, and the sites that they are."""
+    keys = "origin", "sites", "gradient of"
+    said = [(n.target, *map(n.meta.get, keys)) for n in found.graph.nodes if n.op == "call_function"]
+    return sorted(
+        f"{target} {origin} {[sorted(name for s in x or () for name in s.names) for x in sites]}"
+        for target, origin, *sites in said
+    )
+
+
+class Dropping(Block):
+    """Draws random numbers; gives what it is given, too."""
+
+    def forward(self, x, mask=None, times=1.0):
+        return F.dropout(super().forward(x) * mask, 0.5) * times, mask
+
+
+class Masked(Stack):
+    """Arguments that all calls share, results that are arguments."""
+
+    def forward(self, x):
+        x = self.emb(x)
+        mask = (x > 0).to(x.dtype)
+        for block in self.blocks:
+            x, mask = block(x, mask=mask, times=2.0)
+        return self.head(x)
+
+
+class Again(Stack):
+    """One block many times, as in ALBERT, of which there are others."""
+
+    def forward(self, x):
+        x = self.emb(x)
+        for i in (0, 1, 0, 0, 2, 2, 1):
+            x = self.blocks[i](x)
+        return self.head(x)
+
+
+def accumulate(model, optimizer, x):
+    """Two passes, of which the second one is stamped throughout; a term with all parameters."""
+    optimizer.zero_grad()
+    for part in (x, x * 2):
+        (model(part).square().sum() + sum(p.square().sum() for p in model.parameters())).backward()
+    optimizer.step()
+
+
+def evaluate(model, optimizer, x):
+    with torch.no_grad():
+        return model(x)
+
+
+def cast(model, optimizer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().sum()
+    loss.backward()
+    return loss
+
+
+STAMPED = {
+    "dropout and arguments": (Masked, {"kind": Dropping}, train, 2),
+    "one block again": (Again, {}, train, 5),
+    "accumulation": (Stack, {}, accumulate, 6),
+    "no gradients": (Stack, {}, evaluate, 2),
+    "autocast": (Stack, {}, cast, 1),  # the first one is given bfloat16
+}
+
+
+@pytest.mark.parametrize("name", STAMPED)
+def test_calls_of_a_kind_are_stamped(name):
+    """However often, and whatever is around them."""
+    model, given, step, want = STAMPED[name]
+    assert captures(step, **trained(model(**given)))[1] == want
+
+
+def frozen_part():
+    model = Stack(layers=6)
+    for block in model.blocks[3:]:
+        block.layer.bias.requires_grad_(False)
+    return model
+
+
+def test_kinds_are_told_apart():
+    """Blocks with a frozen parameter are another kind; so are those of another attribute, or whose input is."""
+    assert captures(train, **trained(frozen_part()))[1] == 2
+    model = Stack()
+    for i, block in enumerate(model.blocks):
+        block.number = i
+    assert captures(train, **trained(model))[1] == 0
+    model = Stack()
+    model.emb.requires_grad_(False)
+    assert captures(train, **trained(model))[1] == 1
+
+
+class Decides(Block):
+    """By the value of a tensor that the trace knows, and by a number."""
+
+    def forward(self, x, depth, module=0):
+        return super().forward(x) * (2.0 if depth.item() > 2 or module > 3 else 1.0)
+
+
+class Depths(Stack):
+    def forward(self, x):
+        x = self.emb(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, torch.tensor(i), module=1)
+        return self.head(x)
+
+
+class Counts(Block):
+    """Decides by a count in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        return super().forward(x) * (2.0 if self.count == 0 else 1.0)
+
+
+def test_values_that_are_known_tell_calls_apart():
+    """Python code may decide by them, and the first two calls do not show what the third one would."""
+    assert captures(train, **trained(Depths(Decides)))[1] == 0
+    assert captures(train, **trained(Stack(Counts)))[1] == 0
+
+
+def test_code_sees_the_forward_of_a_module():
+    """Its signature, from which some models find out what to pass."""
+
+    def step(model, optimizer, x):
+        assert list(inspect.signature(model.blocks[0].forward).parameters) == ["x"]
+        return train(model, optimizer, x)
+
+    assert captures(step, **trained())[1] == 2
+
+
+KEPT: list = []
+
+
+class Leaks(Block):
+    """A loss that leaves the module on another way."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        KEPT.append(x.mean())
+        return x
+
+
+def with_losses(model, optimizer, x):
+    KEPT.clear()
+    loss = model(x).square().sum() + torch.stack(KEPT).sum()
+    loss.backward()
+    return loss
+
+
+class Numbered(Block):
+    """Counts its calls in a global, for code behind it."""
+
+    def forward(self, x):
+        COUNT[0] += 1
+        return super().forward(x)
+
+
+COUNT = [0]
+
+
+def counted(model, optimizer, x):
+    COUNT[0] = 0
+    loss = model(x).square().sum() / COUNT[0]
+    loss.backward()
+    COUNT[0] = 0
+    return loss
+
+
+class Writes(Block):
+    def forward(self, x):
+        self.scale.mul_(0.5)
+        return super().forward(x)
+
+
+class WritesIntoArgument(Block):
+    def forward(self, x):
+        return super().forward(x.add_(1.0))
+
+
+class Shared(Block):
+    """Holds a parameter that it does not own."""
+
+    def forward(self, x):
+        return super().forward(x) * self.others[0].sum()
+
+
+def sharing() -> nn.Module:
+    model = Stack(Shared)
+    for block in model.blocks:
+        block.others = [model.head.weight]
+    return model
+
+
+class Hooked(Block):
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda g: KEPT.append(g.sum()))
+        return y
+
+
+class GivesView(Block):
+    def forward(self, x):
+        return x.view(x.shape)
+
+
+class Tied(Stack):
+    def __init__(self):
+        super().__init__(layers=5)
+        self.blocks[0].layer.weight = self.blocks[1].layer.weight
+
+
+def gradients_twice(model, optimizer, x):
+    loss = model(x).square().sum()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    sum(g.square().sum() for g in grads).backward()
+    return loss
+
+
+def cut(model, optimizer, x):
+    """The first blocks get no gradient."""
+    x = model.emb(x)
+    for i, block in enumerate(model.blocks):
+        x = block(x).detach() if i == 2 else block(x)
+    x.square().sum().backward()
+    return x
+
+
+def summed(model, optimizer, x):
+    """The last gradient is one number in all places."""
+    x = model.emb(x)
+    for block in model.blocks:
+        x = block(x)
+    x.sum().backward()
+    return x
+
+
+def checkpointed(model, optimizer, x):
+    x = model.emb(x)
+    for block in model.blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    x.square().sum().backward()
+    return x
+
+
+def computed_again(model, optimizer, x):
+    """Checkpoints that run the forward pass without gradients, stamped, and again in the backward pass, traced."""
+    x = model.emb(x)
+    for block in model.blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+    x.square().sum().backward()
+    return x
+
+
+PLAIN = {
+    "a count": (lambda: Stack(Numbered), counted),
+    "reentrant checkpoints": (Stack, computed_again),
+    "a loss that leaves otherwise": (lambda: Stack(Leaks), with_losses),
+    "a buffer is written": (lambda: Stack(Writes), train),
+    "an argument is written": (lambda: Stack(WritesIntoArgument), train),
+    "a parameter of others": (sharing, train),
+    "a hook": (lambda: Stack(Hooked), train),
+    "a view of an argument": (lambda: Stack(GivesView), train),
+    "gradients of gradients": (Stack, gradients_twice),
+    "no gradients for the first": (Stack, cut),
+    "an expanded gradient": (Stack, summed),
+    "activation checkpoints": (Stack, checkpointed),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_cannot_be_shown_is_traced(name):
+    """The capture is right all the same: what was stamped is thrown away."""
+    model, step = PLAIN[name]
+    found, _ = captures(step, **trained(model()))
+    assert len(found.outputs) > 1
+
+
+def test_tied_blocks_are_traced():
+    """Of five, two share a weight."""
+    assert captures(train, **trained(Tied()))[1] == 1
