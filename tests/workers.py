@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 HOST = "127.0.0.1"
-START_S, CALL_S, GRACE_S = 120.0, 60.0, 5.0
+START_S, CALL_S, GRACE_S = 120.0, 120.0, 5.0
 
 PRELOADED = ["torch.distributed", "spmd", "torch._dynamo", "torch._functorch.aot_autograd"]
 """Modules that are imported once, and not once a worker."""

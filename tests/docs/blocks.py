@@ -51,7 +51,7 @@ ROOT = Path(__file__).parents[2]
 LANGUAGES = ("python", "bash", "text", "")
 MARKS = ("loosely", "file", "quoted from", "not run")
 PAGE_MARKS = ("ranks", "after")
-SECONDS = 60
+SECONDS = 180
 
 
 class PageError(AssertionError):

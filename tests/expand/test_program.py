@@ -88,7 +88,7 @@ def test_data_parallel_sends_gradients_and_two_numbers(size, tied):
     parameters = len(list(gpt(n_layer=2, tied=tied, **size[0]).parameters()))
     program = program_of((4, 1), size, 2, tied)
     assert sent(program) == {("all_reduce", "dp", "forward"): 2, ("all_reduce", "dp", "backward"): parameters}
-    packed = bucketed(program)
+    packed = bucketed(program, 25.0, 1.0)  # as `compile` does
     assert sum(sent(packed).values()) == parameters + 2
     assert {c.kind for c in packed.collectives} == {"all_reduce"}
     assert len(packed.collectives) <= 5 < len(program.collectives)
