@@ -52,9 +52,10 @@ def in_symbolic_trace() -> bool:
     return frame is not None
 
 
-def modes_around() -> tuple[int, int]:
-    """How many modes of torch functions and of dispatch are on."""
-    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+def modes_around() -> tuple[int, ...]:
+    """The modes of torch functions that are on, by identity, and how many of dispatch."""
+    n = torch._C._len_torch_function_stack()
+    return *(id(torch._C._get_function_stack_at(i)) for i in range(n)), torch._C._len_torch_dispatch_stack()
 
 
 def untraced() -> contextlib.AbstractContextManager:

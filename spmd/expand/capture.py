@@ -151,10 +151,12 @@ def capture(
     state: State,
     mesh: DeviceMesh | None = None,
     first: FirstState | None = None,
+    stamp_blocks: bool = False,
 ) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
 
     first: the state that optimisers would make, if they made it now: where they do, it is an input of the graph.
+    stamp_blocks: as in `spmd.compile`.
 
     The arguments, and the modules and optimisers among them, are unchanged afterwards.
 
@@ -167,7 +169,7 @@ def capture(
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
-    captured = _capture_first(fn, args, call, state, mesh, first or {})
+    captured = _capture_first(fn, args, call, state, mesh, first or {}, stamp_blocks)
     changes = captured.changes
     with contextlib.ExitStack() as undo:
         for _ in range(MOST_CHANGING_CAPTURES):
@@ -175,7 +177,7 @@ def capture(
                 return captured
             undo.enter_context(made(changes))
             constants = state.constants()
-            changes = _capture_once(fn, args, call, state, mesh).changes
+            changes = _capture_once(fn, args, call, state, mesh, {}, stamp_blocks).changes
             undo.enter_context(made(changes))
             path, *_ = [*_changed(constants, state.constants()), "a module"]
     raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
@@ -193,18 +195,18 @@ MOST_CHANGING_CAPTURES = 3
 
 def _capture_first(fn: Callable, *given: Any) -> Captured:
     """With the state that optimisers make first as inputs, or, if that fails, as values that the graph computes."""
-    *rest, first = given
+    *rest, first, stamp_blocks = given
     try:
-        return _capture_once(fn, *rest, first)
+        return _capture_once(fn, *rest, first, stamp_blocks)
     except Exception:
         if not first:
             raise
-    return _capture_once(fn, *rest)
+    return _capture_once(fn, *rest, {}, stamp_blocks)
 
 
 def _capture_once(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None,
-    first: FirstState | None = None,
+    first: FirstState, stamp_blocks: bool,
 ) -> Captured:  # fmt: skip
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
     leaves = named_leaves(args)
@@ -215,7 +217,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            captured = _trace(fn, args, call, state, fixed, mesh, first or {}, static)
+            captured = _trace(stamp_blocks, fn, args, call, state, fixed, mesh, first, static)
         except Exception as error:
             if not static and not _ints(to_fix):
                 static = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -246,9 +248,9 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
-def _trace(*given: Any) -> Captured:
-    """With stamps, or without those that cannot be shown to be right."""
-    updates, blocks = updates_stamped, True
+def _trace(blocks: bool, *given: Any) -> Captured:
+    """With stamps, or without those that cannot be shown to be right. blocks: whether those of blocks are tried."""
+    updates = updates_stamped
     while True:
         try:
             return _traced(*given, updates, blocks)

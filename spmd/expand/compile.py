@@ -72,7 +72,7 @@ def compile(
     stored: Patterns | None = None, fully_shard: Sharding = None, mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0, choose: str = "op", outputs: Patterns | None = None,
     placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None,
-    cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER,
+    cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER, stamp_blocks: bool = False,
 ) -> CompiledStep:  # fmt: skip
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -108,6 +108,8 @@ def compile(
     (`reset_parameters`, `_init_weights`); a function is then called with each module; False leaves the memory as it is.
     backend: "inductor", or another of torch.compile's backends, compiles what a rank runs between its collectives; the
     collectives and their order stay. Then numbers are equal up to rounding. "eager" calls the ops one by one.
+    stamp_blocks: capture two of the calls of equal modules, and write the others again: a faster first call. For models
+    whose modules read nothing that changes in the step, such as a global count, but what they are given and hold.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.
@@ -121,7 +123,7 @@ def compile(
         mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements, passes
     )  # fmt: skip
     check_backend(backend, mesh.device_type)
-    return CompiledStep(fn, mesh, settings, library_at(cache), init, backend)
+    return CompiledStep(fn, mesh, settings, library_at(cache), init, backend, stamp_blocks)
 
 
 MOST_PROGRAMS = 64
@@ -137,10 +139,10 @@ class CompiledStep:
 
     def __init__(
         self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE, init: Init = True,
-        backend: Backend = EAGER,
+        backend: Backend = EAGER, stamp_blocks: bool = False,
     ) -> None:  # fmt: skip
         self.fn, self.mesh, self.settings, self._library = fn, mesh, settings, library
-        self._init, self._backend = init, backend
+        self._init, self._backend, self._stamp_blocks = init, backend, stamp_blocks
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
@@ -322,7 +324,7 @@ class CompiledStep:
             name = getattr(self.fn, "__name__", "the step")
             with only_optimizers(call.state.optimizers, name), unchanged(self.fn), collector_off():
                 run = functools.partial(self._call_fn, call.state)
-                return capture(self.fn, call.named, run, call.state, self.mesh, call.first)
+                return capture(self.fn, call.named, run, call.state, self.mesh, call.first, self._stamp_blocks)
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
 

@@ -8,6 +8,7 @@ A program is used again where every value that its trace read has the same key a
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Hashable
 from typing import Any
@@ -59,6 +60,10 @@ def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) ->
         return kind, value
     if depth == 0 or isinstance(value, COMPARED_BY_ID):
         return ById(value)
+    if isinstance(value, functools.partial):
+        return kind, *(guard_key(v, depth - 1, reads) for v in (value.func, value.args, value.keywords))
+    if isinstance(value, types.MethodType):  # its attributes are those of its function
+        return kind, ById(value.__func__), ById(value.__self__)
     if isinstance(value, CONTAINERS):
         if reads is not None and not isinstance(value, (tuple, frozenset)):
             reads.box(value)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from spmd.expand.capture import Captured
+from spmd.expand.capture import Captured, capture
 from spmd.expand.stamp import blocks
-from tests.expand.test_capture import captured
+from spmd.expand.state import State
 from tests.expand.test_stamp import outputs
 
 
@@ -20,6 +20,11 @@ def plain():
     """Inside, no block is stamped."""
     with mock.patch("spmd.expand.stamp.blocks.repeated", lambda roots: {}):
         yield
+
+
+def captured(step, **given) -> Captured:
+    """The capture of `step(**given)`, with stamps."""
+    return capture(step, given, lambda named: step(**named), State.of(given), stamp_blocks=True)
 
 
 class Block(nn.Module):
@@ -375,3 +380,55 @@ def test_what_cannot_be_shown_is_traced(name):
 def test_tied_blocks_are_traced():
     """Of five, two share a weight."""
     assert captures(train, **trained(Tied()))[1] == 1
+
+
+class Scaled(Block):
+    """A block that code outside sets."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def sets_factors(model, x):
+    for i, block in enumerate(model.blocks):
+        block.factor = 1.0 + (i == 2)
+    return model(x).sum()
+
+
+def sets_modes(model, x):
+    model.eval()
+    first = model(x)
+    model.train()
+    return first + model(x)
+
+
+class Dropped(Block):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5, self.training)
+
+
+SHARED: dict = {}
+
+
+class Reading(Block):
+    """A block that reads a tensor that it is not given."""
+
+    def forward(self, x):
+        return super().forward(x) * SHARED["mask"]
+
+
+def sets_masks(model, x):
+    for part in x.chunk(2):
+        SHARED["mask"] = part[:, :1]
+        model(part).sum().backward()
+        SHARED.clear()
+
+
+@pytest.mark.parametrize(
+    "kind, step", [(Scaled, sets_factors), (Dropped, sets_modes), (Reading, sets_masks)], ids=lambda x: x.__name__
+)
+def test_what_code_outside_sets_during_the_step_is_seen(kind, step):
+    """Attributes and modes when a module is called count, not those when the step begins; so do tensors around it."""
+    captures(step, model=Stack(kind), x=torch.rand(6, 3))

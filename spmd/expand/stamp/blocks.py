@@ -37,9 +37,10 @@ from spmd.expand.origins import Origins
 from spmd.expand.outside import unchanged
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
-from spmd.expand.stamp.repeats import repeated
+from spmd.expand.stamp.repeats import guard_now, repeated
 from spmd.expand.stamp.stencil import Stencil, notes_of
 from spmd.expand.state import State
+from spmd.tensor.recipes import stream
 
 
 class CoupledBlocks(Coupled):
@@ -104,7 +105,11 @@ class Blocks:
             return plain(*args, **kwargs)
         traced = self.kinds.setdefault(call.kind, [])
         made = _Stamped(self, call, traced[1]) if len(traced) == 2 else _Traced(self, call, plain)
-        found = _Function.apply(made, *call.tensors)
+        try:
+            found = _Function.apply(made, *call.tensors)
+        except Exception as error:  # code of the user may catch it and go on
+            self.wrong = self.wrong or f"{type(error).__name__}: {error}"
+            raise
         self.origins.note_call(call.path)
         if isinstance(made, _Traced):
             traced.append(made)
@@ -183,8 +188,9 @@ class _Given:
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None
         kinds = tuple(_layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
+        own = tuple(map(_layout, (*tensors[len(arguments) :], *buffers))), tuple(map(guard_now, module.modules()))
         around = modes_guard(), _torch.modes_around(), tuple(map(nodes.index, nodes))
-        kind = structure, repr(tree), kinds, *around
+        kind = structure, repr(tree), kinds, own, *around
         return cls(module, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
 
 
@@ -230,6 +236,7 @@ class _Traced:
     # ---- forward --------------------------------------------------------------------------------
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         last, constants, before = self._last(), self.blocks.state.constants(), notes_of(self.given.nodes)
+        self.places, drawn = self._places(), stream.get_rng_state()
         arguments = iter(self.inner)
         leaves = [next(arguments) if isinstance(x, torch.Tensor) else x for x in self.given.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.given.tree)
@@ -247,9 +254,15 @@ class _Traced:
         nodes = [_node(x, self.tracer) for x in self.made]
         self._check(nodes, constants, seen.found)
         self.part = Part(tuple(_after(last, self.tracer.graph)), self.given.nodes, tuple(nodes))
+        draws, now = [n.meta["draw"] for n in self.part.nodes if "draw" in n.meta], stream.get_rng_state()
+        if None in (drawn, now) or draws != list(range(drawn["drawn"], now["drawn"])):
+            self.blocks.couple("a module sets the generator of random numbers back")
         self.stencil = Stencil.of(self.part, self.given.path, before)
         self.differentiable = [x.requires_grad for x in self.made]
         return [_torch.to_functional(_torch.from_functional(x)) for x in self.made], self.differentiable
+
+    def _places(self) -> list:
+        return [(id(m), name, id(x)) for m in self.given.module.modules() for name, x in m._buffers.items()]
 
     def _check(self, nodes: Sequence[fx.Node | None], constants: dict, hooked: bool) -> None:
         couple = self.blocks.couple
@@ -265,6 +278,8 @@ class _Traced:
         theirs = {_torch.memory_of(_torch.from_functional(x)) for x in given}
         if len(set(memories)) < len(memories) or theirs & set(memories):
             couple("a module gives a view of what it is given, or two of one tensor")
+        if self._places() != self.places:
+            couple("a module puts another tensor in the place of a parameter or a buffer")
         if self.blocks.state.constants() != constants:
             couple("a module changes a Python value")
         self.reached = [_torch.leaves_behind(x) for x in self.made]
@@ -300,6 +315,9 @@ class _Traced:
         if not same or any(a is not b if _MADE in (a, b) else guard_key(a) != guard_key(b) for a, b in pairs):
             self.blocks.couple("two calls of equal modules give other kinds of results")
         self._compare(first.part, self.part, "calls")
+        outside = {m for n in self.part.nodes for m in n.all_input_nodes} - {*self.part.nodes, *self.part.inputs}
+        if any(isinstance(m.meta.get("val"), torch.Tensor) for m in outside):
+            self.blocks.couple("a module reads tensors that it is not given")
         if any(_torch.is_symbol(n.meta.get("val")) for n in self.part.nodes):
             self.blocks.couple("a module computes with numbers of the run")
         if any(self.differentiable):
@@ -444,6 +462,7 @@ class _Aside:
         if tuple(None if g is None else metadata(g) for g in gradients) != self.cotangents:
             call.blocks.couple("the gradient of a result lies otherwise in memory, or is not there")
         self.is_used = True
+        call.blocks.phases.note()
         nodes = [_node(g, call.tracer) for g in gradients if g is not None]
         if None in nodes:
             call.blocks.couple("a gradient is not traced")
@@ -470,6 +489,7 @@ class _Stamped:
 
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
         like = self.like
+        self.blocks.phases.note()
         self.env = dict(zip(like.part.inputs, self.given.nodes, strict=True))
         like.stencil.write(like.tracer.graph, self.env, self.given.path, self.blocks.numbering)
         likes = [_torch.from_functional(x) for x in like.made]

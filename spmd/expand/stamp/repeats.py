@@ -44,6 +44,12 @@ def repeated(roots: Iterable[nn.Module]) -> dict[int, Hashable]:
     return chosen
 
 
+def guard_now(module: nn.Module) -> Hashable:
+    """The guard of a module as it is now: code outside may have set its attributes, flags and hooks in the step."""
+    kind, attributes = module_guard(module)
+    return kind, tuple((name, key) for name, key in attributes if name != "forward")
+
+
 class _Structures:
     """The structures of all modules in some. owners: of each parameter, the modules that hold it, by identity."""
 
