@@ -12,7 +12,7 @@ from torch import nn, optim
 from spmd.expand.capture import Captured, capture
 from spmd.expand.stamp import blocks
 from spmd.expand.state import State
-from tests.expand.test_stamp import outputs
+from tests.expand.test_stamp import outputs, train
 
 
 @contextlib.contextmanager
@@ -53,14 +53,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def train(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def captures(step, **given) -> tuple[Captured, int]:
