@@ -81,6 +81,7 @@ from spmd._torch.functionalize import (
 from spmd._torch.groups import (
     FakeWork,
     PlaceholderGroup,
+    all_gather_single,
     c10d,
     c10d_functional,
     collectives_may_overlap,

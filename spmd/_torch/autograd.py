@@ -33,9 +33,12 @@ def in_forward_ad() -> bool:
 is_zero_without_memory = torch.Tensor._is_zerotensor
 
 
+_can_forget = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.12
+
+
 def stash(key: str, value: Any) -> None:
     """Keep a value for this thread, and for the threads in which autograd runs the backward passes it starts."""
-    if value is not None:
+    if value is not None or not _can_forget:
         torch._C._stash_obj_in_tls(key, value)
     elif torch._C._is_key_in_tls(key):
         torch._C._remove_obj_from_tls(key)

@@ -16,6 +16,9 @@ from torch.distributed import distributed_c10d
 # Functional collectives as dispatcher ops: plain data in, a new tensor out, legal as targets of an fx graph.
 c10d_functional = torch.ops._c10d_functional
 
+# The public collective of one tensor, which torch 2.11 has under its old name alone.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # The store through which the default process group met: where ranks can compare notes without a collective.
 default_store = distributed_c10d._get_default_store
 

@@ -128,8 +128,9 @@ def _hook(names: Iterable[str]) -> None:
                         _replace(module, target, function)
 
 
-_REPLACED_INSTEAD = {"new_group": "_new_group_with_tag"}
-"""By public function, the function that it calls. It is replaced instead, also for code that imported the former."""
+_REPLACED_INSTEAD = {"new_group": "_new_group_with_tag", "group_size_by_name": "_get_group_size_by_name"}
+"""By public function, the function that it calls, which is replaced instead, also for code that imported the former;
+and a function that has no public name."""
 
 
 def _unhook_if_last() -> None:

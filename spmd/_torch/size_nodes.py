@@ -11,6 +11,7 @@ shapes. Arithmetic of sizes is not recorded: a size that is an argument of a rec
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,12 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._thunk import Thunk
+
+# How often more became known of the symbols of a shape environment: torch 2.13 has a number for this alone.
+_OF_SYMBOLS = "_replacements_version_counter"
+_version = operator.attrgetter(
+    _OF_SYMBOLS if _OF_SYMBOLS in SymNode.expr.fget.__code__.co_names else "_version_counter"
+)
 
 
 class SizeNode(SymNode):
@@ -40,7 +47,7 @@ class SizeNode(SymNode):
 
     def _now(self) -> tuple[int, Any, int | None]:
         """The version of what is known of symbols, the expression, and its value, if it is none of a symbol."""
-        version = self.shape_env._replacements_version_counter
+        version = _version(self.shape_env)
         if self._present[0] != version:
             expr = super().expr
             self._present = version, expr, int(expr) if expr.is_number else None

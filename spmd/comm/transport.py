@@ -147,7 +147,7 @@ class C10dTransport:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         if here is not None and device == "cpu":
             every = mine.new_empty(mesh.size() * len(mine))
-            wait_or_name(dist.all_gather_single(every, mine, group, async_op=True), here)
+            wait_or_name(_torch.all_gather_single(every, mine, group, async_op=True), here)
         else:
             every = self.wait_tensor(self.all_gather_into_tensor(mine, mesh.size(), group.group_name))
         return [bytes(row) for row in every.reshape(mesh.size(), -1).tolist()]

@@ -43,7 +43,7 @@ BACKEND = "gloo"
 
 FUNCTIONS = (
     "init_process_group", "destroy_process_group", "new_group", "new_subgroups_by_enumeration",
-    "get_global_rank", "gather", "scatter", "all_gather_object", "gather_object", "broadcast_object_list",
+    "get_global_rank", "group_size_by_name", "gather", "scatter", "all_gather_object", "gather_object", "broadcast_object_list",
     "scatter_object_list", "send_object_list", "recv_object_list",
 )  # fmt: skip
 
@@ -101,6 +101,10 @@ class LocalDistributed:
             return self.group(groups.name_of(members)) if rank in members else dist.GroupMember.NON_GROUP_MEMBER
 
         return _group_of_each_rank(group_on)
+
+    def group_size_by_name(self, name: Any) -> int:
+        """torch's functional collectives name groups, or (torch 2.13) give the group itself."""
+        return (self.group(name) if isinstance(name, str) else name).size()
 
     def new_subgroups_by_enumeration(self, ranks_per_subgroup_list: Sequence, *args: Any, **kwargs: Any) -> tuple:
         """Each rank's own group, joined into one, and the list of all groups."""

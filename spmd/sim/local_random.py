@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ class Randomness:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.owner: object | None = None
-        self._states: WeakKeyDictionary[torch.Generator, _States] = WeakKeyDictionary()
+        self._states: dict[torch.Generator, _States] = {}
 
     @contextmanager
     def owned_by(self, owner: object) -> Iterator[None]:
@@ -39,6 +39,7 @@ class Randomness:
         generator = torch.default_generator if generator is None else generator
         states = self._states.get(generator)
         if states is None:
+            self._forget_unused()
             states = self._states[generator] = _States(self.ranks, generator)
         states.begin(rank, generator)
         try:
@@ -46,6 +47,19 @@ class Randomness:
         finally:
             states.end(rank, generator)
 
+    def _forget_unused(self) -> None:
+        """Drop the generators that nobody else holds: to those of torch 2.11 there are no weak references."""
+        for generator, count in [*zip(self._states, _reference_counts(self._states), strict=True)]:
+            if count <= _ALONE:
+                del self._states[generator]
+
+
+def _reference_counts(objects: Iterable[object]) -> list[int]:
+    return [sys.getrefcount(x) for x in objects]
+
+
+_ALONE = _reference_counts({object(): None})[0]
+"""The count of what only a dictionary holds."""
 
 REMEMBERED = 256
 """How many states are remembered in which ranks differ."""
