@@ -104,6 +104,7 @@ from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,
+    frozen_are_constants,
     in_symbolic_trace,
     in_trace,
     is_any_mode_on,

@@ -33,7 +33,7 @@ def in_forward_ad() -> bool:
 is_zero_without_memory = torch.Tensor._is_zerotensor
 
 
-_can_forget = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.12
+_can_forget = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.13
 
 
 def stash(key: str, value: Any) -> None:

@@ -114,7 +114,7 @@ def run_with_bits(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 # By device: the keys that are left for an op that is not decomposed, and for one that autograd must not see.
-# PythonTLSSnapshot keeps the thread's modes of the caller, without which torch 2.11 refuses to call Python further down.
+# PythonTLSSnapshot keeps the modes of the calling thread; without it torch 2.11 does not call Python further down.
 _KEYS_OF_WHOLE_OPS = {
     device: (_keys(name, *_PYTHON, "AutogradNestedTensor"), _keys(name, *_PYTHON))
     for device, name in (("cpu", "CPU"), ("cuda", "CUDA"), ("meta", "Meta"))

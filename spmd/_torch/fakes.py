@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._library import custom_ops
 from torch._library import utils as custom_op_utils
-from torch._subclasses import fake_tensor
+from torch._prims_common import get_computation_dtype
+from torch._subclasses import fake_impls, fake_tensor
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
@@ -37,6 +38,15 @@ UNKNOWN_SHAPE = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.UnsupportedOperatorException,
 )
+
+
+if torch.__version__ < (2, 13):  # which says float32 for all sums, and makes float64 of float64
+
+    @fake_impls.register_op_impl(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    def _attention(mode: Any, op: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, heads, rows, _ = query.shape
+        sums = query.new_empty((batch, rows, heads), dtype=get_computation_dtype(query.dtype))
+        return torch.empty_like(query), sums.transpose(1, 2)
 
 
 def check_has_shape_function(op: Any) -> None:

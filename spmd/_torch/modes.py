@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -80,6 +81,27 @@ def constant_in_dynamo(fn: Callable) -> Callable:
 def kept_whole_in_dynamo(fn: Callable) -> None:
     """From now on Dynamo, which is tracing, keeps a call of this function as one node and does not look inside."""
     sys.modules["torch._dynamo"].allow_in_graph(fn)
+    frozen_are_constants()
+
+
+def frozen_are_constants() -> None:
+    """Call where Dynamo may be tracing: it takes frozen dataclasses, such as placements, for constants.
+
+    It does so by itself since torch 2.12.
+    """
+    module = sys.modules.get("torch._dynamo.variables.user_defined") if _REFUSES_FROZEN else None
+    if module is not None and module.FrozenDataClassVariable.as_python_constant is not _frozen_constant:
+        module.FrozenDataClassVariable.as_python_constant = _frozen_constant
+
+
+_REFUSES_FROZEN = torch.__version__ < (2, 12)
+
+
+def _frozen_constant(variable: Any) -> Any:
+    """The dataclass that a variable of Dynamo stands for."""
+    made = [(each, variable.fields[each.name].as_python_constant()) for each in fields(variable.value) if each.init]
+    by_name = {each.name: x for each, x in made if each.kw_only}
+    return variable.python_type()(*[x for each, x in made if not each.kw_only], **by_name)
 
 
 def not_compiled(fn: Callable) -> Callable:

@@ -43,8 +43,8 @@ BACKEND = "gloo"
 
 FUNCTIONS = (
     "init_process_group", "destroy_process_group", "new_group", "new_subgroups_by_enumeration",
-    "get_global_rank", "group_size_by_name", "gather", "scatter", "all_gather_object", "gather_object", "broadcast_object_list",
-    "scatter_object_list", "send_object_list", "recv_object_list",
+    "get_global_rank", "group_size_by_name", "gather", "scatter", "all_gather_object", "gather_object",
+    "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list",
 )  # fmt: skip
 
 

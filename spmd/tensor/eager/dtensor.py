@@ -386,6 +386,7 @@ class DTensor(torch.Tensor):
             return handed_out(self, to_compiled_code=True)
 
     def __tensor_flatten__(self):
+        _torch.frozen_are_constants()
         return ["_block"], (self._spec, self.requires_grad, self._offset)
 
     @staticmethod
@@ -495,6 +496,5 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh, src: int) -> torch.Tensor
     collectives = transport()
     for axis, n in enumerate(mesh.shape):
         if n > 1 and tensor.numel() and not tensor.is_meta:
-            received = collectives.broadcast(tensor, src, collectives.group(mesh, axis))
-            tensor = collectives.wait_tensor(received)
+            tensor = collectives.wait_tensor(collectives.broadcast(tensor, src, collectives.group(mesh, axis)))
     return tensor
