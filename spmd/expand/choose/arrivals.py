@@ -4,7 +4,7 @@
     embedding(f32[V@tp, d], i64[t])      a recipe: the result is a Partial, and no table is gathered
 
 Whether an op has a decomposition or a recipe for such operands, and what that costs, is found by writing a program of
-the one op.
+the one op, on a mesh of the one axis.
 """
 
 from __future__ import annotations
@@ -34,8 +34,20 @@ def may_arrive(node: fx.Node) -> bool:
     return known and all("val" in n.meta and hasattr(n.meta["val"], "shape") for n in node.all_input_nodes)
 
 
-def arrivals(node: fx.Node, mesh: DeviceMesh, axis: int, rows: Sequence[Row]) -> list[Way]:
-    """The ways of an op on one axis beyond these rows."""
+def along(mesh: DeviceMesh, axis: int) -> DeviceMesh:
+    """The part of a mesh along one axis; equal for axes of one size with the same links.
+
+    >>> from spmd.mesh import init_device_mesh
+    >>> mesh = init_device_mesh("cpu", (2, 3, 2))
+    >>> along(mesh, 0) == along(mesh, 2), along(mesh, 1).shape
+    (True, (3,))
+    """
+    n = mesh.shape[axis]
+    return DeviceMesh(mesh.device_type, list(range(n))).with_topology(mesh.topology.take((axis,)))
+
+
+def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row]) -> list[Way]:
+    """The ways of an op on a mesh of one axis beyond these rows."""
     operands: list[fx.Node] = []
     in_schema_order(node, lambda n: operands.append(n))
     shapes = [tuple(n.meta["val"].shape) for n in operands]
@@ -45,16 +57,14 @@ def arrivals(node: fx.Node, mesh: DeviceMesh, axis: int, rows: Sequence[Row]) ->
         for dim, size in enumerate(shape):
             ins = tuple(Shard(dim) if s == shape else REPLICATE for s in shapes)
             whole = not any(p == Shard(dim) for row in rows for p, s in zip(row.ins, shapes, strict=True) if s == shape)
-            if size >= mesh.shape[axis] and whole and ins not in known:
-                way = _tried(node, operands, mesh, axis, ins)
+            if size >= mesh.size() and whole and ins not in known:
+                way = _tried(node, operands, mesh, ins)
                 if way is not None:
                     found.setdefault(way.row.ins, way)
     return list(found.values())
 
 
-def _tried(
-    node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, axis: int, ins: tuple[Placement, ...]
-) -> Way | None:
+def _tried(node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
     """What the op does with operands that arrive so; None if it does no more than its rule says."""
     graph, given = fx.Graph(), {}
     specs: dict[fx.Node, Spec] = {}
@@ -62,8 +72,7 @@ def _tried(
         if n not in given:
             given[n] = graph.placeholder(n.name)
             given[n].meta["val"] = n.meta["val"]
-            bare = Spec.of(mesh, tuple(n.meta["val"].shape), n.meta["val"].dtype)
-            specs[n] = placed(bare, [p if a == axis else REPLICATE for a in range(mesh.ndim)])
+            specs[n] = placed(Spec.of(mesh, tuple(n.meta["val"].shape), n.meta["val"].dtype), [p])
     op = graph.node_copy(node, given.__getitem__)
     results = _results(graph, op)
     graph.output(tuple(results))
@@ -72,9 +81,9 @@ def _tried(
     names = [r.name for r in results]
     program = expand("tried", mesh, graph, {}, inputs, names, lambda i, spec: spec, Roles(), {}, pins=pins)
     pin = pins.get(op)
-    if pin is None or not pin.arrives or pin.rows[axis].ins != ins:
+    if pin is None or not pin.arrives or pin.rows[0].ins != ins:
         return None
-    return Way(pin.rows[axis], True, sum(step.cost for _, step in program.steps()))
+    return Way(pin.rows[0], True, sum(step.cost for _, step in program.steps()))
 
 
 def _results(graph: fx.Graph, op: fx.Node) -> list[fx.Node]:

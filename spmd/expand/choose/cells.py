@@ -18,6 +18,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.nodes import in_schema_order
 from spmd.expand.places.roles import MARK
 from spmd.tensor.call import TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
@@ -59,6 +60,21 @@ def value_shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
     """The global shape and dtype of a value."""
     value = node.meta["val"]
     return tuple(value.shape), value.dtype
+
+
+def operands_of(cell: Cell) -> list[fx.Node]:
+    """The value of each operand of a cell; a value that is read twice is listed twice."""
+    if len(cell.nodes) > 1:
+        return list(cell.reads)
+    node = cell.node
+    if isinstance(node.target, Draw):
+        return [node.args[0]]
+    found: list[fx.Node] = []
+    if isinstance(node.target, (LocalMapOp, LocalMapGradientOp)):
+        fx.map_arg(node.args, found.append)
+    else:
+        in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
+    return found
 
 
 # ---- cells ------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ class Layouts:
     dtype: torch.dtype
     alphabet: dict[Placement, int] = field(default_factory=lambda: {REPLICATE: 0})
     extra: dict[Spec, int] = field(default_factory=dict)
+    _admitted: set[Spec] = field(default_factory=set)
     _costs: np.ndarray | None = None
     _specs: list[Spec] | None = None
 
@@ -54,6 +55,9 @@ class Layouts:
 
     def admit(self, spec: Spec) -> None:
         """Let a spec be a layout."""
+        if spec in self._admitted:
+            return
+        self._admitted.add(spec)
         spec = self.contiguous(spec)
         for axis in self.axes:
             self.letter(spec.on(axis))

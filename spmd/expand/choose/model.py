@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from spmd.expand.choose.arrivals import arrivals, may_arrive
-from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, value_shape
+from spmd.expand.choose.arrivals import along, arrivals, may_arrive
+from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, operands_of, value_shape
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.classes import Classes, Group, Meeting
 from spmd.expand.choose.layouts import Layouts, sums_only
@@ -25,7 +25,7 @@ from spmd.expand.choose.problem import FIXED, End, Problem, Value
 from spmd.expand.choose.work import Roofline
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.nodes import first_positions, in_schema_order, result_metadata
+from spmd.expand.nodes import first_positions, result_metadata
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import phases_of_reading
 from spmd.expand.places.roles import MARK, Roles, gradient_places
@@ -62,21 +62,6 @@ class Chooser:
     options: Options | None = None
 
 
-def operands_of(cell: Cell) -> list[fx.Node]:
-    """The value of each operand of a cell; a value that is read twice is listed twice."""
-    if len(cell.nodes) > 1:
-        return list(cell.reads)
-    node = cell.node
-    if isinstance(node.target, Draw):
-        return [node.args[0]]
-    found: list[fx.Node] = []
-    if isinstance(node.target, (LocalMapOp, LocalMapGradientOp)):
-        fx.map_arg(node.args, found.append)
-    else:
-        in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
-    return found
-
-
 class Model:
     """The problem of a graph, and the way back from an assignment to a choice."""
 
@@ -86,9 +71,12 @@ class Model:
     ) -> None:  # fmt: skip
         self.mesh, self.graph, self.sources, self.by_op = mesh, graph, sources, by_op
         self.axes = [a for a, n in enumerate(mesh.shape) if n > 1]
+        self.along = {a: along(mesh, a) for a in self.axes}
         self.roofline = Roofline(mesh.topology)
         self.kinds: dict[tuple, Layouts] = {}
         self._rules: dict = {}
+        self._bares: dict[tuple, Spec] = {}
+        self._others: dict[Spec, Spec] = {}
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
@@ -144,8 +132,10 @@ class Model:
         return chooser
 
     def _bare(self, value: fx.Node) -> Spec:
-        shape, dtype = value_shape(value)
-        return Spec.of(self.mesh, shape, dtype)
+        shape = value_shape(value)
+        if shape not in self._bares:
+            self._bares[shape] = Spec.of(self.mesh, *shape)
+        return self._bares[shape]
 
     def _call(self, node: fx.Node) -> tuple[Call, Sequence[Row]]:
         """The call of a node on replicated operands, and the rows of its rule."""
@@ -178,9 +168,9 @@ class Model:
     def _arrivals(self, node: fx.Node, call: Call, axis: int, kept: Sequence[Row]) -> list[Way]:
         if not may_arrive(node):
             return []
-        key = call.op, frozen(call.args), frozen(call.kwargs), call.first_use, axis
+        key = call.op, frozen(call.args), frozen(call.kwargs), call.first_use, self.along[axis]
         if key not in self._rules:
-            self._rules[key] = arrivals(node, self.mesh, axis, kept)
+            self._rules[key] = arrivals(node, self.along[axis], kept)
         return self._rules[key]
 
     def _of(self, meta) -> Layouts:
@@ -270,7 +260,8 @@ class Model:
         for i, value in enumerate(self.graph.output_node().args[0]):
             if not isinstance(value, fx.Node) or not is_tensor(value):
                 continue
-            bare, other = self._bare(value), self._other(value)
+            bare = self._bare(value)
+            other = self._others.get(bare) or self._others.setdefault(bare, self._other(bare))
             ends = self.output_spec(i, bare), self.output_spec(i, other)
             if bare.ndim and ends[0] is ends[1]:
                 specs.setdefault(value, {})[ends[0]] = None
@@ -284,8 +275,7 @@ class Model:
             for value in [*specs, *[value for value in free if value not in specs]]
         }
 
-    def _other(self, value: fx.Node) -> Spec:
-        bare = self._bare(value)
+    def _other(self, bare: Spec) -> Spec:
         dims = [(tuple(self.axes),) + ((),) * (bare.ndim - 1)] if bare.ndim else [()]
         owing = [(a, "sum") for a in self.axes]
         return bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
@@ -466,11 +456,14 @@ class Model:
     # ---- the way back --------------------------------------------------------------------------
     def choice(self, x: Sequence[int]) -> Choice:
         """The pins and the held values of an assignment."""
+        taken = [
+            self._pins(chooser, x[self.variable[k]]) if chooser.options is not None else None
+            for k, chooser in enumerate(self.choosers)
+        ]
         pins: dict[fx.Node, Pin] = {}
         for k, cell in zip(self.classes.of, self.cells.every, strict=True):
-            chooser = self.choosers[k]
-            if chooser.options is not None:
-                pins |= self._pins(chooser, cell, x[self.variable[k]])
+            if taken[k] is not None:
+                pins.update(zip(cell.nodes, taken[k], strict=True))
         held = {}
         for v, group in self.holds:
             spec = self._layouts_of(group).specs[self.problem.values[v].held_at(x)]
@@ -478,14 +471,13 @@ class Model:
                 held |= dict.fromkeys([member.value for member in group.members], spec.placements)
         return Choice(pins, held)
 
-    def _pins(self, chooser: Chooser, cell: Cell, option: int) -> dict[fx.Node, Pin]:
+    def _pins(self, chooser: Chooser, option: int) -> list[Pin]:
+        """The pin of each op of a cell."""
+        pin = chooser.options.pin(option, self.axes, self.mesh.ndim)
         if chooser.op is not None:
-            return {cell.node: chooser.options.pin(option, self.axes, self.mesh.ndim)}
-        rows = chooser.options.pin(option, self.axes, self.mesh.ndim).rows
-        given = [row.outs[0] for row in rows]
-        return {
-            node: Pin(tuple(by_out[p] for p in given)) for node, by_out in zip(cell.nodes, chooser.members, strict=True)
-        }
+            return [pin]
+        given = [row.outs[0] for row in pin.rows]
+        return [Pin(tuple(by_out[p] for p in given)) for by_out in chooser.members]
 
 
 def _said(node: fx.Node, axis: int) -> list[Way]:
