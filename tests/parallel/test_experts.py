@@ -94,14 +94,13 @@ def test_on_gloo(gloo4):
 
 def dropping(factor: float, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, experts: nn.Module):
     """On one device: of each rank's tokens an expert takes the first ones, token by token."""
-    index = index.clone()
-    for part in index.chunk(RANKS):
-        most, seen = ceil(factor * part.numel() / experts.num_experts), [0] * (experts.num_experts + 1)
+    kept = torch.ones_like(weights)
+    for part, of_part in zip(index.chunk(RANKS), kept.chunk(RANKS), strict=True):
+        most, seen = ceil(factor * part.numel() / experts.num_experts), [0] * experts.num_experts
         for place, e in enumerate(part.flatten().tolist()):
             seen[e] += 1
-            if seen[e] > most:
-                part.view(-1)[place] = experts.num_experts  # none
-    return experts(x, index, weights)
+            of_part.view(-1)[place] = seen[e] <= most
+    return experts(x, index, weights * kept)
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 4.0])
