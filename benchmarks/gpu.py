@@ -6,6 +6,10 @@
 
 - simulated ranks: trainings on 2 x 2 simulated ranks of the device, beside the same on one device;
 - one rank: the same training on a mesh of one rank with a real process group, NCCL's on a GPU;
+- passes: the same with the pass that GPUs have by default, "overlap", and with none;
+- stamped blocks: the same with the calls of equal modules stamped;
+- eager: `fully_shard` and `parallelize_module` of `spmd.parallel` on simulated ranks, step by step;
+- attention: the device's kernels on simulated ranks, of DTensors and by `context_parallel`, with gradients;
 - four gloo ranks: four processes that share the device, their tensors on it;
 - random numbers: dropout and initialisers give one global tensor on all meshes;
 - memory: what `program.memory()` predicts, and what torch's allocator has counted;
@@ -44,11 +48,21 @@ from torch import nn, optim
 
 import spmd
 from examples.gpt import GPT, GPTConfig
-from spmd import FullyShard, LocalTensorMode, Shard
+from spmd import FullyShard, LocalTensorMode, Shard, distribute_tensor
 from spmd.cli.demo import PARAMS
+from spmd.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    fully_shard,
+    parallelize_module,
+)
 
 INPUTS = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
-BIG, SMALL = GPTConfig(12, 12, 768, 512, 50304), GPTConfig(1, 2, 8, 8, 32)
+BIG, SMALL, DEEP = GPTConfig(12, 12, 768, 512, 50304), GPTConfig(1, 2, 8, 8, 32), GPTConfig(4, 2, 8, 8, 32)
+STYLES = {"blocks.*.mlp.up": ColwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
 PATIENCE = timedelta(minutes=5)
 
 
@@ -184,6 +198,88 @@ def trained(setup: Setup, shape: tuple[int, ...], given) -> list[float]:
 def plain(setup: Setup) -> list[float]:
     pair = made(lambda: GPT(SMALL), setup)
     return [value(train_step(*pair, *batch)) for batch in text(setup, SMALL, 4)]
+
+
+def passes(setup: Setup) -> Rows:
+    data, given = text(setup, SMALL, 4), {"fully_shard": FullyShard("dp")}
+    plain, overlapped = (
+        in_simulation((2, 2), setup, lambda: GPT(SMALL), data, {**given, "passes": each}) for each in ((), ("overlap",))
+    )
+    yield "fully sharded, 2 x 2, overlap / none", f"{far(overlapped, plain):.1e}", far(overlapped, plain) < 1e-5
+    if setup.has_gpu:
+        with process_group("nccl", 0, 1, free_port()):
+            plain, overlapped = (trained(setup, (1, 1), {**given, "passes": each}) for each in ((), ("overlap",)))
+        yield "the same, one nccl rank", f"{far(overlapped, plain):.1e}", far(overlapped, plain) < 1e-5
+
+
+def stamped(setup: Setup) -> Rows:
+    data = text(setup, DEEP, 4, 2)
+    found = []
+    for stamps in (False, True):
+        began = time.perf_counter()
+        found.append(in_simulation((2, 2), setup, lambda: GPT(DEEP), data, {"params": PARAMS, "stamp_blocks": stamps}))
+        took = time.perf_counter() - began
+        yield f"GPT of 4 blocks, 2 x 2, stamps {'on' if stamps else 'off'}", f"{took:.1f} s, all calls", None
+    yield "their losses", f"{far(*found):.1e}", far(*found) < 1e-5
+
+
+def eager(setup: Setup) -> Rows:
+    data = text(setup, SMALL, 4)
+    model, optimizer = made(lambda: GPT(SMALL), setup)
+    wanted = [value(train_step(model, optimizer, *batch)) for batch in data]
+    for name, share_out in {"fully_shard": _fully_sharded, "parallelize_module": _in_styles}.items():
+        with LocalTensorMode(4):
+            model, _ = made(lambda: GPT(SMALL), setup)
+            share_out(model, spmd.init_device_mesh(setup.device, (4,)))
+            optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+            found = [value(train_step(model, optimizer, *batch)) for batch in data]
+        yield f"GPT, {name}, 4 ranks", f"{far(found, wanted):.1e}", far(found, wanted) < 1e-4
+
+
+def _fully_sharded(model: GPT, mesh: spmd.DeviceMesh) -> None:
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+
+
+def _in_styles(model: GPT, mesh: spmd.DeviceMesh) -> None:
+    parallelize_module(model, mesh, STYLES)
+
+
+def attention(setup: Setup) -> Rows:
+    g = torch.Generator().manual_seed(1)
+    whole = [torch.randn(4, 4, 64, 16, generator=g) for _ in range(4)]
+    for dtype, bar in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2))[: 1 + setup.has_gpu]:
+        given = [x.to(setup.device, dtype) for x in whole]
+        wanted = attended(given)
+        found = {f"DTensors, dim {dim} sharded": _of_dtensors(setup, given, dim) for dim in range(3)}
+        found.update((f"context_parallel, {how}", _of_parts(setup, given, how)) for how in ("ring", "ring_q", "heads"))
+        for how, ours in found.items():
+            off = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, wanted, strict=True))
+            yield f"{how}, 4 ranks, {str(dtype).removeprefix('torch.')}", f"{off:.1e}", off < bar
+
+
+def attended(given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The result and the gradients of q, k and v."""
+    *leaves, weight = [x.detach() for x in given]
+    out = F.scaled_dot_product_attention(*[x.requires_grad_() for x in leaves], is_causal=True)
+    (out * weight).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def _of_dtensors(setup: Setup, given: list[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh(setup.device, (4,))
+        found = attended([distribute_tensor(x, mesh, [Shard(dim)]) for x in given])
+        return [x.full_tensor().reconcile() for x in found]
+
+
+def _of_parts(setup: Setup, given: list[torch.Tensor], method: str) -> list[torch.Tensor]:
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh(setup.device, (4,))
+        parts = context_parallel_shard(mesh, given, [2] * 4)
+        with context_parallel(mesh, method=method):
+            found = attended(parts)
+        return [x.reconcile() for x in context_parallel_unshard(mesh, found, [2] * 4)]
 
 
 def four_ranks(setup: Setup) -> Rows:
@@ -344,8 +440,9 @@ def per_call(setup: Setup, call: Callable[[], object]) -> float:
 
 
 PARTS = {
-    "simulated ranks": simulated, "one rank": one_rank, "four gloo ranks": four_ranks, "random numbers": random_numbers,
-    "memory": memory, "Inductor": inductor, "CUDA graphs": cuda_graphs, "step time": step_time, "launches": launches,
+    "simulated ranks": simulated, "one rank": one_rank, "passes": passes, "stamped blocks": stamped, "eager": eager,
+    "attention": attention, "four gloo ranks": four_ranks, "random numbers": random_numbers, "memory": memory,
+    "Inductor": inductor, "CUDA graphs": cuda_graphs, "step time": step_time, "launches": launches,
 }  # fmt: skip
 
 
