@@ -22,16 +22,19 @@ from spmd.parallel.losses.linear_cross_entropy import linear_cross_entropy
 from spmd.parallel.losses.loss_parallel import loss_parallel
 from spmd.parallel.parallelize import parallelize_module, placements_of
 from spmd.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from spmd.parallel.ready.batch_norm import GlobalBatchNorm
+from spmd.parallel.ready.plan import ReadyPlan
+from spmd.parallel.ready.plan_for import plan_for
 from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
-    "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
-    "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
-    "SequenceParallel", "UnshardHandle", "clip_grad_norm_", "context_parallel", "context_parallel_shard",
-    "context_parallel_unshard", "data_parallel", "from_torch", "fully_shard", "linear_cross_entropy",
-    "load_balancing_loss", "loss_parallel", "parallelize_module", "placements_of", "register_fsdp_forward_method",
-    "to_torch",
+    "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "GlobalBatchNorm",
+    "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
+    "PrepareModuleOutput", "ReadyPlan", "RowwiseParallel", "SequenceParallel", "UnshardHandle", "clip_grad_norm_",
+    "context_parallel", "context_parallel_shard", "context_parallel_unshard", "data_parallel", "from_torch",
+    "fully_shard", "linear_cross_entropy", "load_balancing_loss", "loss_parallel", "parallelize_module",
+    "placements_of", "plan_for", "register_fsdp_forward_method", "to_torch",
 ]  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def check_heads(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelS
         if not isinstance(style, ColwiseParallel) or not style.use_local_output or style.output_layouts != Shard(-1):
             continue
         owner = name.rpartition(".")[0]
-        for attribute, n in _heads(modules[owner]) if owner in modules else ():
+        for attribute, n in heads_of(modules[owner]) if owner in modules else ():
             if n % ranks:
                 raise ValueError(
                     f"parallelize_plan {name!r}: {ranks} ranks do not divide the {n} heads of {owner!r} "
@@ -39,7 +39,7 @@ def check_heads(modules: Mapping[str, nn.Module], styles: Mapping[str, ParallelS
                 )
 
 
-def _heads(module: nn.Module) -> Iterator[tuple[str, int]]:
+def heads_of(module: nn.Module) -> Iterator[tuple[str, int]]:
     """The numbers of heads that a module, or its config, tells."""
     has_heads = any(isinstance(vars(module).get(name), int) for name in (*HEADS, "head_dim", "head_size"))
     for owner, prefix in ((module, ""), (getattr(module, "config", None), "config.")):

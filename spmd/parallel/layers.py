@@ -29,6 +29,10 @@ class Layer:
         """What the inputs of the layer run over: features, or rows of a table."""
         return ROWS if self.features is None else IN
 
+    def sizes(self, module: nn.Module) -> dict[str, int]:
+        """How many there are of what its weight runs over."""
+        return dict(zip(self.dims["weight"], module.weight.shape, strict=True))
+
     def sharded(self, what: str) -> dict[str, Placement]:
         """The placements of the parameters where `what` is shared out; parameters without it are replicated."""
         return {name: Shard(dims.index(what)) if what in dims else REPLICATE for name, dims in self.dims.items()}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from spmd.mesh import DeviceMesh, current_mesh
-from spmd.parallel.plans import Parts, Plan, parts
+from spmd.parallel.plans import ModelPlan, Parts, Plan, parts
 from spmd.tensor.eager.module import distribute_module
 from spmd.tensor.placement import Placement
 
@@ -31,8 +31,8 @@ def parallelize_module(
     parallelize_plan: a style for the module itself, or a dict from names of modules to styles, where a star stands for
     one part of a name: {"layers.*.up": ColwiseParallel()}; or transformers' `model.tp_plan`, with its names of styles.
     A plan of placements, {"layers.*.up.weight": Shard(0)} or by axis as `spmd.compile` takes them, makes all tensors of
-    the model DTensors, on a mesh of any number of axes. src_data_rank: the rank whose values are taken; None takes each
-    rank's own.
+    the model DTensors, on a mesh of any number of axes. Or what `plan_for` gives, on its mesh. src_data_rank: the rank
+    whose values are taken; None takes each rank's own.
 
     A parameter that has several names stays one. Everything that can be wrong with a plan is an error before anything
     is changed: ValueError for a name that matches nothing, for heads that the axis does not divide, for a tied
@@ -46,6 +46,8 @@ def parallelize_module(
     mesh = _mesh(device_mesh)
     if parallelize_plan is None:
         return module
+    if isinstance(parallelize_plan, ModelPlan):
+        return _applied(module, mesh, parallelize_plan)
     found = parts(module, mesh, parallelize_plan)
     _check_kinds(found)
     if found.params:
@@ -107,6 +109,12 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize_module: device_mesh is {mesh!r}; give a mesh of spmd, such as mesh['tp']")
     return mesh
+
+
+def _applied(module: nn.Module, mesh: DeviceMesh, plan: ModelPlan) -> nn.Module:
+    if plan.mesh != mesh:
+        raise ValueError(f"parallelize_module: the plan is for {plan.mesh!r}, and device_mesh is {mesh!r}")
+    return plan.apply(module)
 
 
 def _check_axis(mesh: DeviceMesh, found: Parts) -> None:

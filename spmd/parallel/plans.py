@@ -10,6 +10,7 @@ Everything that a plan can get wrong is found here, before a model is changed.
 from __future__ import annotations
 
 import fnmatch
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,19 @@ NAMED = {
 """transformers' names of styles."""
 
 
+class ModelPlan(Mapping, ABC):
+    """A plan that knows all that a model becomes, and does it; as a mapping it is placements of parameters.
+
+    mesh: all axes that it is for.
+    """
+
+    mesh: DeviceMesh
+
+    @abstractmethod
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Do it, in place, and return the model."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """What a plan says: of modules, by their names, and of parameters, by patterns."""
@@ -65,7 +79,7 @@ def parts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> Parts:
                 raise _nothing(pattern, "parameter", names)
             params[pattern] = said
             continue
-        found = [name for name in modules if _matches(pattern, name)]
+        found = [name for name in modules if matches_module(pattern, name)]
         if not found:
             raise _nothing(pattern, "module", modules)
         for name in found:
@@ -94,7 +108,7 @@ def _style(pattern: str, said: Any) -> ParallelStyle | None:
     )
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches_module(pattern: str, name: str) -> bool:
     """Whether a pattern names a module: a star stands for one part of the name, as in torch, or within one."""
     wanted, found = pattern.split("."), name.split(".")
     return len(wanted) == len(found) and all(map(fnmatch.fnmatchcase, found, wanted))

@@ -99,16 +99,32 @@ class ColwiseParallel(_OfLayer):
 
     input_layouts: how a plain input lies, by default replicated; it is gathered if it is sharded. output_layouts: how
     the output is to lie, by default sharded on its last dim. use_local_output: hand out this rank's block, or a
-    DTensor.
+    DTensor. blocks: of how many equal layers a packed layer is made, such as 3 of queries, keys and values; each is
+    shared out by itself. ValueError, before anything is changed, where they do not divide its features.
 
     >>> ColwiseParallel()
     ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=True)
+    >>> ColwiseParallel(blocks=3).output_layouts
+    Shard(-1, blocks=3)
     """
 
-    _default_output = Shard(-1)
+    def __init__(
+        self, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None,
+        use_local_output: bool = True, blocks: int = 1,
+    ):  # fmt: skip
+        self.blocks = blocks
+        output = Shard(-1, blocks=blocks) if output_layouts is None else output_layouts
+        super().__init__(input_layouts=input_layouts, output_layouts=output, use_local_output=use_local_output)
+
+    def check(self, module: nn.Module, name: str) -> None:
+        """TypeError for a module that is no linear layer or embedding; ValueError for one of other blocks."""
+        features = _layer(module, name).sizes(module)[OUT]
+        if features % self.blocks:
+            raise ValueError(f"ColwiseParallel: {name!r} has {features} features, which are no {self.blocks} blocks")
 
     def params(self, module: nn.Module) -> Mapping[str, Placement]:
-        return _layer(module).sharded(OUT)
+        placed = _layer(module).sharded(OUT)
+        return {name: Shard(p.dim, blocks=self.blocks) if p.is_shard() else p for name, p in placed.items()}
 
     def desired_input(self, module: nn.Module) -> Placement:
         return REPLICATE

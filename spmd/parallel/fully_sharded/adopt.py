@@ -7,11 +7,13 @@ DTensor on another axis, as by tensor parallelism, becomes one on both: the bloc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
+from math import prod
 
 import torch
 from torch import nn
 
 from spmd.comm import transport
+from spmd.comm.chunk import split_unit
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.fully_sharded.bucket import Bucket, Managed, Over, Policies
 from spmd.parallel.fully_sharded.memory import Layout, own_blocks
@@ -126,12 +128,22 @@ def _placed(
         placements[over.sharded] = Shard(dim)
         return spec_of(over.mesh, placements, p.shape, p.dtype), None, over.sharded, dim
     spec = p._spec
-    if spec.partial or any(u != 1 for u, axes in zip(spec.units, spec.dims, strict=True) if axes):
-        raise ValueError(f"fully_shard: {m.name} is {spec}; shard it without units, or call fully_shard before")
+    if spec.partial or not _can_be_cut(spec, dim, over.n):
+        raise ValueError(
+            f"fully_shard: {m.name} is {spec}, whose dim {dim} cannot be shared out among {over.n} ranks again; shard "
+            "it without units, in blocks that divide, or call fully_shard before"
+        )
     mesh = joined.setdefault(id(spec.mesh), _joined(over.mesh, spec.mesh))
     dims = [tuple(a + over.mesh.ndim for a in axes) for axes in spec.dims]
     dims[dim] += (over.sharded,)
-    return Spec.of(mesh, spec.shape, p.dtype, dims=dims), spec, over.sharded, dim
+    return Spec.of(mesh, spec.shape, p.dtype, dims=dims, units=spec.units), spec, over.sharded, dim
+
+
+def _can_be_cut(spec: Spec, dim: int, n: int) -> bool:
+    """Whether all ranks' blocks of a dim can be cut again: packed ones evenly, and none in units."""
+    blocks, unit = split_unit(spec.units[dim])
+    ranks = n * prod(spec.mesh.shape[axis] for axis in spec.dims[dim])
+    return not spec.dims[dim] or (unit == 1 and (blocks == 1 or spec.shape[dim] // blocks % ranks == 0))
 
 
 def _dim(m: Managed, placement: ShardPlacement | None) -> int:

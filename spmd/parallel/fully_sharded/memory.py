@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spmd.comm.chunk import split_unit
 from spmd.mesh import current_rank, per_rank
 from spmd.parallel.fully_sharded.slots import Slot, pack, total, unpack
 from spmd.tensor.spec import Spec
@@ -39,7 +40,9 @@ class Layout:
             at = stored.mesh.get_coordinate()
             first = (*at[:axis], 0, *at[axis + 1 :])
             shape = stored.shape if computed is None else computed.local_shape(computed.mesh.get_coordinate())
-            slot = Slot(tuple(shape), dim, max(1, stored.length(dim, first)), stored.length(dim, at), offset)
+            packs = split_unit(stored.units[dim])[0]
+            rows, length = max(1, stored.length(dim, first) // packs), stored.length(dim, at) // packs
+            slot = Slot(tuple(shape), dim, rows, length, offset, packs)
             yield slot
             offset += slot.numel
 
@@ -61,7 +64,9 @@ def own_blocks(layout: Layout, wholes: Sequence[torch.Tensor]) -> list[torch.Ten
     found = []
     for whole, slot, stored, axis in zip(wholes, layout.here(), layout.stored, layout.axes, strict=True):
         place = stored.mesh.get_coordinate()[axis]
-        found.append(whole.narrow(slot.dim, min(place * slot.rows, whole.shape[slot.dim]), slot.length))
+        parts = whole.unflatten(slot.dim, (slot.packs, slot.size))
+        part = parts.narrow(slot.dim + 1, min(place * slot.rows, slot.size), slot.length)
+        found.append(part.flatten(slot.dim, slot.dim + 1))
     return found
 
 

@@ -18,6 +18,9 @@ computed from those that the forward pass allowed.
 
 `model.load_state_dict` takes plain tensors as global ones, and compares them between the ranks.
 
+Models make tensors themselves - positions, masks, tables of angles - beside what they are given. Inside of
+`ComparedReplication` they are taken as replicated, and compared: in the calls 1, 2, 4, 8, ... of the model, each once.
+
 The question is not who holds the tensor now, but which arguments the user's call had. If none of them was a plain
 tensor, torch, or the library, made this one itself. For C++ that is known where the op begins (`made_by_torch`); for
 Python it is read from the frame of the function of torch that the user called.
@@ -74,20 +77,72 @@ def made_by_torch() -> Iterator[None]:
         _inside_torch.reset(token)
 
 
+class ComparedReplication:
+    """Plain tensors among DTensors are replicated, by a rule that is checked: they are compared between the ranks.
+
+    One object for each model, which is entered around each of its calls. In the calls 1, 2, 4, 8, ... every tensor that
+    meets a DTensor is compared the first time; RuntimeError on all ranks where one differs. All ranks call the
+    model as often, so all compare the same.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._entered: list[contextvars.Token] = []
+        self._seen: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> ComparedReplication:
+        if not self._entered:
+            self._calls += 1
+        self._entered.append(_compared.set(self))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _compared.reset(self._entered.pop())
+        if not self._entered:
+            self._seen.clear()
+
+    def __deepcopy__(self, memo: dict) -> ComparedReplication:
+        return ComparedReplication()
+
+    def require(self, op: object, x: torch.Tensor, mesh: DeviceMesh) -> None:
+        """RuntimeError if x differs between the ranks of the mesh."""
+        is_due = self._calls & (self._calls - 1) == 0
+        if not is_due or id(x) in self._seen or _torch.is_tracing(x):
+            return
+        self._seen[id(x)] = x  # kept, so that its id stays its own
+        if not are_same_everywhere([x.detach()], mesh):
+            raise RuntimeError(
+                f"{op}: a plain tensor of shape {list(x.shape)} met a DTensor in a parallel model, where it has to be "
+                "the same on all ranks, and is not. Make it the same, or if it is this rank's part write "
+                "DTensor.from_local(t, mesh, placements)."
+            )
+
+
+_compared: contextvars.ContextVar[ComparedReplication | None] = contextvars.ContextVar("spmd_compared", default=None)
+
+
 def check(op: object, x: torch.Tensor, mesh: DeviceMesh) -> None:
     """Raise RuntimeError for a plain tensor that must not be taken as replicated.
 
     Not TypeError: torch's operators turn that into "unsupported operand type(s)".
     """
-    if x.numel() > 1 and not (x.is_meta or _are_allowed() or _is_being_loaded(x, mesh) or _was_made_by_torch(x, mesh)):
+    if x.numel() <= 1 or x.is_meta or _are_allowed():
+        return
+    compared = _compared.get()
+    if compared is not None:
+        compared.require(op, x, mesh)
+    elif not (_is_being_loaded(x, mesh) or _was_made_by_torch(x, mesh)):
         raise _plain_tensor_error(op, x)
 
 
 def check_arguments(op: object, given: Any) -> None:
     """The same for all plain tensors among the arguments of an op, which later makes its own."""
-    if not _are_allowed():
-        for x in _plain_tensors(given):
+    for x in _plain_tensors(given) if not _are_allowed() else ():
+        compared = _compared.get()
+        if compared is None:
             raise _plain_tensor_error(op, x)
+        mesh = next(y._spec.mesh for y in _torch.pytree.tree_leaves(given) if hasattr(y, "_spec"))
+        compared.require(op, x, mesh)
 
 
 def _are_allowed() -> bool:
