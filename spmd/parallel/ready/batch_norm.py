@@ -16,7 +16,7 @@ from spmd.mesh import DeviceMesh
 from spmd.parallel.style import ParallelStyle
 from spmd.tensor.annotations.constraint import capturing
 
-BatchNorm = nn.modules.batchnorm._BatchNorm
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class GlobalBatchNorm(ParallelStyle):
@@ -37,7 +37,7 @@ class GlobalBatchNorm(ParallelStyle):
 
     def check(self, module: nn.Module, name: str) -> None:
         """TypeError for another module than a batch norm."""
-        if not isinstance(module, BatchNorm):
+        if not isinstance(module, BATCH_NORMS):
             raise TypeError(f"GlobalBatchNorm: {name!r} is a {type(module).__name__}; it takes batch norms")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -75,7 +75,8 @@ class ReadyPlan(ModelPlan):
         """
         self._check(model)
         for axis, styles in self.styles.items():
-            parallelize_module(model, self._mesh(axis.split(",")), styles)
+            mesh = self._mesh(axis.split(","))
+            parallelize_module(model, mesh if mesh.ndim == 1 else mesh.flatten(), styles)
         if self.data_axes and self.data == "data_parallel":
             data_parallel(model, self._mesh(self.data_axes))
         elif self.data_axes:

@@ -22,7 +22,7 @@ from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.expert_parallel import ExpertParallel
 from spmd.parallel.plans import matches_module
 from spmd.parallel.ready import sends
-from spmd.parallel.ready.batch_norm import BatchNorm, GlobalBatchNorm
+from spmd.parallel.ready.batch_norm import BATCH_NORMS, GlobalBatchNorm
 from spmd.parallel.ready.pairs import Pair, linears_in, pairs_in
 from spmd.parallel.ready.plan import ReadyPlan
 from spmd.parallel.ready.replicated import ReplicatedParameters
@@ -188,7 +188,7 @@ class _Finder:
             yield self.tp, dict(self._of_tensors())
         if self.ep:
             yield self.ep, {name: ExpertParallel() for name in self.experts}
-        norms = {name: GlobalBatchNorm() for name, m in self.modules.items() if isinstance(m, BatchNorm)}
+        norms = {name: GlobalBatchNorm() for name, m in self.modules.items() if isinstance(m, BATCH_NORMS)}
         if self.data_axes and norms:
             yield ",".join(self.data_axes), norms
 
@@ -229,7 +229,7 @@ class _Finder:
             p = next(self.modules[name].parameters())
             yield from sends.of_experts(1, p.shape[-1], _chosen(self.model), p.shape[0], self.ep)
             yield from self._sends_of_experts(name)
-        norms = [m.num_features for m in self.modules.values() if isinstance(m, BatchNorm)]
+        norms = [m.num_features for m in self.modules.values() if isinstance(m, BATCH_NORMS)]
         if self.data_axes:
             yield from sends.of_batch_norms(norms, ",".join(self.data_axes))
             yield from self._sends_of_data(params)
@@ -285,7 +285,7 @@ class _Finder:
             return "its projections are no layers: put three linear layers in its place"
         if "Norm" in type(module).__name__:
             return "a norm: each rank has whole features"
-        if isinstance(module, nn.modules.conv._ConvNd):
+        if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             return "a convolution: shared out over the batch alone"
         return "no pair of columns and rows"
 
