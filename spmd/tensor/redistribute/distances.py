@@ -39,17 +39,18 @@ def distances(specs: Sequence[Spec]) -> np.ndarray:
     if not any(n > 1 for n in specs[0].mesh.shape):
         return found
     space = _WholeSpace(specs)
-    owed = [space.bits([a for a, _ in spec.partial]) for spec in specs]
-    states = [space.state_number(spec) for spec in specs]
-    copies = [int(copy_cost(spec.local_nbytes, space.topology) * 1e6) for spec in specs]  # in becoming Partial
+    owed = np.array([space.bits([a for a, _ in spec.partial]) for spec in specs])
+    states = np.array([space.state_number(spec) for spec in specs])
+    copies = np.array([int(copy_cost(spec.local_nbytes, space.topology) * 1e6) for spec in specs])
     ways = _Ways(space)
-    for kept in sorted({a & b for a in owed for b in owed}):
-        goals = [j for j, bits in enumerate(owed) if bits & kept == kept]
-        remaining = ways.remaining(kept, [(states[j], owed[j] & ~kept) for j in goals])
-        for column, j in enumerate(goals):
-            for i, bits in enumerate(owed):
-                if bits & owed[j] == kept:
-                    found[i, j] = remaining[bits & ~kept][states[i], column] + (owed[j] != kept) * copies[j]
+    for kept in sorted({a & b for a in owed.tolist() for b in set(owed.tolist())}):
+        goals = np.nonzero(owed & kept == kept)[0]
+        remaining = ways.remaining(kept, list(zip(states[goals].tolist(), (owed[goals] & ~kept).tolist(), strict=True)))
+        becoming = np.where(owed[goals] != kept, copies[goals], 0)  # what copies take in becoming Partial
+        for bits in sorted({each for each in owed.tolist() if each & kept == kept}):
+            rows, columns = np.nonzero(owed == bits)[0], np.nonzero(owed[goals] & bits == kept)[0]
+            times = remaining[bits & ~kept][np.ix_(states[rows], columns)]
+            found[np.ix_(rows, goals[columns])] = times + becoming[columns]
     return found / 1e6
 
 
@@ -150,10 +151,12 @@ class _Ways(Search):
 
 def _closed(moving: np.ndarray, remaining: np.ndarray) -> np.ndarray:
     """The remaining times after any number of moves."""
+    remaining, to = remaining.copy(), moving.T.copy()
+    further = np.empty_like(remaining)
     fresh = np.nonzero((remaining < NEVER).any(1))[0]
     while fresh.size:
-        better = np.minimum.reduce([moving[:, j, None] + remaining[j] for j in fresh.tolist()])
-        changed = better < remaining
-        remaining = np.where(changed, better, remaining)
-        fresh = np.nonzero(changed.any(1))[0]
+        before = remaining.copy()
+        for j in fresh.tolist():  # in place: what is nearer by now counts at once
+            np.minimum(remaining, np.add(to[j][:, None], remaining[j], out=further), out=remaining)
+        fresh = np.nonzero((remaining < before).any(1))[0]
     return remaining
