@@ -1,11 +1,12 @@
 """Classes: the cells of a graph that choose alike, and the values that are alike for a bound.
 
-    12 layers of a GPT, 1,525 cells    ->    397 classes: for each op the first layer, the last, and all between
+    12 layers of a GPT, 1,525 cells    ->    260 classes: for each op the first layer, the last, and all between
 
-Cells are of one type if their ops, shapes, specs and surroundings are alike. In a small graph that is asked of all of
-it, a round of refinement at a time, and each type is a class. In a large one it is asked of what is up to so many
-values away; then the first cell of a type and its last are classes of their own, and all between are one. So the layers
-in the middle of a deep model choose alike, and a model of 48 layers has as many classes as one of 12.
+In a small graph cells are of one class if their ops, shapes, specs and surroundings are alike altogether, which is
+found a round of refinement at a time. In a large one the layers are found first (`repeats.py`): the cells of the first
+and of the last are classes of their own, and those between choose alike where they are alike but for their layer. So a
+model of 48 layers has as many classes as one of 12. Where a large graph has no layers, the first cell of a type and its
+last are classes of their own, and all between are one; types are then alike up to so many values away.
 
 A round is a few operations on arrays: the hash of a value is a sum over the cells around it, that of a cell a sum over
 its values. The hashes are those of numbers that are given in order of appearance, so all ranks find the same.
@@ -21,6 +22,7 @@ import numpy as np
 from torch import fx
 
 from spmd.expand.choose.cells import Cell, Cells, value_shape
+from spmd.expand.choose.repeats import layers_of
 from spmd.expand.places.roles import MARK
 from spmd.tensor.cache import frozen
 from spmd.tensor.spec import Spec
@@ -28,8 +30,11 @@ from spmd.tensor.spec import Spec
 MOST_CELLS = 1000
 """Cells of a graph in which no two have to choose alike unless their surroundings are alike altogether."""
 
+MOST_ALONE = 1000
+"""Cells of a larger graph that may be outside of the middle layers, each a class of its own."""
+
 ROUNDS = 3
-"""Rounds of refinement in a larger graph."""
+"""Rounds of refinement in a larger graph in which no such layers are found."""
 
 
 @dataclass(eq=False)
@@ -69,8 +74,7 @@ class Classes:
 
     def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
         self.own = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
-        types = _Types(self.own, meetings)
-        self.of = (types.of if len(self.own) <= MOST_CELLS else _apart(types.of)).tolist()
+        self.of, types = _classes(self.own, meetings)
         self._before = dict(zip(self.of, types.before.tolist(), strict=True))
         self.groups = self._groups(meetings, types.values.tolist())
         self._join_kinds()
@@ -120,20 +124,37 @@ class Classes:
             group.slots = [slot[:3] if slot[:3] in unclear else slot for slot in group.slots]
 
 
+def _classes(own: list[int], meetings: Sequence[Meeting]) -> tuple[list[int], _Types]:
+    """The class of each cell, and the types by which values are alike."""
+    if len(own) <= MOST_CELLS:
+        types = _Types(own, meetings, len(own))
+        return types.of.tolist(), types
+    values: dict[fx.Node, list[tuple[int, int]]] = {}
+    for m in meetings:
+        values.setdefault(m.value, []).extend(_ends(m.maker, m.readers))
+    layers = layers_of(own, list(values.values()))
+    places = layers.places
+    if len(own) - places.count(1) > MOST_ALONE:
+        types = _Types(own, meetings, ROUNDS)
+        return _apart(types.of).tolist(), types
+    types = _Types(layers.like, meetings, 1)
+    return _by_appearance(3 * types.of + np.array(places)).tolist(), types
+
+
 class _Types:
     """The types of cells, refined a round at a time: cells stay together while the values around them are alike.
 
     of: the type of each cell; before: that of a round ago. values: the type of each value, by that of its cells then.
     """
 
-    def __init__(self, own: list[int], meetings: Sequence[Meeting]) -> None:
+    def __init__(self, own: Sequence[int], meetings: Sequence[Meeting], rounds: int) -> None:
         ends = [(i, v, at) for v, m in enumerate(meetings) for i, at in _ends(m.maker, m.readers)]
         self._cell, self._value, self._at = np.array(ends, np.int64).reshape(-1, 3).T
         self._known = _mixed(np.array(_numbered([m.known for m in meetings]), np.uint64))
         color = _mixed(np.array(own, np.uint64))
         self.of = self.before = _by_appearance(color)
         self.values = np.zeros(len(meetings), np.int64)
-        for _ in range(ROUNDS if len(own) > MOST_CELLS else len(own)):
+        for _ in range(rounds):
             values, color = self._refined(color)
             self.before, self.of, self.values = self.of, _by_appearance(color), _by_appearance(values)
             if self.of.max() == self.before.max():

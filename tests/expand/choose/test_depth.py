@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,8 +28,11 @@ def certificate(layers: int, sizes: tuple[int, int], limit: int, monkeypatch):
     return compiled.program_for(model, torch.randn(32, width)).certificate
 
 
-def test_the_bound_of_a_shared_problem_holds_where_layers_differ(monkeypatch):
-    """It is not above the best choice for the graph in which each layer chooses for itself."""
+@pytest.mark.parametrize("alone", (1000, 0))
+def test_the_bound_of_a_shared_problem_holds_where_layers_differ(alone, monkeypatch):
+    """It is not above the best choice for the graph in which each layer chooses for itself, whether the layers are
+    found or not."""
+    monkeypatch.setattr(classes, "MOST_ALONE", alone)
     whole = certificate(7, (16, 64), 1000, monkeypatch)
     shared = certificate(7, (16, 64), 0, monkeypatch)
     assert whole.gap < 1e-3
