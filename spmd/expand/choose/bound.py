@@ -28,7 +28,7 @@ from spmd.expand.choose.moves import MOST_READERS, NEVER, Moves, moves_of
 from spmd.expand.choose.problem import FIXED, Problem, Value
 
 GIVE_ALL = 4
-"""Sweeps in which variables keep nothing back."""
+"""Sweeps in which variables keep nothing back. None where a variable stands for many cells: there it takes longer."""
 
 
 @dataclass(eq=False)
@@ -164,6 +164,7 @@ class Bound:
         self.order = range(len(self.cost))
         self._turns()
         self.least, self.sweeps = -np.inf, 0
+        self.give_all = 0 if max(problem.cells, default=1) > 1 else GIVE_ALL
 
     # ---- parts ----------------------------------------------------------------------------------
     def _add(self, values: Sequence[Value]) -> None:
@@ -258,7 +259,7 @@ class Bound:
             for turn, most in zip(self.turns, (self.most, self.most[::-1]), strict=True):
                 for (i, later), ports in zip(turn, most, strict=True):
                     cost = self.collected(i)
-                    share = 1 / (len(later) if self.sweeps <= GIVE_ALL else ports) if later else 0.0
+                    share = 1 / (len(later) if self.sweeps <= self.give_all else ports) if later else 0.0
                     for port in later:
                         self._give(port, cost, share)
         self.least = max(self.least, self.value_now())
