@@ -247,7 +247,7 @@ def _in_styles(model: GPT, mesh: spmd.DeviceMesh) -> None:
 
 def attention(setup: Setup) -> Rows:
     g = torch.Generator().manual_seed(1)
-    whole = [torch.randn(4, 4, 64, 16, generator=g) for _ in range(4)]
+    whole = [torch.randn(4, heads, 64, 16, generator=g) for heads in (4, 2, 2, 4)]
     for dtype, bar in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2))[: 1 + setup.has_gpu]:
         given = [x.to(setup.device, dtype) for x in whole]
         wanted = attended(given)
@@ -261,7 +261,7 @@ def attention(setup: Setup) -> Rows:
 def attended(given: list[torch.Tensor]) -> list[torch.Tensor]:
     """The result and the gradients of q, k and v."""
     *leaves, weight = [x.detach() for x in given]
-    out = F.scaled_dot_product_attention(*[x.requires_grad_() for x in leaves], is_causal=True)
+    out = F.scaled_dot_product_attention(*[x.requires_grad_() for x in leaves], is_causal=True, enable_gqa=True)
     (out * weight).sum().backward()
     return [out.detach(), *(x.grad for x in leaves)]
 

@@ -26,10 +26,7 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
             "torch.where, or move it out of the step"
         )
     if isinstance(error, AssertionError) and "token for effect" in text:
-        return NotImplementedError, (
-            "calls an op that only checks or prints, which has no place in a program; use a variant without, such as "
-            "torch.linalg.inv_ex"
-        )
+        return NotImplementedError, ONLY_CHECKS
     if isinstance(error, AssertionError) and "FakeTensor" in text:
         return RuntimeError, (
             "uses a tensor that is not among its arguments, nor in a module or optimiser among them; pass it as an "
@@ -42,6 +39,11 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
         )
     return None
 
+
+ONLY_CHECKS = (
+    "calls an op that only checks or prints, which has no place in a program; use a variant without, such as "
+    "torch.linalg.inv_ex"
+)
 
 READS_A_VALUE = ".numpy() is not supported"
 """What torch says where Python code wants numbers of a traced tensor."""

@@ -14,8 +14,14 @@ from spmd.expand.keep_products import TRACED_AS
 from spmd.expand.origins import Origins
 from spmd.expand.outs import write_out
 from spmd.expand.phases import Phases
+from spmd.expand.trace_errors import ONLY_CHECKS
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.tensor.rules.lists import list_decompositions
+
+
+def _only_checks(*_: Any, **__: Any) -> None:
+    """Functionalisation refuses it by itself since torch 2.13. Before, the check would be left out of the program."""
+    raise NotImplementedError(f"the step {ONLY_CHECKS}{at_user_line(current_frames())}")
 
 
 class Normalise(_torch.TorchDispatchMode):
@@ -24,7 +30,7 @@ class Normalise(_torch.TorchDispatchMode):
     Numbers what is drawn. Refuses ops whose result sizes depend on values.
     """
 
-    table = list_decompositions() | DENSE_VIEWS
+    table = list_decompositions() | DENSE_VIEWS | {torch.ops.aten._linalg_check_errors.default: _only_checks}
 
     def __init__(self, phases: Phases, origins: Origins):
         super().__init__()

@@ -161,8 +161,8 @@ class LocalTensorMode(_torch.TorchDispatchMode):
 
     def _run_random(self, op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """An op that draws random numbers: each rank draws from its own stream."""
-        generator = kwargs.get("generator")
         flat, structure = pytree.tree_flatten((args, kwargs))
+        generator = kwargs.get("generator") or _default_generator(flat, kwargs.get("device"))
         results, known = [], {}
         for rank in self.ranks:
             mine = [own(leaf, rank) for leaf in flat]
@@ -221,6 +221,16 @@ class _Constructors(TorchFunctionMode):
 
 BETWEEN_USER_AND_TORCH = frozenset({_Constructors.__torch_function__.__code__})
 """The code of the simulator that is called in the place of every function of torch. A real rank has no such frames."""
+
+def _default_generator(leaves: list, device: torch.device | None) -> torch.Generator | None:
+    """That of the GPU that an op draws on, whose arguments are given; None on the CPU."""
+    device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), device or torch.get_default_device())
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    current = torch.cuda.current_device()  # which makes the generators, if nothing has yet
+    return torch.cuda.default_generators[current if device.index is None else device.index]
+
 
 def _with_tensors(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The arguments, with tensors for all lists and tuples of numbers."""

@@ -14,6 +14,7 @@ import spmd
 from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor, init_device_mesh
 from spmd.debug import CommDebugMode
 from spmd.parallel import context_parallel, context_parallel_shard, context_parallel_unshard
+from spmd.parallel.context import kernel
 from spmd.parallel.context.layout import balanced, in_order, tiles
 from tests.tensor.single import every_rank
 
@@ -84,6 +85,16 @@ def test_parts_see_the_whole_sequence(said, method):
     with LocalTensorMode(n):
         got = of_parts(n, method, tensors, mask, kind, causal, is_balanced)
     equal(got, alone(tensors, mask, causal))
+
+
+def test_flash_attention_is_called_as_torch_declares_it():
+    """GPUs run it (benchmarks/gpu.py); here it has no kernel, only shapes."""
+    q, k = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    assert not kernel.is_for_flash(q, k, k, None)
+    out, sums = kernel.FLASH(q, k, k, 0.0, True, scale=0.25)[:2]
+    assert out.shape == q.shape and sums.shape == q.shape[:3] and sums.dtype == torch.float32
+    found = kernel.flash_gradients(q, q, k, k, out, sums, True, 0.25)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,15 +3,22 @@
     out, sums = attend(q, k, v, None, True, scale)         sums: the logarithm of each row's sum of exponentials
     dq, dk, dv = gradients(g, q, k, v, out, sums, ...)     out and sums may be those of all keys
 
-The gradients of a part of the keys need only the result and the sums of all. On the CPU torch's kernel computes both.
-Elsewhere, and where values have another size than keys, attention is written out; its scores are held at once.
+The gradients of a part of the keys need only the result and the sums of all. On the CPU torch's kernel computes both,
+and on GPUs flash attention, which takes half precision and no mask. Elsewhere, and where values have another size than
+keys, attention is written out; its scores are held at once.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from spmd.tensor.recipes.attention import GRADIENTS, KERNEL
+
+aten = torch.ops.aten
+FLASH = aten._scaled_dot_product_flash_attention.default
+FLASH_GRADIENTS = aten._scaled_dot_product_flash_attention_backward.default
 
 Mask = torch.Tensor | None
 """What is added to the scores, [b, h, rows, keys] or broadcast over any of these."""
@@ -22,6 +29,8 @@ def attend(q, k, v, mask: Mask, causal: bool, scale: float) -> tuple[torch.Tenso
 
     A row that sees nothing has a result of zero, and sums of minus infinity.
     """
+    if is_for_flash(q, k, v, mask):
+        return FLASH(q, k, v, 0.0, causal, scale=scale)[:2]
     if not _has_kernel(q, v):
         return _written_out(q, k, v, mask, causal, scale)
     out, sums = KERNEL(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -32,6 +41,8 @@ def attend(q, k, v, mask: Mask, causal: bool, scale: float) -> tuple[torch.Tenso
 
 def gradients(g, q, k, v, out, sums, mask: Mask, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
     """The gradients of q, k and v from that of the result."""
+    if is_for_flash(q, k, v, mask):
+        return flash_gradients(g, q, k, v, out, sums, causal, scale)
     sums = sums.masked_fill(sums.isneginf(), 0.0)
     if _has_kernel(q, v):
         return GRADIENTS(g, q, k, v, out, sums, 0.0, causal, attn_mask=mask, scale=scale)
@@ -44,6 +55,27 @@ def gradients(g, q, k, v, out, sums, mask: Mask, causal: bool, scale: float) -> 
 
 def _has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def is_for_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> bool:
+    """Whether flash attention takes these tensors. Heads of keys may belong to several of queries."""
+    if q.device.type != "cuda" or mask is not None or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+        return False
+    fits = q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and torch.backends.cuda.flash_sdp_enabled() and _has_flash(q.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _has_flash(device: torch.device) -> bool:
+    is_there = torch.backends.cuda.is_flash_attention_available() and torch.version.hip is None
+    return is_there and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def flash_gradients(g, q, k, v, out, sums, causal: bool, scale: float) -> tuple[torch.Tensor, ...]:
+    """Of flash attention, whose sums have no strides. No random numbers were drawn, and all sequences are as long."""
+    drawn = q.new_zeros(2, dtype=torch.uint64)
+    lengths = None, None, q.shape[2], k.shape[2]
+    return FLASH_GRADIENTS(g, q, k, v, out, sums.contiguous(), *lengths, 0.0, causal, drawn, drawn, scale=scale)
 
 
 def _written_out(q, k, v, mask: Mask, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
