@@ -146,7 +146,8 @@ class CompiledStep:
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
-        self._captures, self._forms = Captures(fn, self._title, mesh), Forms(MOST_CAPTURES)
+        self._captures = Captures(fn, self._title, mesh, how=(self._table.precision, stamp_blocks))
+        self._forms = Forms(MOST_CAPTURES)
         self._writer = Writer(fn, mesh, settings)
         self._repeats: list[Repeat] = []
         self._last: BoundProgram | None = None

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
+import threading
+import types
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
+from spmd._torch import OpOverload
 from spmd.expand.capture import Captured
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
@@ -22,13 +27,19 @@ log = logging.getLogger("spmd")
 
 
 class Captures:
-    """The captures of one step, by their guards. title: of the step, for messages."""
+    """The captures of one step, by their guards. title: of the step, for messages. how: what else the captures of two
+    steps of one function have to have in common.
 
-    def __init__(self, fn: Callable, title: str, mesh: DeviceMesh):
-        self._fn, self._title, self._mesh = fn, title, mesh
+    A capture is of one device. So the steps of a function on several meshes, or with several placements, share theirs.
+    """
+
+    def __init__(self, fn: Callable, title: str, mesh: DeviceMesh, how: Hashable = ()):
+        self._fn, self._title, self._mesh, self._how = fn, title, mesh, how
         self._kept: Recent[Captured] = Recent(MOST_CAPTURES)
         self._last: Guards = {}
         self._said: set[str] = set()
+        self._steps = _steps_of(fn)
+        self._steps.add(self)
 
     def of(self, call: Any, make: Callable[[], Captured]) -> Captured:
         """A capture that is right for a call. Where there is none, says once why, and makes it."""
@@ -36,14 +47,25 @@ class Captures:
         keys, why = [_key(guards_of(key)) for key in call.keys], [""]
         if self._last and not any(True for _ in self._kept.of(keys)):
             why = [difference(self._last, guards, self._fn)]
-        found = self._kept.find(keys, lambda each: self._serves(each, call, shapes, why))
-        if found is None:
-            self._say(why[-1])
-            found = make()
-            if not found.changes:  # what changes Python state is right for one call alone
-                self._keep(found, call)
+        with self._steps.lock:
+            found = self._kept.find(keys, lambda each: self._serves(each, call, shapes, why))
+            if found is None:
+                self._say(why[-1])
+                found = self._of_others(call, shapes) or make()
+                if not found.changes:  # what changes Python state is right for one call alone
+                    self._keep(found, call)
         self._last = guards
         return found
+
+    def _of_others(self, call: Any, shapes: Shapes) -> Captured | None:
+        """A capture of another step of the function."""
+        keys = [self._anywhere(key) for key in call.keys]
+        found = (step._kept.find(keys, lambda each: self._serves(each, call, shapes, [])) for step in self._steps)
+        return next((captured for captured in found if captured is not None), None)
+
+    def _anywhere(self, key: tuple) -> tuple:
+        """The key of a capture for the steps of the function on other meshes."""
+        return self._how, self._mesh.device_type, _key(guards_of(key, anywhere=True))
 
     def _serves(self, captured: Captured, call: Any, shapes: Shapes, why: list[str]) -> bool:
         """Whether a capture is right for a call. If its sizes are the reason why not, adds that to `why`."""
@@ -56,7 +78,11 @@ class Captures:
 
     def _keep(self, captured: Captured, call: Any) -> None:
         """Keep a capture. If there are too many, forget the least recently used one, the same on all ranks."""
-        if self._kept.keep(captured, [_key(guards_of(key)) for key in call.keys_of(captured)]):
+        several = call.keys_of(captured)
+        keys = [_key(guards_of(key)) for key in several]
+        if _names_no_mesh(captured):
+            keys += [self._anywhere(key) for key in several]
+        if self._kept.keep(captured, keys):
             warnings.warn(
                 f"{self._title} was captured in {MOST_CAPTURES} versions, and the oldest is forgotten: something that "
                 "is neither a size nor a float changes from call to call. The log of spmd says what it is.",
@@ -77,33 +103,73 @@ def _warn(mesh: DeviceMesh, text: str) -> None:
         log.warning(text)
 
 
+class _Steps:
+    """The captures of all steps of one function, as long as they live. lock: ranks may be threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._all: weakref.WeakSet[Captures] = weakref.WeakSet()
+
+    def add(self, captures: Captures) -> None:
+        with self.lock:
+            self._all.add(captures)
+
+    def __iter__(self) -> Iterator[Captures]:
+        return iter(list(self._all))
+
+
+_of_functions: weakref.WeakKeyDictionary[Callable, _Steps] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def _steps_of(fn: Callable) -> _Steps:
+    """The steps of a function. One that cannot be a key, such as a method, has each step for itself."""
+    if not isinstance(fn, types.FunctionType):
+        return _Steps()
+    with _lock:
+        return _of_functions.setdefault(fn, _Steps())
+
+
+def _names_no_mesh(captured: Captured) -> bool:
+    """Whether all nodes are torch's ops on plain values: none belongs to one mesh, as a `local_map` does."""
+    calls = [node for node in captured.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
+    return all(isinstance(node.target, OpOverload) or node.target is operator.getitem for node in calls)
+
+
 # ---- guards -----------------------------------------------------------------------------------
 
 
-def guards_of(key: tuple) -> Guards:
+def guards_of(key: tuple, anywhere: bool = False) -> Guards:
     """All that the key of a call has, by name, but for the sizes and places of its arguments.
 
     A capture is of global tensors: an argument that lies elsewhere needs another program, and no other capture.
+    anywhere: leave out the mesh and the places of the state, too.
     """
     structure, modes, deterministic, arguments, constants, *layouts = key
     found: dict[Any, Any] = {
         "the structure of the arguments": structure, "the modes around the call": modes,
         "deterministic": deterministic,
     }  # fmt: skip
-    found |= {slot: tuple(rest) for slot, *rest in itertools.chain(*layouts)}
-    found |= {path: _captured_of(x) for path, x in arguments}
+    found |= {slot: _global(rest) if anywhere else tuple(rest) for slot, *rest in itertools.chain(*layouts)}
+    found |= {path: _captured_of(x, anywhere) for path, x in arguments}
     return found | dict(constants)
+
+
+def _global(layout: list) -> tuple:
+    """What a capture depends on of a tensor of the state."""
+    return tuple((x.shape, x.stride, x.dtype) if isinstance(x, Spec) else x for x in layout)
 
 
 def _key(guards: Guards) -> tuple:
     return tuple(guards.items())
 
 
-def _captured_of(x: Any) -> Any:
+def _captured_of(x: Any, anywhere: bool) -> Any:
     if not isinstance(x, tuple) or not x or not isinstance(x[0], Spec):
         return x
     spec, device = x
     # The order of strides is that of the dims in memory.
     plain = spec.stride == contiguous(spec.shape)
     order = () if plain else tuple(sorted(range(spec.ndim), key=lambda d: (spec.stride[d], d)))
-    return spec.mesh, spec.ndim, spec.dtype, order, device
+    return None if anywhere else spec.mesh, spec.ndim, spec.dtype, order, device
+
