@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampled import is_sampled
 from workers import Pool
 
 FUNCTIONS = {name: x for name, x in vars(torch).items() if callable(x) and not name.startswith("_")}
@@ -20,15 +21,28 @@ LONG = (
 """Files with tests of many seconds. They come first, so that none of them is left to one core at the end."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the long files to the front; all else stays in order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases", choices=("sampled", "rest", "all"), default="sampled",
+        help="of tests with many cases: some, which is the default; the rest; or all (tests/sampled.py)",
+    )  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cases that are not asked for, and sort the long files to the front; all else stays in order."""
+    cases = config.getoption("cases")
+    if cases != "all" and not any("::" in arg for arg in config.args):  # a test that is named is run
+        sampled = is_sampled(_path(item) + item.nodeid[item.nodeid.find("::") :] for item in items)
+        wanted = [item for item, is_in in zip(items, sampled, strict=True) if is_in == (cases == "sampled")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+        items[:] = wanted
+    items.sort(key=lambda item: next((i for i, long in enumerate(LONG) if _path(item).startswith(long)), len(LONG)))
+
+
+def _path(item: pytest.Item) -> str:
+    """The path of a test's file below this folder."""
     root = Path(__file__).parent
-
-    def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
-        return next((i for i, long in enumerate(LONG) if path.startswith(long)), len(LONG))
-
-    items.sort(key=place)
+    return item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
 
 
 def pytest_configure() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "spmd"
-RUNS = 4
+RUNS = 3
 MOST = 0.15  # of the time that torch's own import takes
 
 TIMED = """

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.tensor.fuzz import compiled_differences, fails_like, graph_of, shrink, write
 
-CASES = 20
 
-
-def test_random_programs_compiled(record_property):
+@pytest.mark.parametrize("programs", [8, 20])
+def test_random_programs_compiled(programs, record_property):
     """The eager fuzz tests' programs, with views, writes, lists and dtypes, without ops that no graph can hold."""
     seen = []
 
-    @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=programs, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
     @given(st.integers(0, 2**32 - 1))
     def run(seed):
         program = graph_of(write(random.Random(seed)))
@@ -26,5 +26,5 @@ def test_random_programs_compiled(record_property):
             raise AssertionError(f"{small}\n\n" + "\n".join(compiled_differences(small)))
 
     run()
-    assert len(seen) == CASES
+    assert len(seen) == programs
     record_property("cases", f"{len(seen)} random programs of {sum(len(p.steps) for p in seen)} steps, each run twice")

@@ -126,11 +126,20 @@ def random_function(seed: int):
     return fn
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-def test_random_programs_keep_their_numbers_and_never_cost_more(shape):
+@pytest.mark.parametrize("shape, programs", [((2,), 8), ((2, 2), 3)])
+def test_random_programs_keep_their_numbers_and_never_cost_more(shape, programs):
+    check_random(shape, range(programs))
+
+
+@pytest.mark.parametrize("shape, programs", [((2,), 24), ((2, 2), 10)])
+def test_many_random_programs_keep_their_numbers_and_never_cost_more(shape, programs):
+    check_random(shape, range(programs))
+
+
+def check_random(shape, seeds):
     places = [[*p, *[[R], [S0]][i % 2]][: len(shape)] if i < 4 else [R] * len(shape) for i, p in enumerate(PLACES)]
     better = 0
-    for seed in range(24 if len(shape) == 1 else 10):
+    for seed in seeds:
         fn = random_function(seed)
         out, program = compiled(fn, OPERANDS, places, shape)
         _, before = compiled(fn, OPERANDS, places, shape, without=True)

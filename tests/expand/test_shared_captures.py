@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import spmd
 from spmd import LocalTensorMode, MixedPrecision, Shard, local_map
+from spmd.expand.compile import CompiledStep
 
 SCALE = 2.0
 
@@ -28,7 +30,7 @@ def plain(model, x):
 
 
 def of_blocks(model, x):
-    return local_map(torch.relu, [[spmd.Replicate()]])(model(x))
+    return local_map(torch.relu, [spmd.Replicate()], ([spmd.Replicate()],))(model(x))
 
 
 def pair(bias: bool = True):
@@ -43,7 +45,7 @@ def captures():
     real, made = CompiledStep._capture, []
 
     def counted(self, call):
-        made.append(self)
+        made.append(call.common_key)
         return real(self, call)
 
     with mock.patch.object(CompiledStep, "_capture", counted):
@@ -112,7 +114,7 @@ def test_what_a_capture_depends_on_is_captured_anew(what, captures, monkeypatch)
 @pytest.mark.parametrize("fn, times", [(plain, 1), (of_blocks, 2)])
 def test_functions_of_blocks_belong_to_their_mesh(fn, times, captures):
     with LocalTensorMode(4):
-        kept = [spmd.compile(fn, spmd.init_device_mesh("cpu", (n,))) for n in (4, 2)]
+        kept = [spmd.compile(fn, spmd.init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))) for axis in "ab"]
         model, _ = pair()
         want = fn(model, BATCH[0]) if fn is plain else model(BATCH[0]).relu()
         for step in kept:
@@ -129,4 +131,5 @@ def test_a_capture_is_forgotten_with_its_steps(captures):
             step = spmd.compile(local, on_mesh(2, 2))
             step(pair()[0], BATCH[0])
             del step
+            gc.collect()
     assert len(captures) == 2

@@ -15,8 +15,6 @@ from spmd import Shard
 from tests.tensor.fuzz import Given, Program, differences, fails_like, shrink, write
 from tests.tensor.single import MAX, S0, S1, SUM, R
 
-CASES = 80
-
 
 def a(*shape: int, on, dtype="float64", name="a", **options) -> Given:
     return Given(name, shape, dtype, 1, tuple(on), **options)
@@ -105,11 +103,12 @@ def test_what_fuzzing_found_stays_found(name):
     assert not differences(FOUND[name])
 
 
-def test_random_programs(record_property):
+@pytest.mark.parametrize("programs", [30, 80])
+def test_random_programs(programs, record_property):
     """Views and writes through them, numbers and 0-dim tensors, lists, dtypes, gradients, and moves between them."""
     seen = []
 
-    @settings(max_examples=CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @settings(max_examples=programs, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
     @given(st.integers(0, 2**32 - 1))
     def run(seed):
         program = write(random.Random(seed))
@@ -119,5 +118,5 @@ def test_random_programs(record_property):
             raise AssertionError(f"{small}\n\n" + "\n".join(differences(small)))
 
     run()
-    assert len(seen) == CASES
+    assert len(seen) == programs
     record_property("cases", f"{len(seen)} random programs of {sum(len(p.steps) for p in seen)} steps, each run twice")

@@ -86,16 +86,21 @@ def test_rows_are_right_where_ranks_are_empty(part):
     assert tally.right and not tally.wrong, tally.report()
 
 
-@pytest.mark.parametrize(
-    "dtype, per_op, every",
-    [(torch.float64, 2, 3), (torch.int64, 2, 7), (torch.bool, 2, 11), (torch.bfloat16, 1, 7)],
-    ids=str,
-)
-def test_rows_hold_for_the_samples_of_torch(dtype, per_op, every):
+@pytest.mark.parametrize("dtype, every", [(torch.float64, 13), (torch.bool, 11)], ids=str)
+def test_rows_hold_for_the_samples_of_torch(dtype, every):
     """The same for the calls of torch's own op database: a part of it here, all of it in benchmarks/oracle.py."""
+    check_samples(dtype, 1, every, 50)
+
+
+@pytest.mark.parametrize("dtype, per_op, every", [(torch.float64, 2, 3), (torch.int64, 2, 7), (torch.bfloat16, 1, 7)])
+def test_rows_hold_for_more_samples_of_torch(dtype, per_op, every):
+    check_samples(dtype, per_op, every, 100)
+
+
+def check_samples(dtype: torch.dtype, per_op: int, every: int, least: int) -> None:
     tally = sweep(captured(dtype, per_op, every=every))
     print(tally)
-    assert tally.right > 100
+    assert tally.right > least
     assert not tally.wrong, tally.report()
 
 

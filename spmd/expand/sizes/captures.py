@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 import threading
 import types
 import warnings
@@ -131,9 +130,9 @@ def _steps_of(fn: Callable) -> _Steps:
 
 
 def _names_no_mesh(captured: Captured) -> bool:
-    """Whether all nodes are torch's ops on plain values: none belongs to one mesh, as a `local_map` does."""
-    calls = [node for node in captured.graph.nodes if node.op not in ("placeholder", "output", "get_attr")]
-    return all(isinstance(node.target, OpOverload) or node.target is operator.getitem for node in calls)
+    """Whether all nodes are torch's ops, or arithmetic of numbers: none belongs to one mesh, as a `local_map` does."""
+    targets = [node.target for node in captured.graph.nodes if node.op == "call_function"]
+    return all(isinstance(t, (OpOverload, types.BuiltinFunctionType)) or t.__module__ == "torch" for t in targets)
 
 
 # ---- guards -----------------------------------------------------------------------------------
