@@ -52,6 +52,7 @@ from spmd._torch.dispatch_keys import (
     FIRST_KEYS,
     decomposed,
     has_first,
+    is_autocast_on,
     is_seen_by_more,
     kept_whole,
     run_first,

@@ -86,10 +86,15 @@ def decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     return op.decompose(*args, **kwargs)
 
 
+def is_autocast_on(device_type: str) -> bool:
+    """Whether autocast casts on such devices; torch raises for those it does not know, such as "meta"."""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def is_seen_by_more(x: torch.Tensor) -> bool:
     """Whether more than autograd sees ops on x: transforms of torch.func, forward-mode AD, autocast."""
     return (
-        torch._C._are_functorch_transforms_active() or in_forward_ad() or torch.is_autocast_enabled(x.device.type)
+        torch._C._are_functorch_transforms_active() or in_forward_ad() or is_autocast_on(x.device.type)
     )
 
 

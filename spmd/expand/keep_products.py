@@ -109,7 +109,7 @@ def _is_handled(x: Any, y: Any) -> bool:
         return False
     if x.ndim < 3 or y.ndim < 2:
         return False
-    return not x.is_complex() and not torch.is_autocast_enabled(x.device.type)
+    return not x.is_complex() and not _torch.is_autocast_on(x.device.type)
 
 
 class _Matmul(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import nn
 
 from spmd.mesh import DeviceMesh, current_mesh
 from spmd.parallel.plans import ModelPlan, Parts, Plan, parts
+from spmd.tensor.eager.meta_models import Init
 from spmd.tensor.eager.module import distribute_module
 from spmd.tensor.placement import Placement
 
@@ -24,6 +25,7 @@ def parallelize_module(
     parallelize_plan: Plan = None,
     *,
     src_data_rank: int | None = 0,
+    init: Init = True,
 ) -> nn.Module:
     """Make the modules of a model parallel by a plan, in place, and return the model.
 
@@ -32,7 +34,8 @@ def parallelize_module(
     one part of a name: {"layers.*.up": ColwiseParallel()}; or transformers' `model.tp_plan`, with its names of styles.
     A plan of placements, {"layers.*.up.weight": Shard(0)} or by axis as `spmd.compile` takes them, makes all tensors of
     the model DTensors, on a mesh of any number of axes. Or what `plan_for` gives, on its mesh. src_data_rank: the rank
-    whose values are taken; None takes each rank's own.
+    whose values are taken; None takes each rank's own. init: how parameters on the meta device get numbers, as in
+    `distribute_module`; False for a checkpoint that is read next.
 
     A parameter that has several names stays one. Everything that can be wrong with a plan is an error before anything
     is changed: ValueError for a name that matches nothing, for heads that the axis does not divide, for a tied
@@ -47,16 +50,16 @@ def parallelize_module(
     if parallelize_plan is None:
         return module
     if isinstance(parallelize_plan, ModelPlan):
-        return _applied(module, mesh, parallelize_plan)
+        return _applied(module, mesh, parallelize_plan, init)
     found = parts(module, mesh, parallelize_plan)
     _check_kinds(found)
     if found.params:
-        return distribute_module(module, mesh, params=_patterns(found))
+        return distribute_module(module, mesh, params=_patterns(found), init=init)
     _check_axis(mesh, found)
     modules = dict(module.named_modules())
     for name, style in found.styles.items():
         style = copy.copy(style)
-        style.src_data_rank = src_data_rank
+        style.src_data_rank, style.init = src_data_rank, init
         made = style._apply(modules[name], mesh)
         module = _put(module, name, made)
     return module
@@ -111,10 +114,10 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     return mesh
 
 
-def _applied(module: nn.Module, mesh: DeviceMesh, plan: ModelPlan) -> nn.Module:
+def _applied(module: nn.Module, mesh: DeviceMesh, plan: ModelPlan, init: Init) -> nn.Module:
     if plan.mesh != mesh:
         raise ValueError(f"parallelize_module: the plan is for {plan.mesh!r}, and device_mesh is {mesh!r}")
-    return plan.apply(module)
+    return plan.apply(module, init=init)
 
 
 def _check_axis(mesh: DeviceMesh, found: Parts) -> None:

@@ -22,6 +22,7 @@ from spmd.parallel.heads import check_heads
 from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from spmd.tensor.annotations.patterns import matches, what_there_is
+from spmd.tensor.eager.meta_models import Init
 from spmd.tensor.placement import REPLICATE, Placement, Replicate
 
 Styled = Mapping[str, ParallelStyle]
@@ -50,8 +51,8 @@ class ModelPlan(Mapping, ABC):
     mesh: DeviceMesh
 
     @abstractmethod
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Do it, in place, and return the model."""
+    def apply(self, model: nn.Module, *, init: Init = True) -> nn.Module:
+        """Do it, in place, and return the model. init: as in `parallelize_module`."""
 
 
 @dataclass(frozen=True)

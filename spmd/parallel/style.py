@@ -15,16 +15,19 @@ from collections.abc import Mapping
 from torch import nn
 
 from spmd.mesh import DeviceMesh
+from spmd.tensor.eager.meta_models import Init
 from spmd.tensor.placement import Placement
 
 
 class ParallelStyle(ABC):
     """What `parallelize_module` does to a module. `_apply` does it; the other methods tell of it before.
 
-    src_data_rank: the rank whose values parameters take, as in `distribute_tensor`. `parallelize_module` sets it.
+    src_data_rank: the rank whose values parameters take, as in `distribute_tensor`. init: how parameters on the meta
+    device get numbers, as in `distribute_module`. `parallelize_module` sets both.
     """
 
     src_data_rank: int | None = 0
+    init: Init = True
 
     @abstractmethod
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -46,7 +46,9 @@ class _Style(ParallelStyle):
                     sub.register_parameter(key, self._placed(p, mesh, own.get(key, REPLICATE)))
 
         patterns = {key: [p] for key, p in self.params(module).items()}
-        return distribute_module(module, device_mesh, place, self._prepare, self._hand_out, params=patterns)
+        return distribute_module(
+            module, device_mesh, place, self._prepare, self._hand_out, params=patterns, init=self.init
+        )
 
     def _placed(self, p: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
         placed = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=self.src_data_rank)

@@ -116,14 +116,15 @@ def test_a_stock_model_trains_by_its_plan(name, axes, said):
         assert {kind: n for kind, n in sent.items() if kind != "broadcast"} == promised
 
 
-def test_experts_have_an_axis_of_their_own():
+@pytest.mark.parametrize("axes", [{"dp": 2, "ep": 2}, {"dp": 2}], ids=str)
+def test_experts_have_an_axis_of_their_own(axes):
     """Three experts on two ranks, stored in shards over the other axis; transformers computes routers in float32."""
     want, start = trained(made("mixtral"), batch("mixtral")), made("mixtral")
 
     def on_rank(rank):
-        return by_plan("mixtral", copy.deepcopy(start), {"dp": 2, "ep": 2})
+        return by_plan("mixtral", copy.deepcopy(start), axes)
 
-    for found, sent, promised in run_ranks(on_rank, 4):
+    for found, sent, promised in run_ranks(on_rank, 2 * len(axes)):
         for key, x in want.items():
             torch.testing.assert_close(found[key], x, rtol=1e-4, atol=1e-6)
         assert {k: v for k, v in sent.items() if k != "all_to_all_single"} == {

@@ -23,6 +23,7 @@ from spmd.parallel.parallelize import parallelize_module
 from spmd.parallel.plans import ModelPlan
 from spmd.parallel.ready.sends import Send
 from spmd.parallel.style import ParallelStyle
+from spmd.tensor.eager.meta_models import Init
 from spmd.tensor.eager.plain_tensors import ComparedReplication
 from spmd.tensor.placement import Placement
 
@@ -68,15 +69,18 @@ class ReadyPlan(ModelPlan):
         return self.data_axes[-1:] or None if self.data == "fully_shard" else None
 
     # ---- eager ------------------------------------------------------------------------------------
-    def apply(self, model: nn.Module) -> nn.Module:
+    def apply(self, model: nn.Module, *, init: Init = True) -> nn.Module:
         """Do it, in place, and return the model. Call it before the optimiser is made.
+
+        init: for parameters on the meta device that styles shard; False leaves them without numbers, for a checkpoint
+        that is read next.
 
         ValueError, before anything is changed, for a model with other parameters than the one that it is for.
         """
         self._check(model)
         for axis, styles in self.styles.items():
             mesh = self._mesh(axis.split(","))
-            parallelize_module(model, mesh if mesh.ndim == 1 else mesh.flatten(), styles)
+            parallelize_module(model, mesh if mesh.ndim == 1 else mesh.flatten(), styles, init=init)
         if self.data_axes and self.data == "data_parallel":
             data_parallel(model, self._mesh(self.data_axes))
         elif self.data_axes:

@@ -102,8 +102,9 @@ class _Finder:
         axes = " x ".join(f"{axis} {n}" for axis, n in zip(self.mesh.axis_names, self.mesh.shape, strict=True))
         return ReadyPlan(
             self.mesh, f"{type(self.model).__name__} on {axes}: {total:,} parameters", styles, params, self.data,
-            self.data_axes, self.groups, tuple(self.experts), self.expert_axes, tuple(self._sends(params)),
-            tuple(self._left(styles)), tuple(self._notes()), frozenset(n for n, _ in self.model.named_parameters()),
+            self.data_axes, self.groups, tuple(self.experts if self.ep else ()), self.expert_axes,
+            tuple(self._sends(params)), tuple(self._left(styles)), tuple(self._notes()),
+            frozenset(n for n, _ in self.model.named_parameters()),
         )  # fmt: skip
 
     @cached_property

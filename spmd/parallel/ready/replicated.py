@@ -26,4 +26,4 @@ class ReplicatedParameters(ParallelStyle):
         return {name: REPLICATE for name, _ in module.named_parameters()}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
+        return distribute_module(module, device_mesh, init=self.init)
