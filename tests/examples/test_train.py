@@ -10,7 +10,7 @@ import torch
 
 from examples import glyphs
 from examples.train import EXAMPLES, example, mesh_of, start, train
-from spmd import LocalTensorMode, init_device_mesh
+from spmd import init_device_mesh
 from spmd.sim import run_ranks
 
 MESHES = {
@@ -26,15 +26,11 @@ def test_two_steps_on_a_small_mesh(name):
     model = start(given)
     want = train(given, copy.deepcopy(model), 2)
 
-    def on_rank(rank=0):
+    def on_rank(rank):
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         return train(given, copy.deepcopy(model), 2, mesh)
 
-    if "ep" in axes or [*model.buffers()]:  # ranks do different things, or write into what is theirs
-        losses = run_ranks(on_rank, math.prod(axes.values()))[0]
-    else:
-        with LocalTensorMode(math.prod(axes.values())):
-            losses = on_rank()
+    losses = run_ranks(on_rank, math.prod(axes.values()))[0]
     assert losses == pytest.approx(want, abs=1e-4)
 
 
