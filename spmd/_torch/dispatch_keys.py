@@ -103,7 +103,8 @@ def _keys(*names: str) -> torch._C.DispatchKeySet:
     return functools.reduce(lambda a, b: a | b, sets)
 
 
-_PYTHON = "Python", "PythonTLSSnapshot"
+# PythonTLSSnapshot keeps the modes of the calling thread; without it torch 2.11 does not call Python further down.
+_PYTHON = ("Python",) if torch.__version__ >= (2, 13) else ("Python", "PythonTLSSnapshot")
 _BITS = _keys("Conjugate", "Negative", "ZeroTensor")
 
 
@@ -119,7 +120,6 @@ def run_with_bits(function: Callable, /, *args: Any, **kwargs: Any) -> Any:
 
 
 # By device: the keys that are left for an op that is not decomposed, and for one that autograd must not see.
-# PythonTLSSnapshot keeps the modes of the calling thread; without it torch 2.11 does not call Python further down.
 _KEYS_OF_WHOLE_OPS = {
     device: (_keys(name, *_PYTHON, "AutogradNestedTensor"), _keys(name, *_PYTHON))
     for device, name in (("cpu", "CPU"), ("cuda", "CUDA"), ("meta", "Meta"))
