@@ -1,0 +1,146 @@
+"""What each plan sends, counted eagerly and compiled, beside the formula of its paper.
+
+    python benchmarks/counted.py
+
+Four blocks, x + down(gelu(up(norm(x)))), of width d and hidden size 4 d, on 4 simulated ranks; T tokens of a rank, P
+the bytes of all parameters. The table has kinds, how many, and the bytes that a rank gives, of one step of SGD.
+Single numbers, such as the loss, are left out. Behind the gradients of data-parallel ranks is a number for each
+parameter, which says whether it was used: the formula is without. `tests/parallel/test_counted.py` compares formula and
+eager steps, and both with the table of `docs/design/counted.md`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from _table import table
+from torch import nn
+
+import spmd
+from spmd import LocalTensorMode, Shard, init_device_mesh
+from spmd.debug import CommDebugMode
+from spmd.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    data_parallel,
+    fully_shard,
+    parallelize_module,
+    placements_of,
+)
+
+RANKS, BLOCKS, WIDTH, BATCH, TIME, ITEM = 4, 4, 8, 4, 8, 4
+SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+Sent = dict[str, tuple[int, int]]
+"""For each kind of collective how many, and the bytes that a rank gives to all of them."""
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(BLOCKS)])
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()  # which reads all gradients, also those that are owed
+    return loss
+
+
+MEGATRON = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+SEQUENCE = {
+    "*.norm": SequenceParallel(), "*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "*.down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+}  # fmt: skip
+
+
+def groups(net: nn.Module, mesh) -> nn.Module:
+    for block in net:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return net
+
+
+EAGER = {
+    "Megatron": lambda net, mesh: parallelize_module(net, mesh, MEGATRON),
+    "sequence parallel": lambda net, mesh: parallelize_module(net, mesh, SEQUENCE),
+    "ZeRO-3": groups,
+    "data parallel": lambda net, mesh: data_parallel(net, mesh),
+}
+COMPILED = {
+    "Megatron": lambda mesh: placements_of(model(), mesh, MEGATRON),
+    "sequence parallel": lambda mesh: {
+        "params": placements_of(model(), mesh, MEGATRON)["params"], "inputs": {"x": {"a": Shard(1)}},
+        "placements": {"*.down": {"a": Shard(1)}},
+    },
+    "ZeRO-3": lambda mesh: {"fully_shard": "a", "inputs": {"x": {"a": Shard(0)}}},
+    "data parallel": lambda mesh: {"inputs": {"x": {"a": Shard(0)}}},
+}  # fmt: skip
+
+
+def formula(plan: str) -> Sent:
+    tokens = BATCH * TIME * WIDTH * ITEM  # bytes of activations of the whole batch
+    parameters = sum(p.numel() for p in model().parameters()) * ITEM
+    if plan == "Megatron":
+        return {"all_reduce": (2 * BLOCKS, 2 * BLOCKS * tokens)}
+    if plan == "sequence parallel":
+        n = whole = 2 * BLOCKS  # weights and biases of norms see a part of the sequence
+        return {"all_gather": (n, n * tokens // RANKS), "all_reduce": (whole, whole * WIDTH * ITEM),
+                "reduce_scatter": (n, n * tokens)}  # fmt: skip
+    if plan == "ZeRO-3":
+        return {"all_gather": (2 * BLOCKS, 2 * parameters // RANKS), "reduce_scatter": (BLOCKS, parameters)}
+    return {"all_reduce": (1, parameters)}
+
+
+def eager(plan: str) -> Sent:
+    with LocalTensorMode(RANKS):
+        mesh, x = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",)), torch.ones(BATCH, TIME, WIDTH)
+        net = EAGER[plan](model(), mesh)
+        if plan == "sequence parallel":
+            x = spmd.distribute_tensor(x, mesh, [Shard(1)])
+        own = x.chunk(RANKS)[0] if plan in ("ZeRO-3", "data parallel") else x
+        with CommDebugMode() as comm:
+            step(net, torch.optim.SGD(net.parameters(), 0.1), own)
+    return total((SHORT.get(c.kind, c.kind), c.nbytes) for c in comm.counted)
+
+
+def compiled(plan: str) -> Sent:
+    mesh = spmd.DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("a",))
+    made = spmd.compile(step, mesh, **COMPILED[plan](mesh))
+    net = model()
+    program = made.program_for(net, torch.optim.SGD(net.parameters(), 0.1), torch.ones(BATCH, TIME, WIDTH))
+    return total((c.kind, c.nbytes) for c in program.collectives)
+
+
+def total(found) -> Sent:
+    count, nbytes = Counter(), Counter()
+    for kind, n in found:
+        count[kind] += n > 2 * ITEM
+        nbytes[kind] += n if n > 2 * ITEM else 0
+    return {kind: (count[kind], nbytes[kind]) for kind in sorted(count) if count[kind]}
+
+
+def said(sent: Sent) -> str:
+    return ", ".join(f"{n} {kind} {nbytes:,}" for kind, (n, nbytes) in sent.items())
+
+
+def rows() -> list[list[str]]:
+    return [[plan, said(formula(plan)), said(eager(plan)), said(compiled(plan))] for plan in EAGER]
+
+
+if __name__ == "__main__":
+    print(table(["plan", "formula", "eager", "compiled"], rows(), left=4))

@@ -1,0 +1,37 @@
+"""What plans send eagerly is what their papers say, and what the table of the documentation says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PLANS = ("Megatron", "sequence parallel", "ZeRO-3", "data parallel")
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """The benchmark as a module, which imports its helpers from its own folder."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        import counted
+
+        yield counted
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+        for name in ("counted", "_table"):
+            sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_sends_what_its_paper_says(counted, plan):
+    """Counts are equal, and bytes, but for a number a parameter behind gradients of data-parallel ranks."""
+    said, sent = counted.formula(plan), counted.eager(plan)
+    assert {kind: n for kind, (n, _) in sent.items()} == {kind: n for kind, (n, _) in said.items()}
+    used = 4 * len(list(counted.model().parameters()))
+    flags = {"ZeRO-3": {"reduce_scatter": counted.RANKS * used}, "data parallel": {"all_reduce": used}}.get(plan, {})
+    assert {kind: n - flags.get(kind, 0) for kind, (_, n) in sent.items()} == {kind: n for kind, (_, n) in said.items()}
+    text = (ROOT / "docs" / "design" / "counted.md").read_text()
+    assert f"| {plan} | {counted.said(said)} | {counted.said(sent)} |" in text
