@@ -71,7 +71,7 @@ def compile(
     fn: Callable, mesh: DeviceMesh, *, params: Patterns | None = None, inputs: Patterns | None = None,
     stored: Patterns | None = None, fully_shard: Sharding = None, mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0, choose: str = "op", outputs: Patterns | None = None,
-    placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None,
+    placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None, memory_budget: int | None = None,
     cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER, stamp_blocks: bool = False,
 ) -> CompiledStep:  # fmt: skip
     """Make a single-device function run on a mesh, with the same numbers as on one device.
@@ -102,6 +102,10 @@ def compile(
     "overlap"), such a pass with its sizes, or functions from `Program` to `Program`. By default all-reduces are sent in
     buckets of `bucket_mb`; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what is
     computed, unless `bucket_mb` is None.
+    memory_budget: bytes that may be alive on a rank at one time: parameters, gradients, optimiser state, buckets and
+    activations. What does not fit is freed after the forward and computed again in the backward, with the same numbers,
+    random ones too, in the least modelled time; `program.reports` say what and at what cost. The error of a budget that
+    cannot be kept names the smallest that can.
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
     init: for models on the meta device, of which each rank makes its blocks: True runs the initialisers of the modules
@@ -120,7 +124,8 @@ def compile(
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     settings = Settings.of(
-        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements, passes
+        mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements, passes,
+        memory_budget,
     )  # fmt: skip
     check_backend(backend, mesh.device_type)
     return CompiledStep(fn, mesh, settings, library_at(cache), init, backend, stamp_blocks)
@@ -309,7 +314,8 @@ class CompiledStep:
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
-        if self._library is not NOWHERE or captured.changes:  # ranks that load have no forms
+        alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
+        if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
             return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
         return known, self._forms.program(captured, given, self._writer.program)
 

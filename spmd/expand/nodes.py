@@ -21,6 +21,10 @@ LINE = "line"
 """In the metadata of a node of a program, and of a rank's code: the user's line that it comes from, as text."""
 
 
+BACKWARD = " backward"
+"""Behind a line: autograd made the node for an op of the line."""
+
+
 def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], name: str) -> fx.Node:
     """A new node at the end of a graph, in half the time of `create_node` with arguments, which looks for symbols in
     them: after a capture there are none.
@@ -40,7 +44,12 @@ def line_of(node: fx.Node) -> str:
     origin = node.meta.get(ORIGIN)
     if origin is None or not origin.lines:
         return node.meta.get(LINE, "")
-    return f"{origin.lines[0]}{' backward' if origin.backward else ''}"
+    return f"{origin.lines[0]}{BACKWARD if origin.backward else ''}"
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether autograd made a node of a program, as far as that is known."""
+    return line_of(node).endswith(BACKWARD)
 
 
 def source_of(node: fx.Node) -> str:

@@ -29,28 +29,33 @@ class Settings:
     choose: str
     placements: Mapping[str, tuple[Placement | None, ...]]
     passes: tuple[Pass, ...] | None
+    memory_budget: int | None = None
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, fully_shard: Sharding,
         mixed_precision: MixedPrecision | None, inputs: Patterns | None, outputs: Patterns | None,
         bucket_mb: float | None, choose: str, placements: Patterns | None, passes: Sequence[Pass | str] | None = None,
+        memory_budget: int | None = None,
     ) -> Settings:  # fmt: skip
         """The settings, with everything checked that can be checked without tensors."""
         if bucket_mb is not None and bucket_mb < 0:
             raise ValueError(f"compile: bucket_mb is {bucket_mb}; give megabytes, or None for no buckets")
         if choose not in ("op", "program"):
             raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
+        if memory_budget is not None and memory_budget <= 0:
+            raise ValueError(f"compile: memory_budget is {memory_budget}; give bytes a rank, such as 8 << 30, or None")
         table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
         inputs = check_patterns(mesh, inputs or {}, "inputs")
         outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
         said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
         pins = {key: pin.placements for key, pin in checked_pins(mesh, placements).items()}
-        return cls(*said, inputs, outputs, bucket_mb, choose, pins, None if passes is None else checked_passes(passes))
+        checked = None if passes is None else checked_passes(passes)
+        return cls(*said, inputs, outputs, bucket_mb, choose, pins, checked, memory_budget)
 
-    def passes_on(self, device_type: str) -> tuple[Pass, ...]:
-        """The passes over each program for this kind of device."""
-        return usual_passes(device_type, self.bucket_mb) if self.passes is None else self.passes
+    def passes_on(self, device_type: str, keeps_memory: bool = False) -> tuple[Pass, ...]:
+        """The passes over each program for this kind of device. keeps_memory: as in `usual_passes`."""
+        return usual_passes(device_type, self.bucket_mb, keeps_memory) if self.passes is None else self.passes
 
     def table(self, mesh: DeviceMesh) -> PlacesTable:
         """Which places each parameter has on a mesh."""

@@ -10,6 +10,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.expansion import expansion_of, kind_of
 from spmd.expand.explain.reasons import written
+from spmd.expand.passes.memory_budget import within
 from spmd.expand.passes.passes import with_passes
 from spmd.expand.program import Program
 from spmd.expand.results import Results
@@ -31,7 +32,13 @@ class Writer:
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, given, given.places, results))
         program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
-        return with_passes(program, self.settings.passes_on(self.mesh.device_type))
+        budget = self.settings.memory_budget
+        if budget is None:
+            return self._passed(program)
+        return within(program, budget, self._passed, functools.partial(self._passed, keeps_memory=True))
+
+    def _passed(self, program: Program, keeps_memory: bool = False) -> Program:
+        return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory))
 
     def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1

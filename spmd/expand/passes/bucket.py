@@ -36,19 +36,20 @@ MOST_BEFORE_GATHER = 4
 
 
 def bucketed(
-    program: Program, mb: float | None = None, first_mb: float | None = None, kinds: Sequence[str] = KINDS
-) -> Program:
+    program: Program, mb: float | None = None, first_mb: float | None = None, kinds: Sequence[str] = KINDS,
+    keeps_memory: bool = False,
+) -> Program:  # fmt: skip
     """The same program with moves of these kinds in buckets.
 
     mb: megabytes of a bucket, of what the collective gives to a rank; by default those at which a tenth of the time is
     latency, and no more than leave the most bytes that are alive what they are. first_mb: of the first bucket of
-    reductions. What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
+    reductions. keeps_memory: whether that holds for megabytes by hand, too. What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
     the same if the transport reduces an element in the same way wherever it is in the buffer.
     """
     alive = program.work.memory(range(len(program.work.tasks)))
     program, sizes = copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
-    room = Room(alive, max(alive) if mb is None else inf)
+    room = Room(alive, max(alive) if mb is None or keeps_memory else inf)
     if "all_gather" in kinds:
         _join_gathers(program.graph, sizes, places, room)
     _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room).pack()

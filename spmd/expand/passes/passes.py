@@ -42,12 +42,14 @@ class Buckets:
     """Sends collectives of equal kind, axes, reduction and dtype together.
 
     mb: megabytes of a bucket; by default those at which a tenth of the time is latency. first_mb: of the first bucket
-    of reductions; by default an eighth. kinds: which collectives.
+    of reductions; by default an eighth. kinds: which collectives. keeps_memory: whether buckets by hand, too, are only as
+    large as leaves the most bytes that are alive what they are.
     """
 
     mb: float | None = None
     first_mb: float | None = None
     kinds: tuple[str, ...] = KINDS
+    keeps_memory: bool = False
     name: ClassVar[str] = "buckets"
     same_bits: ClassVar[bool] = True
     judged: ClassVar[bool] = False
@@ -59,7 +61,7 @@ class Buckets:
             raise ValueError(f"{self}: no buckets of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
 
     def __call__(self, program: Program) -> Program:
-        return bucketed(program, self.mb, self.first_mb, self.kinds)
+        return bucketed(program, self.mb, self.first_mb, self.kinds, self.keeps_memory)
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,15 @@ def _checked(one: Pass | str) -> Pass:
     return one
 
 
-def usual_passes(device_type: str, bucket_mb: float | None) -> tuple[Pass, ...]:
-    """The passes where none are given.
+def usual_passes(device_type: str, bucket_mb: float | None, keeps_memory: bool = False) -> tuple[Pass, ...]:
+    """The passes where none are given. keeps_memory: whether they may not need more memory than the program as it came.
 
     Where a device sends beside its computing, buckets and order are chosen by the replay; elsewhere all-reduces are
     sent in buckets.
     """
     if device_type == "cuda" and bucket_mb is not None:
         return (Overlap(),)
-    return () if bucket_mb is None else (NumbersLate(), Buckets(bucket_mb, 1.0, ("all_reduce",)))
+    return () if bucket_mb is None else (NumbersLate(), Buckets(bucket_mb, 1.0, ("all_reduce",), keeps_memory))
 
 
 def with_passes(program: Program, passes: Sequence[Pass]) -> Program:

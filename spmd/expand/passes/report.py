@@ -27,12 +27,26 @@ class Figures:
 
 
 @dataclass(frozen=True)
+class Freed:
+    """What is freed and computed again: the op, its bytes, the microseconds that it takes, and the user's line."""
+
+    name: str
+    nbytes: int
+    us: float
+    line: str = ""
+
+    def __str__(self):
+        where = f" at {self.line}" if self.line else ""
+        return f"{self.name} {self.nbytes:,} bytes, {self.us:,.1f} us{where}"
+
+
+@dataclass(frozen=True)
 class Report:
     """What a pass did.
 
     same_bits: whether results stay the same to the bit; None where that is not known. taken: whether its program is
     used. why_not: why not. before, after: the figures of the program that it was given and of the one that it made,
-    where it is judged by them.
+    where it is judged by them. freed: what is computed again, in order of the program.
     """
 
     name: str
@@ -41,11 +55,13 @@ class Report:
     why_not: str = ""
     before: Figures | None = None
     after: Figures | None = None
+    freed: tuple[Freed, ...] = ()
 
     def __str__(self):
         bits = {True: "bits stay", False: "bits may change", None: "bits unknown"}[self.same_bits]
         verdict = "taken" if self.taken else f"not taken: {self.why_not or 'nothing to change'}"
-        return f"{self.name:<20} {bits:<16} {verdict}{self._figures_text()}"
+        lines = [f"{self.name:<20} {bits:<16} {verdict}{self._figures_text()}"]
+        return "\n".join([*lines, *(f"  again: {each}" for each in self.freed)])
 
     def _figures_text(self) -> str:
         if self.before is None or self.after is None:

@@ -1,0 +1,1 @@
+"""A memory budget: which values a program keeps, and which it computes again where they are read."""

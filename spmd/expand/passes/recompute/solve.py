@@ -1,0 +1,209 @@
+"""Choose a way for each segment: the least time in which the memory is kept, exactly.
+
+A segment that was freed has less alive from the end of its forward to the start of its backward, at all times alike.
+So what the segments before it have freed is one number for all times of a segment, in its forward and in its backward:
+
+    alive(t) + freed before + change(t) <= limit          at each time t of the span of a way
+
+Segments are taken in order, and of all choices so far those are kept of which no other one is faster and frees as much
+(a shortest path with a resource). That is exact: no choice that is left out could become part of a better one. Nothing
+depends on the clock, so all ranks find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from spmd.expand.passes.recompute.spans import Way
+
+MOST_KEPT = 20_000
+"""The most choices that are kept behind a segment; where there are more, bytes are rounded up to fewer values."""
+UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ways that are taken, the microseconds that they add, and the most bytes that are alive."""
+
+    ways: tuple[Way, ...]
+    us: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """A way as a leg of a path. needs: the limit above which it fits when nothing was freed before. idle: what it
+    changes between its forward and its backward."""
+
+    way: Way
+    needs: int
+    idle: int
+
+
+@dataclass
+class _Kept:
+    """Choices up to a segment that are worth to go on with: by bytes, each faster than the one before. back: the leg
+    that was taken last, and the choice that it was taken from."""
+
+    nbytes: np.ndarray
+    us: np.ndarray
+    back: np.ndarray
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What there is to choose from.
+
+    ways: of all spans. alive: bytes by half place, when all that can be freed is kept. starts: of each segment, the
+    places where its forward and its backward begin.
+    """
+
+    ways: Sequence[Way]
+    alive: np.ndarray
+    starts: Sequence[tuple[int, int]]
+
+    def least_time(self, limit: int) -> Chosen | None:
+        """The least time in which no more bytes are alive; None if none of the ways keep to them."""
+        found: list[Way] = []
+        for group in self._groups:
+            path = self._path(group, limit, self._grain(group))
+            if path is None:
+                return None
+            found += path
+        chosen = self._chosen(found)
+        return chosen if chosen.peak <= limit else None
+
+    def least_peak(self) -> Chosen:
+        """The least time in which the least bytes are alive."""
+        low, high = 0, self.unlimited.peak
+        best = self.unlimited
+        while low < high:
+            middle = (low + high) // 2
+            chosen = self.least_time(middle)
+            if chosen is None:
+                low = middle + 1
+            else:
+                best, high = chosen, min(middle, chosen.peak)
+        return best
+
+    @cached_property
+    def unlimited(self) -> Chosen:
+        """The least time of all."""
+        return self.least_time(UNLIMITED)
+
+    def profile(self, ways: Sequence[Way]) -> np.ndarray:
+        """The bytes that are alive, by half place."""
+        changes = np.zeros(len(self.alive) + 1, dtype=np.int64)
+        for way in ways:
+            for start, stop, nbytes in way.effect.changes:
+                changes[start] += nbytes
+                changes[stop] -= nbytes
+        return self.alive + np.cumsum(changes)[:-1]
+
+    def _chosen(self, ways: Sequence[Way]) -> Chosen:
+        return Chosen(tuple(ways), sum([way.effect.us for way in ways]), int(self.profile(ways).max()))
+
+    # ---- segments -----------------------------------------------------------------------------
+    @cached_property
+    def _groups(self) -> list[range]:
+        """Segments whose backwards come before the forward of the next ones, as those of one of several batches."""
+        first, latest, groups = 0, -1, []
+        for s, (forward, backward) in enumerate(self.starts):
+            if s > first and forward > latest:
+                groups.append(range(first, s))
+                first, latest = s, -1
+            latest = max(latest, backward)
+        return [*groups, range(first, len(self.starts))] if self.starts else []
+
+    @cached_property
+    def _legs(self) -> dict[int, list[_Leg]]:
+        """By segment, the legs that end before it."""
+        found: dict[int, list[_Leg]] = {}
+        group_of = {s: group for group in self._groups for s in group}
+        for way in self.ways:
+            group = group_of[way.start]
+            if way.stop <= group.stop:
+                needs = max([self._most(way, *window) for window in self._windows(way, group)])
+                found.setdefault(way.stop, []).append(_Leg(way, needs, self._idle(way, group)))
+        return found
+
+    def _windows(self, way: Way, group: range) -> Iterator[tuple[int, int]]:
+        """The half places of a span: of its forward, and of its backward."""
+        last = way.stop == group.stop
+        backward = 2 * self.starts[way.stop - 1][1] - 1
+        forward = 2 * self.starts[way.start][0] - 1 if way.start > group.start else 0
+        yield max(0, forward), backward if last else 2 * self.starts[way.stop][0] - 1
+        ends = 2 * self.starts[way.start - 1][1] - 1 if way.start > group.start else len(self.alive)
+        yield backward, ends
+
+    def _most(self, way: Way, first: int, last: int) -> int:
+        """The most bytes that are alive in a window, if this way is taken and nothing is freed before."""
+        if last <= first:
+            return 0
+        changes = np.zeros(last - first + 1, dtype=np.int64)
+        for start, stop, nbytes in way.effect.changes:
+            changes[min(max(start, first), last) - first] += nbytes
+            changes[min(max(stop, first), last) - first] -= nbytes
+        return int((self.alive[first:last] + np.cumsum(changes)[:-1]).max())
+
+    def _idle(self, way: Way, group: range) -> int:
+        if way.stop == group.stop:
+            return 0
+        t = 2 * self.starts[way.stop][0]
+        return sum([nbytes for start, stop, nbytes in way.effect.changes if start <= t < stop])
+
+    # ---- paths --------------------------------------------------------------------------------
+    def _grain(self, group: range) -> int:
+        """What bytes are rounded up to: the same for all limits, so that more memory never takes longer."""
+        if group not in self._grains:
+            grain = 1
+            while self._kept(group, UNLIMITED, grain) is None:
+                grain *= 16
+            self._grains[group] = grain
+        return self._grains[group]
+
+    @cached_property
+    def _grains(self) -> dict[range, int]:
+        return {}
+
+    def _path(self, group: range, limit: int, grain: int) -> list[Way] | None:
+        kept = self._kept(group, limit, grain)
+        at, ways, choice = group.stop, [], int(len(kept[group.stop].us)) - 1
+        if choice < 0:
+            return None
+        while at > group.start:
+            leg, before = kept[at].back[choice]
+            ways.append(self._legs[at][leg].way)
+            at, choice = ways[-1].start, int(before)
+        return ways[::-1]
+
+    def _kept(self, group: range, limit: int, grain: int) -> dict[int, _Kept] | None:
+        """By segment, the choices of ways up to it that fit. None if there are too many."""
+        none = np.zeros(1, dtype=np.int64)
+        kept = {group.start: _Kept(none, np.zeros(1), np.zeros((1, 2), dtype=np.int64))}
+        for at in range(group.start + 1, group.stop + 1):
+            parts = [self._extended(kept[leg.way.start], n, leg, limit, grain) for n, leg in enumerate(self._legs[at])]
+            kept[at] = _undominated(*map(np.concatenate, zip(*parts, strict=True)))
+            if len(kept[at].us) > MOST_KEPT:
+                return None
+        return kept
+
+    def _extended(self, kept: _Kept, n: int, leg: _Leg, limit: int, grain: int) -> tuple[np.ndarray, ...]:
+        """The choices that a leg makes of others, where it fits."""
+        fits = np.flatnonzero(kept.nbytes <= limit - leg.needs)
+        idle = -(-leg.idle // grain) * grain
+        back = np.stack([np.full(len(fits), n, dtype=np.int64), fits], axis=1)
+        return kept.nbytes[fits] + idle, kept.us[fits] + leg.way.effect.us, back
+
+
+def _undominated(nbytes: np.ndarray, us: np.ndarray, back: np.ndarray) -> _Kept:
+    """Those of which no other one is as fast with as few bytes."""
+    order = np.lexsort((us, nbytes))
+    nbytes, us, back = nbytes[order], us[order], back[order]
+    least = np.concatenate([[np.inf], np.minimum.accumulate(us)[:-1]])
+    fine = us < least
+    return _Kept(nbytes[fine], us[fine], back[fine])

@@ -1,0 +1,230 @@
+"""The segments of a program, and the ways to run each span of them: what is freed, and what that does.
+
+    ln, q, k, v, attention, add | ln, up, gelu, down, add | ln, ...      a cut where the least is alive between ops
+
+Units of one segment are freed together in some way; what a segment leaves to the next one is kept, or both segments are
+one span. So ways of spans that do not overlap can be put together: their bytes and microseconds add up. Spans that are
+alike, such as those of equal blocks, are looked at once, and have the same ways.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+
+from spmd.expand.passes.recompute.again import CannotRecompute, Effect, Lookup
+from spmd.expand.passes.recompute.values import Values
+
+WINDOW = 6
+"""A cut has the least bytes between ops among so many places on each side."""
+LONGEST = 4
+"""The most segments of a span."""
+MOST_TRIED = 8
+"""Of a span with so many units all sets of them are tried."""
+ALL_TRIED = 12
+"""Of a program with so many units in all, too."""
+SHARED = 0.25
+"""A value that is read forward over more than this part of the program, such as a mask, belongs to no segment."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run the segments from one to before another: the units that are freed, and what that does."""
+
+    start: int
+    stop: int
+    freed: frozenset[int]
+    effect: Effect
+
+
+_Relative = tuple[float, tuple[tuple[tuple[bool, int], tuple[bool, int], int], ...]]
+"""An effect whose times are relative to a start of a segment: whether to that of its backward, and how far."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """The segments of a program. units: of each segment, those that may be freed. until: for each unit the last
+    segment that needs it for what is computed again. forced: of each segment, the units that are freed anyway."""
+
+    lookup: Lookup
+    units: tuple[tuple[int, ...], ...]
+    until: dict[int, int]
+    forced: tuple[frozenset[int], ...]
+    kinds: tuple[Hashable, ...]
+    starts: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, values: Values) -> Spans:
+        """The segments of the program of these values."""
+        return _Cutter(values).spans()
+
+    def ways(self) -> Iterator[Way]:
+        """All ways of all spans that are worth to be tried."""
+        known: dict[Hashable, list[tuple[tuple[int, ...], _Relative]]] = {}
+        for i in range(len(self.units)):
+            for j in range(i + 1, min(i + (len(self.units) if self._is_small else LONGEST), len(self.units)) + 1):
+                kind = self._kind(i, j)
+                units = self._units(i, j)
+                if kind not in known:
+                    at = {unit: n for n, unit in enumerate(units)}
+                    ways = self._found(i, j, units)
+                    known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e)) for freed, e in ways]
+                forced = frozenset().union(*self.forced[i:j])
+                for freed, effect in known[kind]:
+                    yield Way(i, j, frozenset([units[n] for n in freed]) | forced, self._placed(i, effect))
+
+    @cached_property
+    def _is_small(self) -> bool:
+        return sum(map(len, self.units)) <= ALL_TRIED
+
+    def _units(self, i: int, j: int) -> list[int]:
+        """The units that a span may free: nobody outside needs them."""
+        return [u for s in range(i, j) for u in self.units[s] if self.until[u] < j]
+
+    def _kind(self, i: int, j: int) -> Hashable:
+        (f, b), ends = self.starts[i], self.starts[i:j]
+        inside = tuple([self.until[u] < j for s in range(i, j) for u in self.units[s]])
+        return self.kinds[i:j], tuple([(x - f, y - b) for x, y in ends]), inside
+
+    # ---- times relative to a span -------------------------------------------------------------
+    def _apart(self, i: int, effect: Effect) -> _Relative:
+        """An effect with its times relative to the starts of a segment, forward and backward."""
+        turn = 2 * self.lookup.values.turn
+
+        def relative(t: int) -> tuple[bool, int]:
+            return t > turn, t - 2 * self.starts[i][t > turn]
+
+        return effect.us, tuple([(relative(a), relative(b), n) for a, b, n in effect.changes])
+
+    def _placed(self, i: int, effect: _Relative) -> Effect:
+        starts, (us, changes) = self.starts[i], effect
+        return Effect(us, tuple([(t + 2 * starts[s], u + 2 * starts[v], n) for (s, t), (v, u), n in changes]))
+
+    # ---- which sets are tried -----------------------------------------------------------------
+    def _found(self, i: int, j: int, units: list[int]) -> list[tuple[list[int], Effect]]:
+        """Sets of units of a span with their effects; those that another one is better than in all are left out."""
+        inner = {u for s in range(i, j) for u in self.units[s]} if j == i + 1 else {
+            u for s in range(i, j) for u in self.units[s] if self.until[u] < j and self.until[u] > s
+        }  # fmt: skip
+        forced, found = frozenset().union(*self.forced[i:j]), []
+        for freed in self._sets(units):
+            if j > i + 1 and inner.isdisjoint(freed):
+                continue  # shorter spans do it
+            try:
+                found.append((list(freed), self.lookup.effect(forced.union(freed))))
+            except CannotRecompute:
+                continue
+        return _best(found)
+
+    def _sets(self, units: list[int]) -> Iterator[tuple[int, ...]]:
+        size = {u: sum([r.nbytes for r in self.lookup.values.units[u]]) for u in units}
+        if len(units) <= (ALL_TRIED if self._is_small else MOST_TRIED):
+            for n in range(len(units) + 1):
+                yield from combinations(units, n)
+            return
+        yield ()
+        order = sorted(units, key=lambda u: (self.lookup.us(u) / max(1, size[u]), u))
+        for n in range(1, len(order) + 1):
+            yield tuple(sorted(order[:n]))
+        large = sorted(units, key=lambda u: (-size[u], u))[: MOST_TRIED - 1]
+        for n in range(1, len(large)):
+            yield from combinations(sorted(large), n)
+
+
+def _best(found: list[tuple[list[int], Effect]]) -> list[tuple[list[int], Effect]]:
+    """Leave out sets that take as long as another one or longer, and need as much memory everywhere."""
+    times = sorted({t for _, effect in found for a, b, _ in effect.changes for t in (a, b)})
+    place = {t: n for n, t in enumerate(times)}
+    profiles = np.zeros((len(found), len(times) + 1), dtype=np.int64)
+    for n, (_, effect) in enumerate(found):
+        for a, b, nbytes in effect.changes:
+            profiles[n, place[a]] += nbytes
+            profiles[n, place[b]] -= nbytes
+    profiles = np.cumsum(profiles, axis=1)
+    kept: list[int] = []
+    for n in sorted(range(len(found)), key=lambda n: (found[n][1].us, int(profiles[n].sum()), n)):
+        if not any(np.all(profiles[k] <= profiles[n]) for k in kept):
+            kept.append(n)
+    return [found[n] for n in kept]
+
+
+# ---- where the segments are ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cutter:
+    values: Values
+
+    def spans(self) -> Spans:
+        lookup = Lookup(self.values)
+        free = [u for u in self.values.units if u not in self.values.forced and _can(lookup, u)]
+        cuts = self._cuts(free)
+        numbers = sorted({bisect_left(cuts, u) for u in free})
+        segment = {u: numbers.index(bisect_left(cuts, u)) for u in free}
+        forced: list[set[int]] = [set() for _ in numbers]
+        for u in self.values.units:
+            if u in self.values.forced and numbers:
+                forced[min(bisect_left(numbers, bisect_left(cuts, u)), len(numbers) - 1)].add(u)
+        until = dict(segment)
+        for u in free:
+            for needed in lookup.needs(u):
+                if needed in until:
+                    until[needed] = max(until[needed], segment[u])
+        units = tuple(tuple([u for u in free if segment[u] == s]) for s in range(len(numbers)))
+        edges = [-1, *cuts, len(self.values.nodes)]
+        ranges = [(edges[n] + 1, edges[n + 1] + 1) for n in numbers]
+        starts = tuple(
+            (first, min([r.after for u in part for r in self.values.units[u]]))
+            for (first, _), part in zip(ranges, units, strict=True)
+        )
+        kinds = tuple(self._kind(*r, start) for r, start in zip(ranges, starts, strict=True))
+        return Spans(lookup, units, until, tuple(map(frozenset, forced)), kinds, starts)
+
+    def _cuts(self, free: Sequence[int]) -> list[int]:
+        """The places behind which the least is alive of what is still read forward."""
+        if not free:
+            return []
+        first, turn = min(free), self.values.turn
+        length = turn - first + 1
+        nbytes, which = np.zeros(length + 1, dtype=np.int64), np.zeros(length + 1, dtype=np.int64)
+        for r in self.values.roots.values():
+            last = r.before if r.unit in self.values.units else min(r.touches[-1], turn)
+            if first <= r.place < last and last - r.place <= SHARED * length:
+                for counts, x in ((nbytes, r.nbytes), (which, r.place)):
+                    counts[r.place - first] += x
+                    counts[last - first] -= x
+        nbytes, which = np.cumsum(nbytes)[:length], np.cumsum(which)[:length]
+        cuts, before = [], -1
+        for p in range(length - 1):
+            near = nbytes[max(0, p - WINDOW) : p + WINDOW + 1]
+            if nbytes[p] == near.min() and nbytes[p] and which[p] != before:
+                cuts.append(first + p)
+                before = which[p]
+        return cuts
+
+    def _kind(self, first: int, last: int, start: tuple[int, int]) -> Hashable:
+        """What a segment does, with all places relative to its starts."""
+        values, tasks = self.values, self.values.work.tasks
+        found = []
+        for i in range(first, min(last, values.turn + 1)):
+            near = [r for r in tasks[i].reads if values.root(r) in values.roots]
+            reads = tuple([i - r if i - r < last - first + WINDOW else None for r in near])
+            touches = ()
+            if i in values.roots:
+                touches = tuple([t - i if t <= values.turn else (t - start[1],) for t in values.roots[i].touches])
+            sends = tasks[i].sends and tasks[i].sends.us
+            found.append((tasks[i].us, tasks[i].makes, sends, reads, touches))
+        return tuple(found)
+
+
+def _can(lookup: Lookup, unit: int) -> bool:
+    try:
+        lookup.needs(unit)
+        return True
+    except CannotRecompute:
+        return False
