@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -63,8 +64,13 @@ def measured(name: str, kind: str) -> tuple[int, int]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
         plan = plan | ({"params": NET} if "params" in plan else {})
     step = spmd.compile(train_step, mesh, inputs=INPUTS, **plan)
+    return counted_beside(step, mesh, lambda: step(model, optimizer, *data))
+
+
+def counted_beside(step: spmd.CompiledStep, mesh: spmd.DeviceMesh, call: Callable[[], object]) -> tuple[int, int]:
+    """What a later call of a step needs at most on this rank: predicted, and counted while it runs."""
     for _ in range(2):  # until there are gradients, and the state of the optimiser
-        step(model, optimizer, *data)
+        call()
     bound, counts = step._last, []
     run = bound.code
 
@@ -76,7 +82,7 @@ def measured(name: str, kind: str) -> tuple[int, int]:
 
     with mock.patch.object(bound, "code", module):
         for _ in range(5):
-            step(model, optimizer, *data)
+            call()
     # A thread of the network may hold for a moment longer what it has sent: of several runs the least is the rank's.
     return step.program.memory(mesh.get_coordinate()).peak, min(counted.most for counted in counts)
 

@@ -43,7 +43,8 @@ def bucketed(
 
     mb: megabytes of a bucket, of what the collective gives to a rank; by default those at which a tenth of the time is
     latency, and no more than leave the most bytes that are alive what they are. first_mb: of the first bucket of
-    reductions. keeps_memory: whether that holds for megabytes by hand, too. What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
+    reductions. keeps_memory: whether that holds for megabytes by hand, too. What is read at once, such as the
+    all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
     the same if the transport reduces an element in the same way wherever it is in the buffer.
     """
     alive = program.work.memory(range(len(program.work.tasks)))

@@ -42,8 +42,8 @@ class Buckets:
     """Sends collectives of equal kind, axes, reduction and dtype together.
 
     mb: megabytes of a bucket; by default those at which a tenth of the time is latency. first_mb: of the first bucket
-    of reductions; by default an eighth. kinds: which collectives. keeps_memory: whether buckets by hand, too, are only as
-    large as leaves the most bytes that are alive what they are.
+    of reductions; by default an eighth. kinds: which collectives. keeps_memory: whether buckets by hand, too, are
+    only as large as leaves the most bytes that are alive what they are.
     """
 
     mb: float | None = None

@@ -18,9 +18,10 @@ from functools import cached_property
 
 import numpy as np
 
+from spmd.expand.passes.recompute.again import Effect
 from spmd.expand.passes.recompute.spans import Way
 
-MOST_KEPT = 20_000
+MOST_KEPT = 2_000
 """The most choices that are kept behind a segment; where there are more, bytes are rounded up to fewer values."""
 UNLIMITED = 1 << 60
 
@@ -68,44 +69,56 @@ class Choice:
 
     def least_time(self, limit: int) -> Chosen | None:
         """The least time in which no more bytes are alive; None if none of the ways keep to them."""
-        found: list[Way] = []
-        for group in self._groups:
-            path = self._path(group, limit, self._grain(group))
-            if path is None:
-                return None
-            found += path
-        chosen = self._chosen(found)
-        return chosen if chosen.peak <= limit else None
+        aim = limit
+        while (ways := self._paths(aim)) is not None:
+            effects = [way.effect for way in ways]
+            chosen = Chosen(tuple(ways), sum([effect.us for effect in effects]), self.peak_with(effects))
+            if chosen.peak <= limit:
+                return chosen
+            aim -= chosen.peak - limit  # what a segment frees is not one number: some of it is read late
+        return None
+
+    def _paths(self, limit: int) -> list[Way] | None:
+        paths = [self._path(group, limit, self._grain(group)) for group in self._groups]
+        if None in paths or (not paths and int(self.alive.max()) > limit):
+            return None
+        return [way for path in paths for way in path]
 
     def least_peak(self) -> Chosen:
         """The least time in which the least bytes are alive."""
         low, high = 0, self.unlimited.peak
-        best = self.unlimited
         while low < high:
             middle = (low + high) // 2
-            chosen = self.least_time(middle)
-            if chosen is None:
-                low = middle + 1
+            if all(self._fits(group, middle) for group in self._groups):
+                high = middle
             else:
-                best, high = chosen, min(middle, chosen.peak)
-        return best
+                low = middle + 1
+        while (chosen := self.least_time(low)) is None:
+            low += max(1, low >> 10)
+        return chosen
+
+    def _fits(self, group: range, limit: int) -> bool:
+        """Whether some choice keeps to a limit: the one that frees most up to each segment."""
+        grain, least = self._grain(group), {group.start: 0}
+        for at in range(group.start + 1, group.stop + 1):
+            fine = [leg for leg in self._legs[at] if least.get(leg.way.start, UNLIMITED) <= limit - leg.needs]
+            if fine:
+                least[at] = min([least[leg.way.start] + _rounded(leg.idle, grain) for leg in fine])
+        return group.stop in least
 
     @cached_property
     def unlimited(self) -> Chosen:
         """The least time of all."""
         return self.least_time(UNLIMITED)
 
-    def profile(self, ways: Sequence[Way]) -> np.ndarray:
-        """The bytes that are alive, by half place."""
+    def peak_with(self, effects: Sequence[Effect]) -> int:
+        """The most bytes that are alive, when all these have their effects."""
         changes = np.zeros(len(self.alive) + 1, dtype=np.int64)
-        for way in ways:
-            for start, stop, nbytes in way.effect.changes:
+        for effect in effects:
+            for start, stop, nbytes in effect.changes:
                 changes[start] += nbytes
                 changes[stop] -= nbytes
-        return self.alive + np.cumsum(changes)[:-1]
-
-    def _chosen(self, ways: Sequence[Way]) -> Chosen:
-        return Chosen(tuple(ways), sum([way.effect.us for way in ways]), int(self.profile(ways).max()))
+        return int((self.alive + np.cumsum(changes)[:-1]).max())
 
     # ---- segments -----------------------------------------------------------------------------
     @cached_property
@@ -172,7 +185,7 @@ class Choice:
 
     def _path(self, group: range, limit: int, grain: int) -> list[Way] | None:
         kept = self._kept(group, limit, grain)
-        at, ways, choice = group.stop, [], int(len(kept[group.stop].us)) - 1
+        at, ways, choice = group.stop, [], len(kept[group.stop].us) - 1
         if choice < 0:
             return None
         while at > group.start:
@@ -195,9 +208,12 @@ class Choice:
     def _extended(self, kept: _Kept, n: int, leg: _Leg, limit: int, grain: int) -> tuple[np.ndarray, ...]:
         """The choices that a leg makes of others, where it fits."""
         fits = np.flatnonzero(kept.nbytes <= limit - leg.needs)
-        idle = -(-leg.idle // grain) * grain
         back = np.stack([np.full(len(fits), n, dtype=np.int64), fits], axis=1)
-        return kept.nbytes[fits] + idle, kept.us[fits] + leg.way.effect.us, back
+        return kept.nbytes[fits] + _rounded(leg.idle, grain), kept.us[fits] + leg.way.effect.us, back
+
+
+def _rounded(nbytes: int, grain: int) -> int:
+    return -(-nbytes // grain) * grain
 
 
 def _undominated(nbytes: np.ndarray, us: np.ndarray, back: np.ndarray) -> _Kept:

@@ -24,10 +24,15 @@ WINDOW = 6
 """A cut has the least bytes between ops among so many places on each side."""
 LONGEST = 4
 """The most segments of a span."""
-MOST_TRIED = 8
+MOST_TRIED = 9
 """Of a span with so many units all sets of them are tried."""
+MOST_JOINED = 24
+"""Of a longer span the sets of its parts are put together, at most so many of each."""
 ALL_TRIED = 12
 """Of a program with so many units in all, too."""
+MANY = 24
+"""Where there are more segments than this, spans are of two at most, and only ways on the hull of bytes and time are
+looked at: of many alike, some take one corner of the hull and some the next."""
 SHARED = 0.25
 """A value that is read forward over more than this part of the program, such as a mask, belongs to no segment."""
 
@@ -65,22 +70,35 @@ class Spans:
 
     def ways(self) -> Iterator[Way]:
         """All ways of all spans that are worth to be tried."""
-        known: dict[Hashable, list[tuple[tuple[int, ...], _Relative]]] = {}
         for i in range(len(self.units)):
-            for j in range(i + 1, min(i + (len(self.units) if self._is_small else LONGEST), len(self.units)) + 1):
-                kind = self._kind(i, j)
-                units = self._units(i, j)
-                if kind not in known:
-                    at = {unit: n for n, unit in enumerate(units)}
-                    ways = self._found(i, j, units)
-                    known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e)) for freed, e in ways]
-                forced = frozenset().union(*self.forced[i:j])
-                for freed, effect in known[kind]:
+            for j in range(i + 1, min(i + self._longest, len(self.units)) + 1):
+                units, forced = self._units(i, j), frozenset().union(*self.forced[i:j])
+                for freed, effect in self._ways(i, j):
                     yield Way(i, j, frozenset([units[n] for n in freed]) | forced, self._placed(i, effect))
+
+    def _ways(self, i: int, j: int) -> list[tuple[tuple[int, ...], _Relative]]:
+        """The ways of a span: which of its units are freed, by number, and what that does."""
+        kind = self._kind(i, j)
+        if kind not in self._known:
+            units = self._units(i, j)
+            at = {unit: n for n, unit in enumerate(units)}
+            ways = self._found(i, j, units)
+            self._known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e)) for freed, e in ways]
+        return self._known[kind]
+
+    @cached_property
+    def _known(self) -> dict[Hashable, list[tuple[tuple[int, ...], _Relative]]]:
+        return {}
 
     @cached_property
     def _is_small(self) -> bool:
         return sum(map(len, self.units)) <= ALL_TRIED
+
+    @cached_property
+    def _longest(self) -> int:
+        if self._is_small:
+            return len(self.units)
+        return 2 if len(self.units) > MANY else LONGEST
 
     def _units(self, i: int, j: int) -> list[int]:
         """The units that a span may free: nobody outside needs them."""
@@ -112,32 +130,50 @@ class Spans:
             u for s in range(i, j) for u in self.units[s] if self.until[u] < j and self.until[u] > s
         }  # fmt: skip
         forced, found = frozenset().union(*self.forced[i:j]), []
-        for freed in self._sets(units):
+        for freed in self._sets(i, j, units):
             if j > i + 1 and inner.isdisjoint(freed):
                 continue  # shorter spans do it
             try:
                 found.append((list(freed), self.lookup.effect(forced.union(freed))))
             except CannotRecompute:
                 continue
-        return _best(found)
+        return _best(found, len(self.units) > MANY)
 
-    def _sets(self, units: list[int]) -> Iterator[tuple[int, ...]]:
-        size = {u: sum([r.nbytes for r in self.lookup.values.units[u]]) for u in units}
+    def _sets(self, i: int, j: int, units: list[int]) -> Iterator[tuple[int, ...]]:
         if len(units) <= (ALL_TRIED if self._is_small else MOST_TRIED):
             for n in range(len(units) + 1):
                 yield from combinations(units, n)
             return
-        yield ()
+        size = {u: sum([r.nbytes for r in self.lookup.values.units[u]]) for u in units}
         order = sorted(units, key=lambda u: (self.lookup.us(u) / max(1, size[u]), u))
-        for n in range(1, len(order) + 1):
+        for n in range(len(order) + 1):
             yield tuple(sorted(order[:n]))
-        large = sorted(units, key=lambda u: (-size[u], u))[: MOST_TRIED - 1]
-        for n in range(1, len(large)):
-            yield from combinations(sorted(large), n)
+        if j == i + 1:
+            large = sorted(sorted(units, key=lambda u: (-size[u], u))[:MOST_TRIED])
+            for n in range(1, len(large) + 1):
+                yield from combinations(large, n)
+        else:
+            yield from self._joined(i, j, units)
+
+    def _joined(self, i: int, j: int, units: list[int]) -> Iterator[tuple[int, ...]]:
+        """The sets of a shorter span, with those of its last segment, and what only the whole span may free."""
+        first, last = self._freed(i, j - 1), self._freed(j - 1, j)
+        inner = frozenset(units).difference(self._units(i, j - 1), self._units(j - 1, j))
+        for n in range(1, min(len(inner), 2) + 1):
+            for more in combinations(sorted(inner), n):
+                for a in first:
+                    yield from [tuple(sorted(a.union(b, more))) for b in last]
+
+    def _freed(self, i: int, j: int) -> list[frozenset[int]]:
+        """The sets of units of the ways of a span; of many, some that are evenly apart in time."""
+        units, ways = self._units(i, j), self._ways(i, j)
+        some = ways[:: -(-len(ways) // MOST_JOINED)] if ways else []
+        return [frozenset([units[n] for n in freed]) for freed, _ in some]
 
 
-def _best(found: list[tuple[list[int], Effect]]) -> list[tuple[list[int], Effect]]:
-    """Leave out sets that take as long as another one or longer, and need as much memory everywhere."""
+def _best(found: list[tuple[list[int], Effect]], on_hull: bool) -> list[tuple[list[int], Effect]]:
+    """Leave out sets that take as long as another one or longer, and need as much memory everywhere. on_hull: also
+    those above the hull of bytes and time."""
     times = sorted({t for _, effect in found for a, b, _ in effect.changes for t in (a, b)})
     place = {t: n for n, t in enumerate(times)}
     profiles = np.zeros((len(found), len(times) + 1), dtype=np.int64)
@@ -148,9 +184,29 @@ def _best(found: list[tuple[list[int], Effect]]) -> list[tuple[list[int], Effect
     profiles = np.cumsum(profiles, axis=1)
     kept: list[int] = []
     for n in sorted(range(len(found)), key=lambda n: (found[n][1].us, int(profiles[n].sum()), n)):
-        if not any(np.all(profiles[k] <= profiles[n]) for k in kept):
+        if not kept or not np.all(profiles[kept] <= profiles[n], axis=1).any():
             kept.append(n)
+    if on_hull:
+        kept = _hull(kept, profiles.min(axis=1), [effect.us for _, effect in found])
     return [found[n] for n in kept]
+
+
+def _hull(kept: list[int], nbytes: np.ndarray, us: Sequence[float]) -> list[int]:
+    """Of these, in order of their time, the corners of the lower hull of bytes and time."""
+    corners: list[int] = []
+    for n in kept:
+        if corners and nbytes[n] >= nbytes[corners[-1]]:
+            continue
+        while len(corners) > 1 and _is_above(corners[-1], corners[-2], n, nbytes, us):
+            corners.pop()
+        corners.append(n)
+    return corners
+
+
+def _is_above(n: int, before: int, after: int, nbytes: np.ndarray, us: Sequence[float]) -> bool:
+    """Whether a choice lies above the line between two others."""
+    slope = (us[after] - us[before]) * float(nbytes[before] - nbytes[n])
+    return (us[n] - us[before]) * float(nbytes[before] - nbytes[after]) >= slope
 
 
 # ---- where the segments are ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ is computed again between the two finds it.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -107,25 +108,26 @@ class _Reader:
         roots = {i: self._root(i, touches) for i, touches in self.touches.items()}
         must = frozenset(i for i, node in enumerate(self.nodes) if node.name in forced)
         alive = tuple(self.work.memory(range(len(tasks))))
-        return Values(self.program, self.nodes, self.work, roots, self._units(roots, must), must, alive)
+        units = self._units(roots, must)
+        return Values(self.program, self.nodes, self.work, roots, units, must.intersection(units), alive)
 
     def _root(self, i: int, touches: Sequence[int]) -> Root:
         node = self.nodes[i]
         is_piece = node.target is operator.getitem and node.op == "call_function"
         unit = self.work.tasks[i].reads[0] if is_piece else i
-        before, after = max(zip(touches, touches[1:], strict=False), key=lambda w: w[1] - w[0], default=(i, i))
+        before, after = max(itertools.pairwise(touches), key=lambda w: w[1] - w[0], default=(i, i))
         return Root(i, unit, self.work.tasks[i].makes, tuple(touches), before, after)
 
     def _waits(self, root: Root) -> bool:
         """Whether a value waits for the backward. Gradients, which wait for the optimiser, do not."""
-        waits = root.after > root.before + 1
-        return waits and is_backward(self.nodes[root.after]) and not is_backward(self.nodes[root.unit])
+        return is_backward(self.nodes[root.after]) and not is_backward(self.nodes[root.unit])
 
     def _units(self, roots: dict[int, Root], forced: frozenset[int]) -> dict[int, tuple[Root, ...]]:
         """The ops whose results wait while much waits, and that can be computed again."""
         idle = np.zeros(len(self.nodes) + 1, dtype=np.int64)
         can = recomputable(self.nodes)
-        waiting = [r for r in roots.values() if can[r.unit] and can[r.place] and self._waits(r)]
+        fine = [r for r in roots.values() if can[r.unit] and can[r.place] and r.after > r.before + 1]
+        waiting = [r for r in fine if r.unit in forced or self._waits(r)]
         for r in waiting:
             idle[r.before + 1] += r.nbytes
             idle[r.after] -= r.nbytes

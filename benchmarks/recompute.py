@@ -1,0 +1,117 @@
+"""What a memory budget costs: the time that is computed again, and how near it is to the least of all choices.
+
+    python benchmarks/recompute.py                        # GPT-2 XL under three plans: ten budgets each
+    python benchmarks/recompute.py --layers 48 --plans dp # one plan
+    python benchmarks/recompute.py --exhaustive           # small programs, beside all choices of what to free
+    python benchmarks/recompute.py --measured             # a training on four gloo ranks: bytes counted as it runs
+
+Nothing is run but with `--measured`. Modelled on Hopper. For each budget: what is needed at most as foreseen, by the
+count of the rank's code (with --measured: by counting all tensors of the run), the time that is computed again, and the
+processor's seconds in which it was chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from _table import table
+from schedule import Row
+
+from spmd.expand.passes.memory_budget import Plan
+from spmd.expand.program import Program
+from tests.expand.budgets import SMALL, all_choices, measured, program_of
+
+BUDGETS = 10
+MOST_ABOVE = 1.05
+"""The bar: the time beside the least of all choices."""
+
+
+def limits(plan: Plan) -> list[int]:
+    """Budgets from the smallest to what the program needs as it came."""
+    low = plan.choice.least_peak().peak
+    return [low + (plan.peak - low) * k // (BUDGETS - 1) for k in range(BUDGETS)]
+
+
+def chosen_rows(name: str, program: Program) -> Iterator[list[str]]:
+    """A row for each budget: what is chosen, how long that takes, and the program that is written."""
+    start = time.process_time()
+    plan = Plan.of(program)
+    ways = len(plan.choice.ways)
+    first = limits(plan)
+    found = time.process_time() - start
+    for limit in first:
+        start = time.process_time()
+        chosen = plan.choice.least_time(limit) or plan.choice.least_peak()
+        seconds = time.process_time() - start
+        work = plan.program(chosen).verify().work
+        built = max(work.memory(range(len(work.tasks))))
+        added = chosen.us - plan.choice.unlimited.us
+        cells = [f"{x / 2**30:.2f}" for x in (limit, chosen.peak, built)]
+        cells += [f"{added / 1e3:.2f}", f"{found:.2f}", f"{seconds:.2f}"]
+        yield [name, str(len(plan.spans.units)), str(ways), *cells]
+
+
+def exhaustive_rows(name: str, most: int) -> Iterator[tuple[list[str], bool]]:
+    """A row for each budget, beside the least time of all sets of the `most` largest units."""
+    plan = Plan.of(program_of(name))
+    every, base = all_choices(plan, most), plan.choice.unlimited.us
+    for limit in limits(plan):
+        chosen = plan.choice.least_time(limit) or plan.choice.least_peak()
+        best = min([us for peak, us in every if peak <= limit], default=chosen.us)
+        ours, least = chosen.us - base, best - base
+        fine = ours <= least * MOST_ABOVE + 1e-6
+        yield [name, f"{limit:,}", f"{chosen.peak:,}", f"{ours:.2f}", f"{least:.2f}", "" if fine else "above"], fine
+
+
+def measured_rows(names: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """A row for each budget of trainings on gloo: of the four ranks the one that needs most."""
+    from workers import Pool  # starts processes
+
+    pool = Pool(4)
+    for name in names:
+        (least, most), *_ = pool.run(measured, name, None)
+        for k in range(BUDGETS):
+            budget = least + (most - least) * k // (BUDGETS - 1)
+            ranks = pool.run(measured, name, budget)
+            predicted, counted = max(ranks, key=lambda pair: pair[1])
+            apart = max(abs(p - c) / c for p, c in ranks)
+            fine = counted <= budget and apart <= 0.005
+            yield [name, f"{budget:,}", f"{predicted:,}", f"{counted:,}", f"{apart:.2%}"], fine
+    pool.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--plans", nargs="*", default=["dp", "zero3", "zero3 x tp"])
+    parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--measured", nargs="*", help="names of small programs; by default three")
+    args = parser.parse_args()
+    if args.measured is not None:
+        head = ["program", "budget", "predicted", "counted", "apart"]
+        rows = measured_rows(args.measured or list(SMALL)[-3:])
+    elif args.exhaustive:
+        head = ["program", "budget", "bytes", "again us", "least us", ""]
+        rows = (row for name in SMALL for row in exhaustive_rows(name, 12))
+    else:
+        head = ["plan", "segments", "ways", "budget GiB", "foreseen", "written", "again ms", "plan s", "choose s"]
+        programs = ((plan, Row("gpt2-xl", plan, 2, args.layers).program("hopper")) for plan in args.plans)
+        rows = ((row, True) for plan, program in programs for row in chosen_rows(plan, program))
+    found, all_fine = [], True
+    for cells, fine in rows:
+        found.append(cells)
+        all_fine &= fine
+        print("  ".join(cells), flush=True)
+    print(table(head, found))
+    sys.exit(not all_fine)
+
+
+if __name__ == "__main__":
+    main()
