@@ -89,6 +89,7 @@ class _Folding:
         self.near: list[dict[int, None]] = [{} for _ in self.work]
         self.own: set[int] = set()
         self.followers: list[Follower] = []
+        self._tables: dict[tuple, np.ndarray] = {}
         for value in problem.values:
             if value.kind not in apart and _free_ends(value) == 1:
                 self._pay(value)
@@ -155,7 +156,7 @@ class _Folding:
         weight, work = self.cells[i], self.work[i] / self.cells[i]
         if len(links) == 2:
             a, b = links
-            return Value(float(weight), _through(a.costs + work[:, None], b.costs), a.end, (b.end,))
+            return Value(float(weight), self._through(a.costs + work[:, None], b.costs), a.end, (b.end,))
         if not links:
             self.constant += weight * float(work.min())
         for link in links:
@@ -172,7 +173,7 @@ class _Folding:
         np.minimum.at(made, at, link.costs + (self.work[i] / self.cells[i])[:, None])
         if value.held is None:
             return replace(value, maker=link.end, held=made.T, costs=value.costs[places])
-        return replace(value, maker=link.end, held=_through(made, value.held[places]))
+        return replace(value, maker=link.end, held=self._through(made, value.held[places]))
 
     def _reading(self, i: int, wide: Sequence[Value], links: Sequence[Link]) -> Value:
         """A value for two of its ends, where a reader follows: it needs what another one does, or what is cheapest."""
@@ -188,8 +189,15 @@ class _Folding:
             costs = moved + np.minimum(alone[made], np.minimum(least, least[:, None]))
             return Value(value.weight, costs, one, tuple(rest))
         costs = value.costs + np.minimum(alone, least)
-        costs = costs if value.held is None else _through(value.held.T, costs)
+        costs = costs if value.held is None else self._through(value.held.T, costs)
         return Value(value.weight, costs, value.maker, (one,))
+
+    def _through(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The least of both over all options; found once for layers that are alike."""
+        key = a.shape, a.tobytes(), b.shape, b.tobytes()
+        if key not in self._tables:
+            self._tables[key] = _through(a, b)
+        return self._tables[key]
 
     def _join(self) -> None:
         """Let values between the same two variables be one."""
@@ -259,7 +267,7 @@ def _is_table(value: Value) -> bool:
 
 def _through(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The least of both over all options, by the places at both ends: [place, place]; a, b: [option, place]."""
-    found = a[0][:, None] + b[0]
+    found, beside = a[0][:, None] + b[0], np.empty((a.shape[1], b.shape[1]))
     for one, other in zip(a[1:], b[1:], strict=True):
-        np.minimum(found, one[:, None] + other, out=found)
+        np.minimum(found, np.add(one[:, None], other, out=beside), out=found)
     return found

@@ -25,8 +25,8 @@ SWEEPS = 4
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
 
-ENOUGH_SHARED = 5e-3
-"""The same where a variable stands for many cells: there each sweep moves less."""
+FAIR_SHARED = 5e-3
+"""The gap at which no options are tried, where a variable stands for many cells: there each sweep moves less."""
 
 CLOSED = 1e-9
 """The gap at which nothing is left to find: it is one of rounding."""
@@ -69,12 +69,11 @@ def _solved(problem: Problem, starts: Sequence[Sequence[int]]) -> Solved:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
     shared = max(problem.cells, default=1) > 1
-    enough = ENOUGH_SHARED if shared else ENOUGH
-    at_least = _improve(bound, best, ROUNDS, enough)
-    if best.us - at_least > enough * best.us:
+    at_least = _improve(bound, best, ROUNDS, ENOUGH)
+    if best.us - at_least > (FAIR_SHARED if shared else ENOUGH) * best.us:
         best.take(repair(problem, best.x, by_slack(bound, MOST_TRIALS)))
         bound.prune(best.us)
-        at_least = _improve(bound, best, ROUNDS, enough)
+        at_least = _improve(bound, best, ROUNDS, ENOUGH)
     if not shared and sum(map(len, bound.cost)) <= SMALL:
         at_least = _improve(bound, best, ROUNDS, CLOSED)
         if not best.is_reached(at_least):
