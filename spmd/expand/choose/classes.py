@@ -30,11 +30,11 @@ from spmd.tensor.spec import Spec
 MOST_CELLS = 1000
 """Cells of a graph in which no two have to choose alike unless their surroundings are alike altogether."""
 
-MOST_ALONE = 1000
-"""Cells of a larger graph that may be outside of the middle layers, each a class of its own."""
+MOST_CLASSES = 1000
+"""Classes of a larger graph with its layers. Where there are more, it has no layers, or few of its cells are in them."""
 
 ROUNDS = 3
-"""Rounds of refinement in a larger graph in which no such layers are found."""
+"""Rounds of refinement in such a graph."""
 
 
 @dataclass(eq=False)
@@ -133,12 +133,12 @@ def _classes(own: list[int], meetings: Sequence[Meeting]) -> tuple[list[int], _T
     for m in meetings:
         values.setdefault(m.value, []).extend(_ends(m.maker, m.readers))
     layers = layers_of(own, list(values.values()))
-    places = layers.places
-    if len(own) - places.count(1) > MOST_ALONE:
-        types = _Types(own, meetings, ROUNDS)
-        return _apart(types.of).tolist(), types
     types = _Types(layers.like, meetings, 1)
-    return _by_appearance(3 * types.of + np.array(places)).tolist(), types
+    of = _by_appearance(3 * types.of + np.array(layers.places))
+    if of.max() < MOST_CLASSES:
+        return of.tolist(), types
+    types = _Types(own, meetings, ROUNDS)
+    return _apart(types.of).tolist(), types
 
 
 class _Types:

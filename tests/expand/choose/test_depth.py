@@ -28,11 +28,11 @@ def certificate(layers: int, sizes: tuple[int, int], limit: int, monkeypatch):
     return compiled.program_for(model, torch.randn(32, width)).certificate
 
 
-@pytest.mark.parametrize("alone", (1000, 0))
-def test_the_bound_of_a_shared_problem_holds_where_layers_differ(alone, monkeypatch):
+@pytest.mark.parametrize("most", (1000, 0))
+def test_the_bound_of_a_shared_problem_holds_where_layers_differ(most, monkeypatch):
     """It is not above the best choice for the graph in which each layer chooses for itself, whether the layers are
     found or not."""
-    monkeypatch.setattr(classes, "MOST_ALONE", alone)
+    monkeypatch.setattr(classes, "MOST_CLASSES", most)
     whole = certificate(7, (16, 64), 1000, monkeypatch)
     shared = certificate(7, (16, 64), 0, monkeypatch)
     assert whole.gap < 1e-3
