@@ -31,7 +31,7 @@ MOST_CELLS = 1000
 """Cells of a graph in which no two have to choose alike unless their surroundings are alike altogether."""
 
 MOST_CLASSES = 1000
-"""Classes of a larger graph with its layers. Where there are more, it has no layers, or few of its cells are in them."""
+"""Classes of a larger graph with its layers. Where there are more, few of its cells are in layers."""
 
 ROUNDS = 3
 """Rounds of refinement in such a graph."""
