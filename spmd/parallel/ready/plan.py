@@ -146,10 +146,10 @@ class ReadyPlan(ModelPlan):
 
 
 def _alike(said: Mapping[str, str]) -> dict[str, tuple[list[str], str]]:
-    """Names that differ in numbers alone, and of which the same is said, as one pattern."""
+    """Names that differ in their first number alone, and of which the same is said, as one pattern."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, text in said.items():
-        found.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name), text), []).append(name)
+        found.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", name, count=1), text), []).append(name)
     out: dict[str, tuple[list[str], str]] = {}
     for (pattern, text), names in found.items():
         for key, group in ((pattern, names),) if pattern not in out and len(names) > 1 else ((n, [n]) for n in names):
