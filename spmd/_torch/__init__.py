@@ -43,9 +43,8 @@ from spmd._torch.autograd import (
     leaves_behind,
     running_node_number,
     saved_tensors_are_hooked,
-    stash,
-    stashed,
 )  # fmt: skip
+from spmd._torch.carried import Carried
 from spmd._torch.checkpoints import ranks_that_save
 from spmd._torch.comm_debug import counted_name, is_counted_by_torch
 from spmd._torch.dispatch_keys import (

@@ -7,11 +7,12 @@ import ctypes
 import dataclasses
 import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
+
+from spmd._torch.carried import Carried
 
 
 class Twister:
@@ -71,7 +72,7 @@ class _OwnSeed:
     seed: int
 
 
-_own_seed: ContextVar[_OwnSeed | None] = ContextVar("spmd_own_seed", default=None)
+_own_seed: Carried[_OwnSeed | None] = Carried("spmd_own_seed", None)
 _lock, _open, _hidden = threading.Lock(), 0, torch.default_generator
 
 

@@ -11,11 +11,12 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from spmd._torch.carried import Carried
 
 
 @dataclasses.dataclass
@@ -92,7 +93,7 @@ for _field in dataclasses.fields(DistributedState):
     if hasattr(distributed_c10d._World, _field.name):
         setattr(_World, _field.name, _here_or_outside(_field.name))
 
-_simulated: ContextVar[DistributedState | None] = ContextVar("spmd_simulated_distributed", default=None)
+_simulated: Carried[DistributedState | None] = Carried("spmd_simulated_distributed", None)
 _hooks_lock, _hooks_in_use, _unhook = threading.Lock(), 0, contextlib.ExitStack()
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ class Launched(NamedTuple):
 
 
 Listener = Callable[[Launched], None]
-_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("spmd_collective_listeners", default=())
+_listeners: _torch.Carried[tuple[Listener, ...]] = _torch.Carried("spmd_collective_listeners", ())
 
 
 def tell(kind: str, nbytes: int, group: str, rank: int) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from spmd import _torch
 
-_watched: ContextVar[str | None] = ContextVar("spmd_ungraded_watched", default=None)
+_watched: _torch.Carried[str | None] = _torch.Carried("spmd_ungraded_watched", None)
 
 
 @contextmanager

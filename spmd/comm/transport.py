@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -166,7 +165,7 @@ def _group_name_along(mesh: DeviceMesh, axis: int | str | tuple[int, ...], rank:
 
 
 _c10d = C10dTransport()
-_current: ContextVar[Transport] = ContextVar("spmd_transport", default=_c10d)
+_current: _torch.Carried[Transport] = _torch.Carried("spmd_transport", _c10d)
 
 
 def transport() -> Transport:

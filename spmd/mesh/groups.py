@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import TYPE_CHECKING
@@ -155,7 +154,7 @@ def _placeholder(name: str) -> dist.ProcessGroup:
 
 # ---- groups -----------------------------------------------------------------------------------
 
-_maker: ContextVar[Callable[[str], dist.ProcessGroup] | None] = ContextVar("spmd_group_maker", default=None)
+_maker: _torch.Carried[Callable[[str], dist.ProcessGroup] | None] = _torch.Carried("spmd_group_maker", None)
 
 
 @contextmanager

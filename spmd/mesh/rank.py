@@ -14,7 +14,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 
 from spmd import _torch
 
-_simulated: ContextVar[tuple[int, int | None] | None] = ContextVar("spmd_simulated_rank", default=None)
+_simulated: _torch.Carried[tuple[int, int | None] | None] = _torch.Carried("spmd_simulated_rank", None)
 
 
 def current_rank() -> int:
@@ -65,7 +64,7 @@ def is_rank_overridden() -> bool:
 # ---- values that belong to a rank -------------------------------------------------------------
 
 _process: dict[str, Any] = {}
-_state: ContextVar[dict[str, Any]] = ContextVar("spmd_rank_state", default=_process)
+_state: _torch.Carried[dict[str, Any]] = _torch.Carried("spmd_rank_state", _process)
 
 
 def rank_state() -> dict[str, Any]:
@@ -99,7 +98,7 @@ class RankSimulator(Protocol):
         """Call `fn` once for each rank, with the arguments of that rank, and join the results to one value."""
 
 
-_simulator: ContextVar[RankSimulator | None] = ContextVar("spmd_rank_simulator", default=None)
+_simulator: _torch.Carried[RankSimulator | None] = _torch.Carried("spmd_rank_simulator", None)
 
 
 def rank_simulator() -> RankSimulator | None:

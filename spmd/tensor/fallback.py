@@ -18,9 +18,9 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
+from spmd import _torch
 from spmd.comm.user_line import caller
 
 POLICIES = ("ignore", "warn", "error")
@@ -59,7 +59,7 @@ class Fallbacks(tuple):
 
 _found: dict[str, Fallback] = {}
 _lock = threading.Lock()
-_policy: ContextVar[str] = ContextVar("spmd_on_fallback", default="ignore")
+_policy: _torch.Carried[str] = _torch.Carried("spmd_on_fallback", "ignore")
 
 
 def fallbacks() -> Fallbacks:

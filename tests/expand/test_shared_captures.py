@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import types
 from unittest import mock
 
 import pytest
@@ -39,6 +40,11 @@ def pair(bias: bool = True):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def fresh(fn):
+    """The same function once more: what other tests have captured of it is not of this one."""
+    return types.FunctionType(fn.__code__, globals(), fn.__name__)
+
+
 @pytest.fixture
 def captures():
     """How often something is captured."""
@@ -70,12 +76,13 @@ def test_meshes_and_plans_share_a_capture(captures):
     """Each of them trains as one device does."""
     model, optimizer = pair()
     wanted = [train_step(model, optimizer, *BATCH).item() for _ in range(2)]
+    fn = fresh(train_step)
     with LocalTensorMode(4):
         kept = [
-            spmd.compile(train_step, on_mesh(2, 2), params=MEGATRON, inputs=ROWS),
-            spmd.compile(train_step, on_mesh(4, 1), inputs=ROWS),
-            spmd.compile(train_step, on_mesh(2, 2), inputs=ROWS, fully_shard="dp"),
-            spmd.compile(train_step, on_mesh(1, 4), params=MEGATRON, choose="program"),
+            spmd.compile(fn, on_mesh(2, 2), params=MEGATRON, inputs=ROWS),
+            spmd.compile(fn, on_mesh(4, 1), inputs=ROWS),
+            spmd.compile(fn, on_mesh(2, 2), inputs=ROWS, fully_shard="dp"),
+            spmd.compile(fn, on_mesh(1, 4), params=MEGATRON, choose="program"),
         ]
     for step in kept:
         torch.testing.assert_close(losses(step, *pair()), wanted)
@@ -90,9 +97,9 @@ def test_what_a_capture_depends_on_is_captured_anew(what, captures, monkeypatch)
         optimizer.param_groups[0].update(changed)
         return [train_step(model, optimizer, *BATCH).item() for _ in range(2)]
 
-    changed, options, settings = {}, {}, {}
+    changed, options, settings, fn = {}, {}, {}, fresh(train_step)
     with LocalTensorMode(4):
-        first = spmd.compile(train_step, on_mesh(2, 2), inputs=ROWS)
+        first = spmd.compile(fn, on_mesh(2, 2), inputs=ROWS)
     torch.testing.assert_close(losses(first, *pair()), wanted())
     if what == "a global":
         monkeypatch.setattr(f"{__name__}.SCALE", 3.0)
@@ -103,7 +110,7 @@ def test_what_a_capture_depends_on_is_captured_anew(what, captures, monkeypatch)
     else:
         changed["amsgrad"] = True
     with LocalTensorMode(4):
-        second = spmd.compile(train_step, on_mesh(4, 1), inputs=ROWS, **settings)
+        second = spmd.compile(fn, on_mesh(4, 1), inputs=ROWS, **settings)
     given = pair(**options)
     given[1].param_groups[0].update(changed)
     close = {"rtol": 0.05, "atol": 0.05} if settings else {}
@@ -113,8 +120,9 @@ def test_what_a_capture_depends_on_is_captured_anew(what, captures, monkeypatch)
 
 @pytest.mark.parametrize("fn, times", [(plain, 1), (of_blocks, 2)])
 def test_functions_of_blocks_belong_to_their_mesh(fn, times, captures):
+    again = fresh(fn)
     with LocalTensorMode(4):
-        kept = [spmd.compile(fn, spmd.init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))) for axis in "ab"]
+        kept = [spmd.compile(again, spmd.init_device_mesh("cpu", (4,), mesh_dim_names=(axis,))) for axis in "ab"]
         model, _ = pair()
         want = fn(model, BATCH[0]) if fn is plain else model(BATCH[0]).relu()
         for step in kept:

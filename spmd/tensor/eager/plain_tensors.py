@@ -49,7 +49,7 @@ from spmd.sim.local_mode import BETWEEN_USER_AND_TORCH
 from spmd.tensor.modes import explicit
 from spmd.tensor.redistribute.replicas import digest
 
-_implicit = contextvars.ContextVar("spmd_implicit_replication", default=False)
+_implicit = _torch.Carried("spmd_implicit_replication", False)
 _inside_torch = contextvars.ContextVar("spmd_inside_torch", default=False)
 
 

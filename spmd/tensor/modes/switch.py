@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar
 
 from spmd import _torch
 
@@ -24,20 +23,17 @@ class Switch:
     """A mode with a name."""
 
     def __init__(self, name: str) -> None:
-        self._inside: ContextVar[bool | None] = ContextVar(f"spmd_{name}", default=None)
-        self._carried = f"spmd_{name}"
+        self._inside: _torch.Carried[bool | None] = _torch.Carried(f"spmd_{name}", None)
         self._in_process = False
 
     @contextlib.contextmanager
     def turned(self, on: bool) -> Iterator[None]:
         """Turn the mode on or off inside the block."""
-        token, before = self._inside.set(on), _torch.stashed(self._carried)
-        _torch.stash(self._carried, on)
+        before = self._inside.set(on)
         try:
             yield
         finally:
-            _torch.stash(self._carried, before)
-            self._inside.reset(token)
+            self._inside.reset(before)
 
     def set(self, on: bool) -> None:
         """Turn the mode on or off for the process from now on, outside of blocks."""
@@ -46,6 +42,4 @@ class Switch:
     def is_on(self) -> bool:
         """Whether the mode is on here."""
         inside = self._inside.get()
-        if inside is None:
-            inside = _torch.stashed(self._carried)  # a thread of autograd's engine does not have our context
         return self._in_process if inside is None else inside
