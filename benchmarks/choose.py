@@ -2,15 +2,17 @@
 
     python benchmarks/choose.py             # all of it: long
     python benchmarks/choose.py --layers 1 --meshes 2x2 --summary
+    python benchmarks/choose.py --layers 1 --rows rows.txt --summary    # go on where an earlier run was ended
     python benchmarks/choose.py --short     # a model of each kind on one mesh and one machine, under two minutes
     python benchmarks/choose.py --train     # train each for three steps instead, simulated: is it what one device does?
 
 Each row is a train step (forward, loss, backward, AdamW) of a small model under a plan - what the user says of
 parameters and inputs - on a mesh of simulated links. For the choice by op and for the program's the table has the
 modelled time, the bytes that a rank puts into collectives, their number, and the work of the busiest rank over an even
-share of the work; then the seconds that choosing took, and the gap: how much dearer than the best assignment of the
+share of the work; then the seconds that choosing and writing took after the capture, and the gap: how much dearer than the best assignment of the
 model the chosen one may be at most. Nothing is run, and seconds are the processor's. Exits 1 if the choice for the
 program costs more anywhere. `--summary` prints a line for each model and plan: the range over meshes and machines.
+Each model and plan comes once, on some mesh, before the next mesh of any.
 
 Trained are smaller models, three steps of SGD in float64, beside one device: the largest difference of a loss or a
 parameter. What models compute in float32, whatever they are given, is computed in float64 here. Exits 1 above 1e-10.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import sys
 import time
@@ -244,22 +247,37 @@ class Row:
 def row_of(case: Case, said: dict, mesh_name: str) -> Row:
     """The case under a plan on a mesh."""
     shape = MESHES[mesh_name]
-    row = Row(case, spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)]), said)
-    row.program("op", "textbook")
-    return row
+    return Row(case, spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)]), said)
 
 
-def measured(row: Row, name: str, plan: str, mesh_name: str, machine: str) -> tuple[list[str], bool]:
-    """A row of the table, and whether the program's choice costs at most what the choice by op costs."""
-    by_op, first = row.program("op", machine)
+def measured(row: Row, name: str, plan: str, mesh_name: str, machine: str) -> list[str]:
+    """A row of the table. The last cell says where the program's choice costs more than the choice by op."""
+    by_op, _ = row.program("op", machine)
     chosen, seconds = row.program("program", machine)
     costs = [program_cost(p) for p in (by_op, chosen)]
     sent = [sum(c.nbytes for c in p.collectives) for p in (by_op, chosen)]
     fine = costs[1].us <= costs[0].us * (1 + 1e-9)
     cells = [name, plan, mesh_name, machine, *(f"{c.us:,.0f}" for c in costs), f"{costs[1].us / costs[0].us:.3f}",
              *(f"{n / 1e6:.2f}" for n in sent), *(str(len(p.collectives)) for p in (by_op, chosen)),
-             *(f"{c.work:,.0f}" for c in costs), f"{seconds - first:.2f}", f"{chosen.certificate.gap:.2%}"]  # fmt: skip
-    return cells, fine
+             *(f"{c.work:,.0f}" for c in costs), f"{seconds:.2f}", f"{chosen.certificate.gap:.2%}",
+             "" if fine else "DEARER"]  # fmt: skip
+    return cells
+
+
+def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, dict, str, str]]:
+    """Models, plans, meshes and machines. Each model and plan comes once before any comes again."""
+    every = [(i, j, name, plan, said) for i, name in enumerate(args.only)
+             for j, (plan, said) in enumerate(plans(CASES[name])) if not args.plans or plan in args.plans]  # fmt: skip
+    for machine, mesh in itertools.product(range(len(args.machines)), range(len(args.meshes))):
+        for i, j, name, plan, said in every:
+            at = (i + j + mesh) % len(args.meshes), (i + j // 3 + machine) % len(args.machines)
+            yield name, plan, said, args.meshes[at[0]], args.machines[at[1]]
+
+
+def known(file: Path | None) -> dict[tuple[str, ...], list[str]]:
+    """The rows of an earlier run, by model, plan, mesh and machine."""
+    lines = file.read_text().splitlines() if file and file.exists() else []
+    return {tuple(cells[:4]): cells for cells in (line.split("\t") for line in lines)}
 
 
 # ---- trained ----------------------------------------------------------------------------------
@@ -308,7 +326,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 # ---- tables -----------------------------------------------------------------------------------
 
 HEADER = ["model", "plan", "mesh", "machine", "by op, us", "program, us", "ratio", "by op, MB", "program, MB",
-          "collectives", "of program", "work, us", "of program", "choosing, s", "gap"]  # fmt: skip
+          "collectives", "of program", "work, us", "of program", "choosing, s", "gap", ""]  # fmt: skip
 
 
 SUMMARY = ["model", "plan", "rows", "ratio", "MB of by op", "of program", "collectives", "of program", "work of by op",
@@ -352,6 +370,7 @@ def main() -> int:
     parser.add_argument("--machines", nargs="+", choices=MACHINES, default=list(MACHINES))
     parser.add_argument("--layers", type=int, default=PLANNED.layers, help="of each model (default: %(default)s)")
     parser.add_argument("--short", action="store_true", help="one mesh, one machine, four plans")
+    parser.add_argument("--rows", type=Path, help="a file of rows: those in it are not made again, others are added")
     parser.add_argument("--summary", action="store_true", help="a line for each model and plan")
     parser.add_argument("--train", action="store_true", help="train each for three steps instead")
     parser.add_argument("--choose", nargs="+", choices=("op", "program"), default=["op", "program"], help="of --train")
@@ -362,17 +381,18 @@ def main() -> int:
         args.plans = args.plans or ["nothing", "dp x tp", "zero 3"]
     if args.train:
         return train(args)
-    rows, dearer = [], 0
-    for name in args.only:
-        case = cases(replace(PLANNED, layers=args.layers))[name]
-        for plan, said in plans(case):
-            for mesh_name in args.meshes if not args.plans or plan in args.plans else ():
-                row = row_of(case, said, mesh_name)
-                for machine in args.machines:
-                    cells, fine = measured(row, name, plan, mesh_name, machine)
-                    print(*cells, "" if fine else "DEARER", sep="  ", flush=True)
-                    rows.append(cells)
-                    dearer += not fine
+    rows = known(args.rows)
+    every = cases(replace(PLANNED, layers=args.layers))
+    for name, plan, said, mesh_name, machine in asked(args):
+        if (name, plan, mesh_name, machine) in rows:
+            continue
+        cells = measured(row_of(every[name], said, mesh_name), name, plan, mesh_name, machine)
+        print(*cells, sep="  ", flush=True)
+        rows[tuple(cells[:4])] = cells
+        if args.rows:
+            with args.rows.open("a") as file:
+                print(*cells, sep="\t", file=file)
+    rows, dearer = list(rows.values()), sum(cells[-1] == "DEARER" for cells in rows.values())
     print(table(SUMMARY, summary(rows), left=2) if args.summary else table(HEADER, rows, left=4))
     print(f"\n{len(rows)} rows, {dearer} dearer than by op; torch {torch.__version__}")
     return int(dearer > 0)

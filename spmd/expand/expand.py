@@ -32,6 +32,7 @@ from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.lowered import lowered
 from spmd.expand.nodes import LINE, SOURCE, added, first_positions, in_schema_order, line_of, result_metadata, source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
@@ -41,8 +42,8 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import READS_VALUE, SCALAR, Call
-from spmd.tensor.lower import Lowering, is_cheaper_by_rule, lower
-from spmd.tensor.recipes import recipe_for
+from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.recipes import MADE_IN_SHARDS
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.plan import Plan, Step, plan
@@ -337,11 +338,22 @@ class _Expander:
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
         repeats = first_positions(self._operands(node))
-        rows = self._rows(node)
-        key = (node.target, frozen(args), frozen(kwargs), repeats, rows)
+        rows, place = self._rows(node), self._place(node)
+        key = (node.target, frozen(args), frozen(kwargs), repeats, rows, place)
         return self.lowerings.get(
-            key, lambda: _lowered(Call(node.target, args, dict(kwargs), result_metadata(node), repeats), rows)
+            key, lambda: lowered(Call(node.target, args, dict(kwargs), result_metadata(node), repeats), rows, place)
         )
+
+    def _place(self, node: fx.Node) -> Spec | None:
+        """Where a gradient goes that the node makes, or that is computed from what it makes alone."""
+        if node.target not in MADE_IN_SHARDS:
+            return None
+        while node not in self.final_specs:
+            reader = next(iter(node.users)) if len(node.users) == 1 else node
+            if reader is node or getattr(reader.meta.get("val"), "shape", None) != node.meta["val"].shape:
+                return None
+            node = reader
+        return self.final_specs[node]
 
     def _rows(self, node: fx.Node) -> tuple[Row, ...] | None:
         """The rows that are chosen for a node; None if it is lowered by itself."""
@@ -432,13 +444,3 @@ def _remove_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op == "call_function" and not node.users:
             graph.erase_node(node)
-
-
-def _lowered(call: Call, rows: Sequence[Row] | None = None) -> Lowering:
-    """By the rows that are given, if they fit. Else as `spmd.tensor.eager.dispatch`: first a recipe, then a rule."""
-    if rows is not None and (by_rows := lower(call, skips_empty=call.makes_new, chosen=rows)).rows == tuple(rows):
-        return by_rows
-    recipe = recipe_for(call)
-    if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
-        return Lowering(recipe.plans_from(call.tensors), recipe.outs, local=recipe)
-    return lower(call, skips_empty=call.makes_new)

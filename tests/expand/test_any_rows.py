@@ -5,10 +5,10 @@ wrong row may stay unnoticed for years. Here the row is chosen at random among t
 complete train step must still be right. This tests the rows, the moves between any two of them, and the expander.
 """
 
+import contextlib
 import random
 import threading
 import zlib
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -16,16 +16,17 @@ import torch
 from torch import nn, optim
 
 import spmd.expand.expand as expand_module
+import spmd.expand.lowered as lowered_module
 import spmd.tensor.lower as lower_module
 from spmd import Shard
 from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
 from tests.expand.test_train import Normed, clipping_step, penalty_step
 
 
-@contextmanager
+@contextlib.contextmanager
 def random_rows(seed: int):
     """Inside, programs are expanded with legal rows chosen at random. The choice depends on the call and the seed."""
-    real_rows, real_lower = lower_module._cheapest_rows, expand_module.lower
+    real_rows, real_lower = lower_module._cheapest_rows, lower_module.lower
     here = threading.local()
 
     def choose(call, rule, options, in_place):
@@ -46,7 +47,10 @@ def random_rows(seed: int):
         finally:
             here.random = False
 
-    with mock.patch.object(lower_module, "_cheapest_rows", choose), mock.patch.object(expand_module, "lower", lower):
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(lower_module, "_cheapest_rows", choose))
+        for module in (expand_module, lowered_module):
+            patched.enter_context(mock.patch.object(module, "lower", lower))
         yield
 
 

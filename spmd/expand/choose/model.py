@@ -25,6 +25,7 @@ from spmd.expand.choose.problem import FIXED, End, Problem, Value
 from spmd.expand.choose.work import Roofline
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.lowered import made_rows
 from spmd.expand.nodes import first_positions, result_metadata
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import phases_of_reading
@@ -159,7 +160,7 @@ class Model:
         chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
         kept = rows_worth_taking(chooser.op, every, self.mesh)
         for axis in self.axes:
-            ways = _said(node, axis) or [Way(row) for row in kept]
+            ways = _said(node, axis) or [Way(row) for row in (*kept, *made_rows(call))]
             ways += self._arrivals(node, call, axis, kept)
             ways += self._way_by_op(node, axis, ways)
             chooser.ways.append(ways)

@@ -17,6 +17,7 @@ from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import base_name
 from spmd.tensor.recipes.random import Draw
+from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.spec import Spec
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def program_cost(program: Program) -> Cost:
 def node_work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
     """Microseconds of one op of a program on the first rank, which has the largest blocks."""
     op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
-    if node.op != "call_function" or not isinstance(op, _torch.OpOverload) or op in SAFE_LOCALLY.values():
+    computes = isinstance(op, (_torch.OpOverload, Recipe)) and op not in SAFE_LOCALLY.values()
+    if node.op != "call_function" or not computes:
         return 0.0
     outs = node.meta["spec"] if isinstance(node.meta["spec"], tuple) else (node.meta["spec"],)
     ins = [n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta["spec"], Spec)]
@@ -55,5 +57,5 @@ def node_work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
     shapes = [[spec and spec.local_shape(at) for spec in side] for side in (ins, outs)]
     nbytes = [[prod(s) * spec.dtype.itemsize for s, spec in zip(*each, strict=True) if spec is not None]
               for each in zip(shapes, (ins, outs), strict=True)]  # fmt: skip
-    name = base_name(op)
+    name = op.op if isinstance(op, Recipe) else base_name(op)
     return float(roofline.us(flops(name, *shapes), read_and_written(name, *nbytes), ins[0].dtype))

@@ -18,6 +18,7 @@ from spmd.tensor.recipes import attention, blocks, convolutions, ctc, distances,
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.spec import Spec
 
+MADE_IN_SHARDS = vocabulary.MADE_IN_SHARDS
 RECIPES = {}
 for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling, attention):
     RECIPES |= _recipes.RECIPES
@@ -29,8 +30,13 @@ def recipe_for(call: Call) -> Recipe | None:
     A rank looks for one place where its block begins, so packed dims become shards of one interval first.
     """
     make_recipe = RECIPES.get(call.op)
-    if make_recipe is None or not any(x.is_packed for x in call.tensors):
-        return make_recipe and make_recipe(call)
+    recipe = make_recipe and _recipe_for(call, make_recipe)
+    return recipe and replace(recipe, op=call.name)
+
+
+def _recipe_for(call: Call, make_recipe: Callable[[Call], Recipe | None]) -> Recipe | None:
+    if not any(x.is_packed for x in call.tensors):
+        return make_recipe(call)
     unpacked = _with_specs(call, _in_one_block)
     recipe = make_recipe(unpacked)
     if recipe is None or recipe.indexed is None:

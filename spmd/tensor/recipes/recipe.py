@@ -33,7 +33,7 @@ class Recipe:
     that the local function needs. halos: the plans of the operands that get rows around their blocks as well
     (`redistribute.halo`), None for the others; empty if there are none. indexed: the dims of the table along which a
     rank has to know where its block is; None if that is so of all dims of all operands. sums: as halos, for results
-    whose blocks have rows that belong to other ranks, which add them up.
+    whose blocks have rows that belong to other ranks, which add them up. op: the name of the op whose work it does.
     """
 
     ins: tuple[Spec, ...]
@@ -44,6 +44,7 @@ class Recipe:
     halos: tuple[HaloPlan | None, ...] = ()
     indexed: tuple[int, ...] | None = None
     sums: tuple[HaloPlan | None, ...] = ()
+    op: str = ""
 
     @property
     def __name__(self) -> str:

@@ -3,11 +3,11 @@
     embedding(f32[V@tp, d], i64[t@dp])          ->  f32[t@dp, d] +sum@tp
     gather(f32[t@dp, V@tp], 1, i64[t@dp, 1])    ->  f32[t@dp, 1] +sum@tp
     nll_loss(f32[t@dp, V@tp], i64[t@dp])        ->  f32[] +sum@dp +sum@tp      and its gradient, f32[t@dp, V@tp]
+    embedding_dense_backward(f32[t@dp, d], i64[t@dp])    ->  f32[V@tp, d] +sum@dp
 
 The entry that an index points at is on one rank of tp. That rank returns the entry and the others return zeros, so the
-sum over the ranks is the entry.
-
-Left out: gradients of tables. They are a Partial of the shape of the global table.
+sum over the ranks is the entry. The gradient of a table is made in shards of its rows only where somebody wants it so
+(`MADE_IN_SHARDS`): no operand says it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,25 @@ def local_embedding(recipe: Recipe, at: Coordinate, table, tokens) -> tuple:
         return (aten.new_zeros.default(table, recipe.outs[0].local_shape(at)),)
     found = aten.embedding.default(table, rows)
     return (aten.masked_fill.Scalar(found, aten.unsqueeze.default(elsewhere, -1), 0),)
+
+
+def embedding_backward(call: Call, ins: Sequence[Spec], out: Spec) -> Recipe:
+    """The gradient of a table in shards of its rows, from gradients and tokens that all ranks of these axes have."""
+    statics = call["padding_idx"], call["scale_grad_by_freq"]
+    return Recipe(tuple(ins), (out,), local_embedding_backward, out, statics, indexed=(0,), op=call.name)
+
+
+def local_embedding_backward(recipe: Recipe, at: Coordinate, grad, tokens) -> tuple:
+    """What the tokens add to the rows of this rank. All others are padding, behind the last row."""
+    padding, by_count = recipe.statics
+    start, length = recipe.table.block(0, at)
+    rows = aten.sub.Tensor(tokens, start)
+    elsewhere = aten.logical_or.default(aten.lt.Scalar(rows, 0), aten.ge.Scalar(rows, length))
+    if padding >= 0:
+        elsewhere = aten.logical_or.default(elsewhere, aten.eq.Scalar(tokens, padding))
+    rows = aten.masked_fill.Scalar(rows, elsewhere, length)
+    longer = aten.embedding_dense_backward.default(grad, rows, length + 1, length, by_count)
+    return (aten.slice.Tensor(longer, 0, 0, length),)
 
 
 # ---- gather -----------------------------------------------------------------------------------
@@ -189,3 +208,9 @@ RECIPES: dict[Any, Callable[[Call], Recipe | None]] = {
     aten.nll_loss_forward.default: nll_loss,
     aten.nll_loss_backward.default: nll_loss_backward,
 }
+
+MADE_IN_SHARDS: dict[Any, Callable[[Call, Sequence[Spec], Spec], Recipe]] = {
+    aten.embedding_dense_backward.default: embedding_backward,
+}
+"""Ops that can make a result in shards of its first dim, which no operand has: their recipes by the specs of operands
+and result. On the axes of these shards the operands are replicated."""
