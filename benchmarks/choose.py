@@ -4,18 +4,19 @@
     python benchmarks/choose.py --layers 1 --meshes 2x2 --summary
     python benchmarks/choose.py --layers 1 --rows rows.txt --summary    # go on where an earlier run was ended
     python benchmarks/choose.py --short     # a model of each kind on one mesh and one machine, under two minutes
-    python benchmarks/choose.py --train     # train each for three steps instead, simulated: is it what one device does?
+    python benchmarks/choose.py --train --meshes 2x2    # train each for three steps: is it what one device does?
 
 Each row is a train step (forward, loss, backward, AdamW) of a small model under a plan - what the user says of
 parameters and inputs - on a mesh of simulated links. For the choice by op and for the program's the table has the
 modelled time, the bytes that a rank puts into collectives, their number, and the work of the busiest rank over an even
-share of the work; then the seconds that choosing and writing took after the capture, and the gap: how much dearer than the best assignment of the
-model the chosen one may be at most. Nothing is run, and seconds are the processor's. Exits 1 if the choice for the
-program costs more anywhere. `--summary` prints a line for each model and plan: the range over meshes and machines.
-Each model and plan comes once, on some mesh, before the next mesh of any.
+share of the work; then the seconds that choosing and writing took after the capture, and the gap: how much dearer than
+the best assignment of the model the chosen one may be at most. Nothing is run, and seconds are the processor's. Exits 1
+if the choice for the program costs more anywhere. Each model and plan comes once, on some mesh and machine, before any
+comes again. `--summary` prints a line for each model and plan: the range over meshes and machines.
 
-Trained are smaller models, three steps of SGD in float64, beside one device: the largest difference of a loss or a
-parameter. What models compute in float32, whatever they are given, is computed in float64 here. Exits 1 above 1e-10.
+Trained are smaller models on simulated ranks, three steps of SGD in float64, beside one device: the largest difference
+of a loss or a parameter. What models compute in float32, whatever they are given, is computed in float64 here. Exits 1
+above 1e-10.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -265,9 +267,11 @@ def measured(row: Row, name: str, plan: str, mesh_name: str, machine: str) -> li
 
 
 def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, dict, str, str]]:
-    """Models, plans, meshes and machines. Each model and plan comes once before any comes again."""
+    """Models, plans, meshes and machines. Each model and plan comes once before any comes again, and early some row of
+    each model and some of each plan."""
     every = [(i, j, name, plan, said) for i, name in enumerate(args.only)
              for j, (plan, said) in enumerate(plans(CASES[name])) if not args.plans or plan in args.plans]  # fmt: skip
+    every.sort(key=lambda at: (at[0] + at[1]) % 9)
     for machine, mesh in itertools.product(range(len(args.machines)), range(len(args.meshes))):
         for i, j, name, plan, said in every:
             at = (i + j + mesh) % len(args.meshes), (i + j // 3 + machine) % len(args.machines)
@@ -295,12 +299,13 @@ def all_in_float64() -> Iterator[None]:
         torch.float32, torch.float, torch.Tensor.float = kept
 
 
-def trained(case: Case, said: dict, choose: str) -> float:
-    """How far losses and parameters are from those of one device after three steps, on 2 x 2 simulated ranks."""
+def trained(case: Case, said: dict, choose: str, mesh_name: str) -> float:
+    """How far losses and parameters are from those of one device after three steps, on simulated ranks."""
+    shape = MESHES[mesh_name]
     with all_in_float64():
         want = three_steps(case, None, said, choose)
-        with spmd.LocalTensorMode(4):
-            mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with spmd.LocalTensorMode(prod(shape)):
+            mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "pp")[: len(shape)])
             got = three_steps(case, mesh, said, choose)
     return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
 
@@ -350,15 +355,15 @@ def _range(cells: list[str]) -> str:
 
 
 def train(args: argparse.Namespace) -> int:
-    found, good = [], True
-    for name, case in ((name, cases(TRAINED)[name]) for name in args.only):
-        for plan, said in plans(case):
-            for choose in args.choose if not args.plans or plan in args.plans else ():
-                apart = trained(case, said, choose)
-                found.append([name, plan, choose, f"{apart:.0e}", "" if apart <= APART else "DIFFERS"])
-                print(*found[-1], sep="  ", flush=True)
-                good &= apart <= APART
-    print(table(["model", "plan", "chosen by", "apart", ""], found, left=3))
+    found, good, every = [], True, cases(TRAINED)
+    args.machines = args.machines[:1]
+    for name, plan, said, mesh_name, _ in asked(args):
+        for choose in args.choose:
+            apart = trained(every[name], said, choose, mesh_name)
+            found.append([name, plan, mesh_name, choose, f"{apart:.0e}", "" if apart <= APART else "DIFFERS"])
+            print(*found[-1], sep="  ", flush=True)
+            good &= apart <= APART
+    print(table(["model", "plan", "mesh", "chosen by", "apart", ""], found, left=4))
     return 0 if good else 1
 
 

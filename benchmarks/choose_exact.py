@@ -1,11 +1,12 @@
 """Choices for random small graphs beside exhaustive search under the same cost.
 
-    python benchmarks/choose_exact.py               # 300 graphs
+    python benchmarks/choose_exact.py               # 500 graphs
     python benchmarks/choose_exact.py --graphs 40
 
-The graphs are those of `tests/expand/choose/small_graphs.py`: up to seven ops, on a mesh of 2 or of 2x2 ranks. All
-assignments of the problem that a choice solves are priced at once, in numpy. Graphs with more than 400,000 assignments
-are drawn again. Exits 1 if the solver is above the best assignment, or its bound is not the best, on any graph.
+The graphs are those of `tests/expand/choose/small_graphs.py`: up to seven ops, on a mesh of 2 or of 2x2 ranks, with
+plain inputs, packed ones, and ones that both axes shard in either order. All assignments of the problem that a choice
+solves are priced at once, in numpy. Graphs with more than 400,000 assignments are drawn again. Exits 1 if the solver is
+above the best assignment, or its bound is not the best, on any graph.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.expand.choose.small_graphs import MESHES, compared
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--graphs", type=int, default=300)
+    parser.add_argument("--graphs", type=int, default=500)
     args = parser.parse_args()
     rows, wrong = [], 0
     for mesh_name in MESHES:

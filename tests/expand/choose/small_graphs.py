@@ -3,13 +3,15 @@
     problem, solved = problem_of(3, "2x2")       least(problem) == solved.us
 
 A graph has up to seven ops on matrices: products with parameters, additions, pointwise ops, transpositions, sums over a
-dim. It is captured from a function of torch, with placements of inputs drawn at random.
+dim. It is captured from a function of torch, with placements of inputs drawn at random. "packed" inputs may be shards
+of each of two blocks; of "ordered" ones that both axes shard on one dim, either axis may be the outer one.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import prod
 from unittest import mock
 
 import numpy as np
@@ -22,7 +24,10 @@ from spmd.expand.choose.problem import FIXED, Problem, Value
 from spmd.expand.choose.solve import Solved, solve
 
 MOST_OPS, MOST_ASSIGNMENTS, SIZE = 7, 400_000, 64
-MESHES = {"2": ((2,), MOST_OPS), "2x2": ((2, 2), 4)}
+MESHES = {
+    "2": ((2,), MOST_OPS), "2x2": ((2, 2), 4), "2, packed": ((2,), MOST_OPS), "2x2, packed": ((2, 2), 4),
+    "2x2, ordered": ((2, 2), 4),
+}  # fmt: skip
 """Shapes of meshes, and the most ops of a graph there."""
 
 
@@ -44,18 +49,32 @@ def problem_of(seed: int, mesh_name: str) -> tuple[Problem, Solved]:
     """The problem of a random graph as a choice for its program solves it, and what was found."""
     rng = random.Random(seed)
     shape, most = MESHES[mesh_name]
-    mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
     step = random_step(rng, most)
-    places = {name: [rng.choice([Shard(0), Shard(1), Replicate()]) for _ in shape] for name in "xab"}
+    kinds = [Shard(0), Shard(1), Replicate(), *[Shard(0, blocks=2), Shard(1, blocks=2)] * ("packed" in mesh_name)]
+    places = {name: [rng.choice(kinds) for _ in shape] for name in "xab"}
     found: list[tuple[Problem, Solved]] = []
 
     def watched(problem: Problem, starts=()) -> Solved:
         found.append((problem, solve(problem, starts)))
         return found[-1][1]
 
-    with mock.patch.object(program, "solve", watched):
-        spmd.compile(step, mesh, choose="program", inputs=places).program_for(*[torch.randn(SIZE, SIZE) for _ in "xab"])
+    with mock.patch.object(program, "solve", watched), spmd.LocalTensorMode(prod(shape)):
+        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        given = [torch.randn(SIZE, SIZE) for _ in "xab"]
+        if "ordered" in mesh_name:
+            given = [ordered(rng, x, mesh, places[name]) for x, name in zip(given, "xab", strict=True)]
+        said = {} if "ordered" in mesh_name else {"inputs": places}
+        spmd.compile(step, mesh, choose="program", **said).program_for(*given)
     return found[0]
+
+
+def ordered(rng: random.Random, x: torch.Tensor, mesh: spmd.DeviceMesh, placements: list) -> spmd.DTensor:
+    """A distributed tensor; if both axes shard one dim, the second axis may be the outer one."""
+    x = spmd.distribute_tensor(x, mesh, placements)
+    shared = placements[0] == placements[1] and isinstance(placements[0], Shard)
+    if not shared or rng.random() < 0.3:
+        return x
+    return x.redistribute(mesh, placements, order={placements[0].dim: ("tp", "dp")})
 
 
 def least(problem: Problem) -> float:
