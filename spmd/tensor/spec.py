@@ -130,6 +130,11 @@ class Spec:
         """Whether the block of some rank has several intervals of a dim."""
         return any([isinstance(unit, Packed) for unit in self.units])
 
+    @cached_property
+    def is_reordered(self) -> bool:
+        """Whether several axes shard a dim in another order than that of the mesh."""
+        return any([list(axes) != sorted(axes) for axes in self.dims])
+
     def side(self, dim: int, coordinate: Sequence[int]) -> Side:
         """Which indices of `dim` the rank at `coordinate` has."""
         return chunk.side(*self._cut_of(dim, coordinate)) if self.dims[dim] else (0, self.shape[dim])

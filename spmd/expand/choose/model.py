@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from spmd.expand.choose.arrivals import along, arrivals, may_arrive
 from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, operands_of, value_shape
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.classes import Classes, Group, Meeting
+from spmd.expand.choose.following import END, UPDATE, Following
 from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
@@ -28,12 +30,11 @@ from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.lowered import made_rows
 from spmd.expand.nodes import first_positions, result_metadata
 from spmd.expand.places.places import Places
-from spmd.expand.places.reads import phases_of_reading
 from spmd.expand.places.roles import MARK, Roles, gradient_places
 from spmd.mesh import DeviceMesh
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import READS_VALUE, SCALAR, Call
-from spmd.tensor.lower import _replicated_rule
+from spmd.tensor.lower import _replicated_rule, lower
 from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.rules.book import rule_of
@@ -41,10 +42,6 @@ from spmd.tensor.rules.rule import Row, rows
 from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
-
-UPDATE, END = -1, -2
-"""In the place of a phase in which a parameter is moved: for its update, and where its new value is kept."""
-
 
 @dataclass(eq=False)
 class Chooser:
@@ -81,6 +78,7 @@ class Model:
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
+        self.following = Following(graph, roles, self.places)
         self.cells: Cells = cells_of(graph, self.gradients)
         self.homes = self._homes()
         self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
@@ -138,11 +136,11 @@ class Model:
             self._bares[shape] = Spec.of(self.mesh, *shape)
         return self._bares[shape]
 
-    def _call(self, node: fx.Node) -> tuple[Call, Sequence[Row]]:
-        """The call of a node on replicated operands, and the rows of its rule."""
+    def _call(self, node: fx.Node, given: Mapping[fx.Node, Spec] = MappingProxyType({})) -> tuple[Call, Sequence[Row]]:
+        """The call of a node, and the rows of its rule. Operands are replicated where nothing else is given."""
 
         def spec(n: fx.Node):
-            return self._bare(n) if is_tensor(n) else SCALAR
+            return (given.get(n) or self._bare(n)) if is_tensor(n) else SCALAR
 
         op, args = node.target, node.args
         if isinstance(op, Draw):
@@ -159,6 +157,7 @@ class Model:
         outs = [self._of(o) if o is not None else None for o in call.outs]
         chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
         kept = rows_worth_taking(chooser.op, every, self.mesh)
+        kept = [row for row in kept if self.following.may_take(row, chooser.operands)]
         for axis in self.axes:
             ways = _said(node, axis) or [Way(row) for row in (*kept, *made_rows(call))]
             ways += self._arrivals(node, call, axis, kept)
@@ -246,6 +245,17 @@ class Model:
         for value, (homes, _) in self.homes.items():
             for home in homes:
                 self.layouts(value).admit(home)
+
+        self._admit_what_follows()
+
+    def _admit_what_follows(self) -> None:
+        """Let views of parameters that two axes shard in another order than that of the mesh be sharded alike."""
+        given = {n: self.sources[n] for n in self.places if n in self.sources}
+        for node in self.following.of:
+            operands = node.all_input_nodes
+            if node not in self.places and operands[0] in given and given[operands[0]].is_reordered:
+                given[node] = lower(self._call(node, given)[0]).outs[0]
+                self.layouts(node).admit(given[node])
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that update read a parameter that is stored elsewhere; else nothing."""
@@ -336,12 +346,12 @@ class Model:
 
     def _meetings(self) -> list[Meeting]:
         """All values with the cells around them. A parameter that is stored elsewhere than it is computed with is moved
-        for each phase that computes with it, and for those that update it."""
+        for each phase that computes with it, and for those that update it; so is what follows from it alone."""
         readers: dict[tuple[fx.Node, int | None], list[tuple[int, int]]] = {}
         writer = {value: (i, at) for i, cell in enumerate(self.cells.every) for at, value in enumerate(cell.writes)}
         for i, cell in enumerate(self.cells.every):
             for at, n in enumerate(operands_of(cell)):
-                for when in self._passes(n, cell) if n in self.places else (None,):
+                for when in self.following.moved_in(n, cell.node):
                     readers.setdefault((n, when), []).append((i, at))
         for value in self.homes:
             if value not in self.places or value in writer:
@@ -352,32 +362,25 @@ class Model:
             for meeting in self._of_value(value, when, own, writer.get(value))
         ]
 
-    def _passes(self, value: fx.Node, cell: Cell) -> Sequence[int]:
-        """When a cell moves a parameter: in the phases of those that read it or a view of it; once if it is kept for
-        all of them; or for the update."""
-        if cell.node not in self.roles.compute:
-            return (UPDATE,)
-        return (0,) if self.places[value].reshard is False else phases_of_reading(cell.node)
-
     def _of_value(
         self, value: fx.Node, when: int | None, readers: list[tuple[int, int]], writer: tuple[int, int] | None
     ) -> list[Meeting]:
         """A value at one time. A gradient that is computed from gradients goes to its place first."""
         if when == UPDATE:
-            return [Meeting(value, (self.places[value].state, (), ()), None, readers)]
+            return [Meeting(value, (self.places[value].state, (), (), when), None, readers)]
         spec = None if writer else self.sources.get(value) or self._bare(value)
         homes, free = self.homes.get(value, ((), ())) if when in (None, END) else ((), ())
-        rest = homes, tuple(each[1:] for each in free)
+        rest = homes, tuple(each[1:] for each in free), when
         if writer is None or value not in self.gradients or value.target is MARK:
             return [Meeting(value, (spec or value_shape(value), *rest), writer, readers)]
         place = self.gradients[value]
-        made = Meeting(value, (value_shape(value), (place,), ()), writer, [])
+        made = Meeting(value, (value_shape(value), (place,), (), when), writer, [])
         return [made, Meeting(value, (place, *rest), None, readers)]
 
     def _value(self, group: Group) -> tuple[Value, Group] | None:
         """The values of a group, if they are moved; what they owe at the end is part of their makers' work."""
         first, weight = group.members[0], float(len(group.members))
-        (spec, homes, owed), (_, free) = first.known, self.homes.get(first.value, ((), ()))
+        (spec, homes, owed, _), (_, free) = first.known, self.homes.get(first.value, ((), ()))
         layouts = self.layouts(first.value)
         made = self._end(layouts, group.maker or spec)
         ends = self._readers(layouts, group, homes)
@@ -389,7 +392,8 @@ class Model:
         """Whether a value may owe a reduction and has several readers: then it may be reduced once for all of them."""
         ends = len({end.variable for end in value.readers} - {FIXED})
         ends += sum(end.variable == FIXED for end in value.readers)
-        return value.maker.variable != FIXED and ends > 1 and self._may_owe(self._layouts_of(group), value.maker)
+        free = value.maker.variable != FIXED and group.members[0].value not in self.following
+        return free and ends > 1 and self._may_owe(self._layouts_of(group), value.maker)
 
     def _layouts_of(self, group: Group) -> Layouts:
         return self.layouts(group.members[0].value)
