@@ -9,7 +9,7 @@ be moved. A reader does not take the shards for terms of a sum either: that sum 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -19,6 +19,7 @@ from spmd.expand.places.reads import phases_of_reading
 from spmd.expand.places.roles import Roles
 from spmd.tensor.call import is_pointwise
 from spmd.tensor.rules.rule import Row
+from spmd.tensor.spec import Spec
 
 UPDATE, END = -1, -2
 """In the place of a phase in which a parameter is moved: for its update, and where its new value is kept."""
@@ -49,6 +50,18 @@ class Following:
         if self.places[self.of[value]].reshard is False:
             return (0,) if value in self.places else (None,)
         return phases_of_reading(reader)
+
+    def reordered(
+        self, sources: Mapping[fx.Node, Spec], spec_of: Callable[[fx.Node, Mapping[fx.Node, Spec]], Spec]
+    ) -> Iterator[tuple[fx.Node, Spec]]:
+        """Values with their specs that follow parameters of which two axes shard a dim in another order than that of
+        the mesh. spec_of: that of the result of a node for these operands."""
+        given = {n: sources[n] for n in self.places if n in sources and sources[n].is_reordered}
+        for node in self.of:
+            operands = node.all_input_nodes
+            if node not in self.places and operands[0] in given:
+                given[node] = spec_of(node, given)
+                yield node, given[node]
 
     def may_take(self, row: Row, operands: Sequence[fx.Node]) -> bool:
         """Whether a reader may have its operands so."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from spmd.expand.choose.choice import Packing
+from spmd.expand.places.roles import scattered_first
 from spmd.mesh import DeviceMesh
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
 from spmd.tensor.redistribute.distances import distances
@@ -134,6 +135,24 @@ class Layouts:
             index = [at[spec] for spec in self.specs]
             self._costs = distances(specs)[np.ix_(index, index)]
         return self._costs
+
+    def costs_as_gradient(self, place: Spec) -> np.ndarray:
+        """Microseconds from each layout to the place of a gradient, whose sums are scattered before others are reduced
+        (`places.roles.scattered_first`)."""
+        costs, goal = self.costs, self.number(place)
+        found = costs[:, goal].copy()
+        for at, spec in enumerate(self.specs):
+            first, *rest = scattered_first(spec, self.contiguous(place))
+            if rest and first in self:
+                found[at] = costs[at, self.number(first)] + costs[self.number(first), goal]
+        return found
+
+    def __contains__(self, spec: Spec) -> bool:
+        """Whether a spec is a layout."""
+        spec = self.contiguous(spec)
+        letters = [self.plain(spec.on(a)) for a in self.axes]
+        plain = placed(self._bare, spec.placements) is spec and all(p in self.alphabet for p in letters)
+        return spec in self.extra or plain
 
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize

@@ -43,6 +43,7 @@ from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
 
+
 @dataclass(eq=False)
 class Chooser:
     """What a class of cells chooses from. operands: for the first cell, the value of each operand.
@@ -246,16 +247,8 @@ class Model:
             for home in homes:
                 self.layouts(value).admit(home)
 
-        self._admit_what_follows()
-
-    def _admit_what_follows(self) -> None:
-        """Let views of parameters that two axes shard in another order than that of the mesh be sharded alike."""
-        given = {n: self.sources[n] for n in self.places if n in self.sources}
-        for node in self.following.of:
-            operands = node.all_input_nodes
-            if node not in self.places and operands[0] in given and given[operands[0]].is_reordered:
-                given[node] = lower(self._call(node, given)[0]).outs[0]
-                self.layouts(node).admit(given[node])
+        for value, spec in self.following.reordered(self.sources, lambda *of: lower(self._call(*of)[0]).outs[0]):
+            self.layouts(value).admit(spec)
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that update read a parameter that is stored elsewhere; else nothing."""
@@ -386,7 +379,19 @@ class Model:
         ends = self._readers(layouts, group, homes)
         if owed and made.variable != FIXED:
             self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
-        return (Value(weight, layouts.costs, made, tuple(ends), group.kind), group) if ends else None
+        costs = self._costs_to_places(layouts, group, homes)
+        return (Value(weight, costs, made, tuple(ends), group.kind), group) if ends else None
+
+    def _costs_to_places(self, layouts: Layouts, group: Group, homes: Sequence[Spec]) -> np.ndarray:
+        """The costs of the moves of a value. A gradient goes to its place as it does in a program."""
+        marks = [self.choosers[k].cell.node for k, _ in group.readers]
+        places = [self.gradients[n] for n in marks if n in self.gradients and n.target is MARK]
+        places += [place for place in homes if self.gradients.get(group.members[0].value) is place]
+        costs = layouts.costs
+        for place in dict.fromkeys(places):
+            costs = costs.copy()
+            costs[:, layouts.number(place)] = layouts.costs_as_gradient(place)
+        return costs
 
     def _may_be_held(self, value: Value, group: Group) -> bool:
         """Whether a value may owe a reduction and has several readers: then it may be reduced once for all of them."""

@@ -61,10 +61,9 @@ class Options:
 
         The rows say which dim an axis shards, and not in which order or parts: that follows from the operands.
         """
-        every = np.ones(len(self.us), bool)
         found = [self]
         found += [self._changed([x.packed(p) for x in op.tensors], self._may_pack(op, p), p) for p in packings]
-        found += [self._changed([x.reordered(order) for x in op.tensors], every, None) for order in orders]
+        found += [each._changed([x.reordered(o) for x in op.tensors], True, None) for each in found for o in orders]
         found = [each for each in found if len(each.us)]
         if len(found) == 1:
             return self
@@ -73,8 +72,9 @@ class Options:
         us, digits = np.concatenate([each.us for each in found]), np.concatenate([each.digits for each in found], 1)
         return Options(needs, gives, us, self.ways, digits, [p for each in found for p in each.packings])
 
-    def _changed(self, change: Sequence[np.ndarray], keep: np.ndarray, packing: Packing | None) -> Options:
-        """The options whose layouts become others. change: for each tensor the new number of each layout, or -1."""
+    def _changed(self, change: Sequence[np.ndarray], keep: np.ndarray | bool, packing: Packing | None) -> Options:
+        """The options whose layouts become others. change: for each tensor the new number of each layout, or -1.
+        packing: what they pack now; None for what they packed."""
         old = [*self.needs, *self.gives]
         new = [numbers[n] for numbers, n in zip(change, old, strict=True)]
         if new:
@@ -82,7 +82,8 @@ class Options:
         else:
             keep = np.zeros(len(self.us), bool)
         new, at = [n[keep] for n in new], len(self.needs)
-        return Options(new[:at], new[at:], self.us[keep], self.ways, self.digits[:, keep], [packing] * int(keep.sum()))
+        packings = [packing or self.packings[i] for i in np.nonzero(keep)[0]]
+        return Options(new[:at], new[at:], self.us[keep], self.ways, self.digits[:, keep], packings)
 
     def _may_pack(self, op: Op, packing: Packing) -> np.ndarray:
         """The options whose rows shard packed dims with packed ones alone."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import spmd
-from spmd.expand import expand
+from spmd.expand import lowered
 from spmd.tensor.cache import forget_decisions
 from spmd.tensor.eager import dispatch
 from spmd.tensor.placement import Shard
@@ -35,7 +35,7 @@ def t(*shape: int) -> torch.Tensor:
 def halos_always(monkeypatch):
     """Of these small images, the rows of a halo may be more than what another choice sends."""
     forget_decisions()
-    for reader in (dispatch, expand):
+    for reader in (dispatch, lowered):
         monkeypatch.setattr(reader, "is_cheaper_by_rule", lambda *_: False)
     yield
     forget_decisions()
