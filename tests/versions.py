@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
-GLOO_HAS_ALL_TO_ALL_OF_LISTS = TORCH >= (2, 13)
+GLOO_HAS_ALL_TO_ALL_OF_LISTS = TORCH >= (2, 12)
 NEW_GROUPS_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 # Collectives under the names that all versions have, or else the older ones.
