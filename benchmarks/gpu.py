@@ -62,6 +62,7 @@ from spmd.parallel import (
 
 INPUTS = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
 BIG, SMALL, DEEP = GPTConfig(12, 12, 768, 512, 50304), GPTConfig(1, 2, 8, 8, 32), GPTConfig(4, 2, 8, 8, 32)
+WIDE = GPTConfig(2, 16, 2048, 512, 4096)
 STYLES = {"blocks.*.mlp.up": ColwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
 PATIENCE = timedelta(minutes=5)
 
