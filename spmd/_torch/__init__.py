@@ -36,6 +36,7 @@ from spmd._torch.autograd import (
     after_backward,
     backward_under,
     below_autograd,
+    has_custom_functions,
     in_backward,
     in_forward_ad,
     is_zero_without_memory,
@@ -75,6 +76,7 @@ from spmd._torch.functionalize import (
     from_functional,
     functional_mode_of,
     gradients_seen,
+    has_attributes,
     to_functional,
     write_functional,
 )  # fmt: skip
@@ -104,6 +106,7 @@ from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,
+    flags_around,
     frozen_are_constants,
     in_symbolic_trace,
     in_trace,

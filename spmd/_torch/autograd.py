@@ -67,16 +67,25 @@ def saved_tensors_are_hooked() -> bool:
 
 def leaves_behind(x: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a backward pass from x would add gradients to."""
-    found, seen, left = [], set(), [x.grad_fn]
+    variables = (getattr(node, "variable", None) for node in _nodes_behind([x]))
+    return [x for x in variables if x is not None]
+
+
+def has_custom_functions(several: list[torch.Tensor]) -> bool:
+    """Whether a backward pass from these runs a function of the user's (`torch.autograd.Function`)."""
+    found = [type(n) for n in _nodes_behind(several) if isinstance(n, torch.autograd.function.BackwardCFunction)]
+    return any(kind._forward_cls.__module__.partition(".")[0] not in ("torch", "spmd") for kind in found)
+
+
+def _nodes_behind(several: list[torch.Tensor]) -> list[Any]:
+    """The nodes of autograd's graph that a backward pass from these goes through."""
+    found, left = {}, [x.grad_fn for x in several]
     while left:
         node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
-        left += [following for following, _ in node.next_functions]
-    return found
+        if node is not None and node not in found:
+            found[node] = None
+            left += [following for following, _ in node.next_functions]
+    return list(found)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor, functional_tensor
 from torch.fx import _symbolic_trace
+from torch.nn.modules import module
 from torch.utils import _python_dispatch
 
 # A mode that sees every op below autograd.
@@ -67,6 +68,28 @@ def untraced() -> contextlib.AbstractContextManager:
 def is_any_mode_on() -> bool:
     """Whether ops go through a dispatch mode: of a trace, or a user's."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+def flags_around() -> tuple:
+    """What is set for this process that ops, or calls of modules, do differently: flags, threads, hooks on all modules.
+    """
+    ask = torch._C
+    flags = [getattr(ask, name)() for name in _FLAGS if hasattr(ask, name)]
+    hooks = [id(hook) for name in _HOOKS for hook in getattr(module, name, {}).values()]
+    return *flags, torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled(), *hooks
+
+
+_FLAGS = (
+    "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_cudnn_sdp_enabled",
+    "_get_deterministic_fill_uninitialized_memory", "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled",
+    "_get_math_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cudnn_enabled", "_get_cudnn_benchmark",
+    "_get_cudnn_deterministic", "_get_cudnn_allow_tf32", "_get_mkldnn_enabled", "_get_nnpack_enabled",
+    "_get_cublas_allow_tf32", "_get_float32_matmul_precision",
+)  # fmt: skip
+_HOOKS = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
+    "_global_buffer_registration_hooks", "_global_parameter_registration_hooks", "_global_module_registration_hooks",
+)  # fmt: skip
 
 
 # ---- Dynamo -----------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
+from spmd.expand.stamp.step import reach_of_step
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
@@ -251,6 +252,11 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 def _trace(blocks: bool, *given: Any) -> Captured:
     """With stamps, or without those that cannot be shown to be right. blocks: whether those of blocks are tried."""
     updates = updates_stamped
+    fn, _, _, state, *_ = given
+    before = reach_of_step(fn, state) if blocks else None
+    if before and before.unseen:
+        log.debug("calls of equal modules are traced one by one: the step reaches %s", before.unseen)
+        blocks = False
     while True:
         try:
             return _traced(*given, updates, blocks)
@@ -259,6 +265,8 @@ def _trace(blocks: bool, *given: Any) -> Captured:
             blocks = False
         except Coupled:
             updates = contextlib.nullcontext
+        if before:
+            before.held.put_back()
 
 
 log = logging.getLogger("spmd.expand")

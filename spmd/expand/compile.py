@@ -112,8 +112,8 @@ def compile(
     (`reset_parameters`, `_init_weights`); a function is then called with each module; False leaves the memory as it is.
     backend: "inductor", or another of torch.compile's backends, compiles what a rank runs between its collectives; the
     collectives and their order stay. Then numbers are equal up to rounding. "eager" calls the ops one by one.
-    stamp_blocks: capture two of the calls of equal modules, and write the others again: a faster first call. For models
-    whose modules read nothing that changes in the step, such as a global count, but what they are given and hold.
+    stamp_blocks: capture two of the calls of equal modules, and write the others again, where it can be shown that
+    their code reads nothing else than that of those two. The graph is the same, captured faster.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,18 +28,19 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.draws import Numbering
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.origins import Origins
-from spmd.expand.outside import unchanged
 from spmd.expand.phases import Phases
+from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
-from spmd.expand.stamp.repeats import guard_now, repeated
+from spmd.expand.stamp.reach import Code, Reach
+from spmd.expand.stamp.repeats import repeated
 from spmd.expand.stamp.stencil import Stencil, notes_of
+from spmd.expand.stamp.watch import AutogradSeen, Watch
 from spmd.expand.state import State
 from spmd.tensor.recipes import stream
 
@@ -55,7 +57,7 @@ class Blocks:
     origins: Origins
     phases: Phases
     numbering: Numbering
-    kinds: dict[Hashable, list[_Traced]] = field(default_factory=dict)
+    kinds: dict[Hashable, _Kind] = field(default_factory=dict)
     is_inside: bool = False
     wrong: str = ""
     thread: int = field(default_factory=threading.get_ident)
@@ -77,13 +79,13 @@ class Blocks:
         """Check what could not be checked before, and remove what was traced aside. To be called after the trace."""
         if self.wrong:
             raise CoupledBlocks(self.wrong)
-        for calls in self.kinds.values():
-            for call in calls:
+        for kind in self.kinds.values():
+            for call in kind.calls:
                 call.check_nothing_leaks()
-            if len(calls) == 2:
-                calls[1].check_backward_of(calls[0])
-        for calls in self.kinds.values():
-            for call in calls:
+            if len(kind.calls) == 2:
+                kind.calls[1].check_backward_of(kind.calls[0])
+        for kind in self.kinds.values():
+            for call in kind.calls:
                 call.erase_aside(graph)
 
     def couple(self, why: str) -> None:
@@ -100,11 +102,13 @@ class Blocks:
         mode = _torch.proxy_mode() if threading.get_ident() == self.thread else None
         if mode is None or self.is_inside or _torch.in_backward() or _torch.saved_tensors_are_hooked():
             return plain(*args, **kwargs)
-        call = _Given.of(module, structure, args, kwargs, mode.tracer, self.origins.paths.get(id(module), ""))
+        call = Given.of(module, structure, args, kwargs, mode.tracer, self.origins.paths.get(id(module), ""))
         if call is None:
             return plain(*args, **kwargs)
-        traced = self.kinds.setdefault(call.kind, [])
-        made = _Stamped(self, call, traced[1]) if len(traced) == 2 else _Traced(self, call, plain)
+        kind = self.kinds.setdefault(call.kind, _Kind(self))
+        if not kind.takes(call):
+            return plain(*args, **kwargs)
+        made = _Stamped(self, call, kind.calls[1]) if len(kind.calls) == 2 else _Traced(self, call, plain)
         try:
             found = _Function.apply(made, *call.tensors)
         except Exception as error:  # code of the user may catch it and go on
@@ -112,9 +116,7 @@ class Blocks:
             raise
         self.origins.note_call(call.path)
         if isinstance(made, _Traced):
-            traced.append(made)
-            if len(traced) == 2:
-                made.compare(traced[0])
+            kind.add(made)
         values = iter(found)
         leaves = [next(values) if x is _MADE else x for x in made.leaves]
         leaves = [call.tensors[x.number] if type(x) is _Input else x for x in leaves]
@@ -128,6 +130,65 @@ class Blocks:
             yield
         finally:
             self.is_inside = False
+
+
+class _Kind:
+    """Calls of a kind. calls: those that are traced. plain: why others are traced plainly; empty if they are not.
+
+    codes: the code of the user's that ran in them. key: what it could reach, behind the last one: globals, variables
+    around functions, classes, and what the modules keep. Later calls that reach something else are plain.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.calls: list[_Traced] = []
+        self.plain = ""
+        self._blocks = blocks
+        self._codes: set[Code] = set()
+        self._names_computed = False
+        self._key: list[Hashable] = []
+
+    def takes(self, given: Given) -> bool:
+        """Whether a call is one of the two that are traced, or may be written as they were."""
+        if self.plain or not self.calls:
+            return not self.plain
+        same = self._reach(given).key == self._key
+        if not same and len(self.calls) == 1:
+            self.plain = "code outside changes what two calls of equal modules read"
+        return same
+
+    def add(self, call: _Traced) -> None:
+        """Add a call that was traced; the second one is compared with the first."""
+        self.calls.append(call)
+        is_second, seen = len(self.calls) == 2, call.seen
+        is_new = is_second and seen.codes != self._codes
+        self._codes |= seen.codes
+        self._names_computed |= seen.names_computed
+        found = self._reach(call.given)
+        traced = [x for x in found.tensors if isinstance(x, _torch.FunctionalTensor)]
+        if any(map(call.has_made, traced)):
+            self._blocks.couple("a module keeps a tensor for code outside of it")
+        if seen.asks_identity or found.finds_given:  # it is given stand-ins, which are other objects
+            self._blocks.couple("a module can see which tensor it is given")
+        changes = is_second and found.key != self._key
+        self._key = found.key
+        self.plain = (
+            seen.unseen or found.unseen or call.custom
+            or (is_new and "two calls of equal modules run other code")
+            or (changes and "a module changes a Python value outside of modules")
+            or (traced and "a module can reach tensors that it is not given")
+            or (not found.finds(self._codes) and "a module runs code that is reached in an unknown way") or ""
+        )  # fmt: skip
+        if self.plain:
+            log.debug("calls like %s are traced one by one: %s", call.given.path, self.plain)
+        elif is_second:
+            call.compare(self.calls[0])
+
+    def _reach(self, given: Given) -> Reach:
+        own = {id(x): i for i, x in enumerate((*given.module.modules(), *given.tensors, *given.buffers))}
+        return Reach.of(self._codes, given.module.modules(), whole=self._names_computed, own=own)
+
+
+log = logging.getLogger("spmd.expand")
 
 
 class _Function(torch.autograd.Function):
@@ -159,58 +220,6 @@ _MADE = object()
 """A result that the call has made."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """What a call is given. tensors: those among the arguments, and the parameters, by name. nodes: theirs, and then
-    those of the buffers. kind: all else that the code can see."""
-
-    module: nn.Module
-    path: str
-    leaves: tuple[Any, ...]
-    tree: Any
-    tensors: tuple[torch.Tensor, ...]
-    buffers: tuple[torch.Tensor, ...]
-    nodes: tuple[fx.Node, ...]
-    grad: bool
-    kind: Hashable
-
-    @classmethod
-    def of(
-        cls, module: nn.Module, structure: Hashable, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
-    ) -> _Given | None:
-        """None where the call is not one of those that can be compared."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(x, (_torch.FunctionalTensor, *COMPARED_BY_VALUE, float)) for x in leaves):
-            return None
-        arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
-        tensors, buffers = (*arguments, *module.parameters()), tuple(module.buffers())
-        nodes = tuple(_node(x, tracer) for x in (*tensors, *buffers))
-        if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
-            return None
-        kinds = tuple(_layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
-        own = tuple(map(_layout, (*tensors[len(arguments) :], *buffers))), tuple(map(guard_now, module.modules()))
-        around = modes_guard(), _torch.modes_around(), tuple(map(nodes.index, nodes))
-        kind = structure, repr(tree), kinds, own, *around
-        return cls(module, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
-
-
-def _layout(x: torch.Tensor) -> tuple:
-    return *metadata(x), str(x.storage_offset()), x.requires_grad, x.is_conj(), x.is_neg()
-
-
-def _is_known(x: torch.Tensor, tracer: fx.Tracer) -> bool:
-    """Whether the trace knows the value, so that Python code may decide by it."""
-    value = _torch.from_functional(x)
-    return _torch.known_value(value) is not None or _torch.known_constant(value, tracer) is not None
-
-
-def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
-    if not isinstance(x, _torch.FunctionalTensor):
-        return None
-    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
-    return proxy.node if isinstance(proxy, fx.Proxy) else None
-
-
 # ---- traced -----------------------------------------------------------------------------------
 
 
@@ -225,7 +234,7 @@ class _Traced:
     """A call that is traced. part, stencil: of its forward pass. aside: its backward pass, where that was traced aside.
     later: the parts of its backward passes. leaves, tree: its results."""
 
-    def __init__(self, blocks: Blocks, given: _Given, plain: Callable):
+    def __init__(self, blocks: Blocks, given: Given, plain: Callable):
         self.blocks, self.given, self._plain = blocks, given, plain
         self.tracer = _torch.proxy_mode().tracer
         self.inner = [_own(x) for x in given.tensors]
@@ -242,7 +251,7 @@ class _Traced:
         args, kwargs = pytree.tree_unflatten(leaves, self.given.tree)
         with (
             self.blocks.inside(), torch.set_grad_enabled(self.given.grad), self._parameters(list(arguments)),
-            self._unchanged(), _HooksSeen() as seen,
+            AutogradSeen() as asked, Watch() as self.seen,
         ):  # fmt: skip
             found = self._plain(*args, **kwargs)
         leaves, self.tree = pytree.tree_flatten(found)
@@ -251,8 +260,8 @@ class _Traced:
             _Input(numbers[id(x)]) if id(x) in numbers else _MADE if isinstance(x, torch.Tensor) else x for x in leaves
         ]
         self.made = [x for x, leaf in zip(leaves, self.leaves, strict=True) if leaf is _MADE]
-        nodes = [_node(x, self.tracer) for x in self.made]
-        self._check(nodes, constants, seen.found)
+        nodes = [node_of(x, self.tracer) for x in self.made]
+        self._check(nodes, constants, asked.found)
         self.part = Part(tuple(_after(last, self.tracer.graph)), self.given.nodes, tuple(nodes))
         draws, now = [n.meta["draw"] for n in self.part.nodes if "draw" in n.meta], stream.get_rng_state()
         if None in (drawn, now) or draws != list(range(drawn["drawn"], now["drawn"])):
@@ -261,18 +270,22 @@ class _Traced:
         self.differentiable = [x.requires_grad for x in self.made]
         return [_torch.to_functional(_torch.from_functional(x)) for x in self.made], self.differentiable
 
+    def has_made(self, x: torch.Tensor) -> bool:
+        """Whether a tensor is one that this call has made, or a stand-in for what it was given."""
+        return any(x is each for each in self.inner) or node_of(x, self.tracer) in set(self.part.nodes)
+
     def _places(self) -> list:
         return [(id(m), name, id(x)) for m in self.given.module.modules() for name, x in m._buffers.items()]
 
-    def _check(self, nodes: Sequence[fx.Node | None], constants: dict, hooked: bool) -> None:
+    def _check(self, nodes: Sequence[fx.Node | None], constants: dict, asked: str) -> None:
         couple = self.blocks.couple
         plain = [x for x in self.leaves if x is not _MADE and type(x) is not _Input]
         if not all(isinstance(x, (*COMPARED_BY_VALUE, float)) for x in plain) or None in nodes:
             couple("a module gives something else than tensors and plain values")
-        if hooked:
-            couple("a module puts hooks on its tensors")
+        if asked or any(_torch.has_attributes(x) for x in self.made):
+            couple(f"a module uses {asked or 'attributes'} of its tensors")
         given = (*self.inner, *self.given.buffers)
-        if any(_node(x, self.tracer) is not n for x, n in zip(given, self.given.nodes, strict=True)):
+        if any(node_of(x, self.tracer) is not n for x, n in zip(given, self.given.nodes, strict=True)):
             couple("a module writes into what it is given")
         memories = [_torch.memory_of(_torch.from_functional(x)) for x in self.made]
         theirs = {_torch.memory_of(_torch.from_functional(x)) for x in given}
@@ -283,6 +296,7 @@ class _Traced:
         if self.blocks.state.constants() != constants:
             couple("a module changes a Python value")
         self.reached = [_torch.leaves_behind(x) for x in self.made]
+        self.custom = "a function with a backward pass of the user's" if _torch.has_custom_functions(self.made) else ""
         own = {id(x) for x in self.inner}
         if any(id(x) not in own for several in self.reached for x in several):
             couple("a module computes with a parameter, or what was made of one, that it is not given")
@@ -299,14 +313,6 @@ class _Traced:
         finally:
             for parameters, before in held:
                 parameters.update(before)
-
-    @contextlib.contextmanager
-    def _unchanged(self) -> Iterator[None]:
-        """Inside, code of the modules may not change what is outside of them: the calls that are stamped would not."""
-        with contextlib.ExitStack() as within:
-            for kind in {type(m): None for m in self.given.module.modules()}:
-                within.enter_context(unchanged(kind.forward))
-            yield
 
     def compare(self, first: _Traced) -> None:
         """Check that the forward passes of two calls are alike, and trace the backward pass aside."""
@@ -350,8 +356,8 @@ class _Traced:
 
     def backward_part(self, last: fx.Node, given: Sequence[Any], found: Sequence[Any]) -> Part:
         """What was traced for a backward pass after a node."""
-        inputs = [_node(g, self.tracer) for g in given if g is not None]
-        outputs = [_node(g, self.tracer) for g in found if g is not None]
+        inputs = [node_of(g, self.tracer) for g in given if g is not None]
+        outputs = [node_of(g, self.tracer) for g in found if g is not None]
         nodes = tuple(_after(last, self.tracer.graph))
         if None in inputs or None in outputs or any("draw" in n.meta for n in nodes):
             self.blocks.couple("a backward pass draws random numbers, or meets tensors that are not traced")
@@ -395,20 +401,6 @@ def _after(last: fx.Node, graph: fx.Graph) -> list[fx.Node]:
     return found[::-1]
 
 
-class _HooksSeen(TorchFunctionMode):
-    """Inside, notes whether code of the user's puts hooks on tensors."""
-
-    found = False
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in _HOOKS and not getattr(args[1], "__module__", "").startswith("spmd."):
-            self.found = True
-        return function(*args, **(kwargs or {}))
-
-
-_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
-
-
 # ---- traced aside -----------------------------------------------------------------------------
 
 
@@ -445,9 +437,12 @@ class _Aside:
         given = [next(values) if wanted else None for wanted in call.differentiable]
         inputs = (*call.part.inputs, *call.part.nodes, *nodes)
         before = notes_of(inputs)
-        with blocks.inside(), blocks.phases.paused(), blocks.origins.outside_modules():
+        with blocks.inside(), blocks.phases.paused(), blocks.origins.outside_modules(), Watch() as seen:
             begin = call._last()
             found = call.gradients(given)
+        if seen.codes or seen.unseen:
+            ran = seen.unseen or ", ".join(sorted(c.code.co_name for c in seen.codes))
+            blocks.couple(f"code of the user's runs in the backward pass of a module: {ran}")
         part = call.backward_part(begin, given, found)
         if any(_torch.is_symbol(n.meta.get("val")) for n in part.nodes):
             blocks.couple("a backward pass computes with numbers of the run")
@@ -456,14 +451,14 @@ class _Aside:
         stencil = Stencil.of(part, call.given.path, before)
         return cls(part, stencil, tuple(_after(last, graph)), gradients, cotangents, call)
 
-    def stamped(self, env: dict, gradients: Sequence[torch.Tensor | None], given: _Given) -> list[torch.Tensor | None]:
+    def stamped(self, env: dict, gradients: Sequence[torch.Tensor | None], given: Given) -> list[torch.Tensor | None]:
         """Write the backward pass for a call. env: its nodes by those of the call that was traced."""
         call = self.of_call
         if tuple(None if g is None else metadata(g) for g in gradients) != self.cotangents:
             call.blocks.couple("the gradient of a result lies otherwise in memory, or is not there")
         self.is_used = True
         call.blocks.phases.note()
-        nodes = [_node(g, call.tracer) for g in gradients if g is not None]
+        nodes = [node_of(g, call.tracer) for g in gradients if g is not None]
         if None in nodes:
             call.blocks.couple("a gradient is not traced")
         inputs = self.part.inputs[len(self.part.inputs) - len(nodes) :]
@@ -483,7 +478,7 @@ class _Aside:
 class _Stamped:
     """A call that is written as another one was."""
 
-    def __init__(self, blocks: Blocks, given: _Given, like: _Traced):
+    def __init__(self, blocks: Blocks, given: Given, like: _Traced):
         self.blocks, self.given, self.like = blocks, given, like
         self.leaves, self.tree = like.leaves, like.tree
 

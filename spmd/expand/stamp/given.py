@@ -1,0 +1,70 @@
+"""What a call of a module is given, and the kind of call that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
+from spmd.expand.stamp.parts import metadata
+from spmd.expand.stamp.repeats import guard_now
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a call is given. tensors: those among the arguments, and the parameters, by name. nodes: theirs, and then
+    those of the buffers. kind: all else that the code can see."""
+
+    module: nn.Module
+    path: str
+    leaves: tuple[Any, ...]
+    tree: Any
+    tensors: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+    nodes: tuple[fx.Node, ...]
+    grad: bool
+    kind: Hashable
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, structure: Hashable, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
+    ) -> Given | None:
+        """None where the call is not one of those that can be compared."""
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(x, (_torch.FunctionalTensor, *COMPARED_BY_VALUE, float)) for x in leaves):
+            return None
+        arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors, buffers = (*arguments, *module.parameters()), tuple(module.buffers())
+        nodes = tuple(node_of(x, tracer) for x in (*tensors, *buffers))
+        if any(map(_torch.has_attributes, arguments)):
+            return None
+        if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
+            return None
+        kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
+        own = tuple(map(layout, (*tensors[len(arguments) :], *buffers))), tuple(map(guard_now, module.modules()))
+        around = modes_guard(), _torch.modes_around(), _torch.flags_around(), tuple(map(nodes.index, nodes))
+        kind = structure, repr(tree), kinds, own, *around
+        return cls(module, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
+
+
+def layout(x: torch.Tensor) -> tuple:
+    return *metadata(x), str(x.storage_offset()), x.requires_grad, x.is_conj(), x.is_neg()
+
+
+def _is_known(x: torch.Tensor, tracer: fx.Tracer) -> bool:
+    """Whether the trace knows the value, so that Python code may decide by it."""
+    value = _torch.from_functional(x)
+    return _torch.known_value(value) is not None or _torch.known_constant(value, tracer) is not None
+
+
+def node_of(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
+    if not isinstance(x, _torch.FunctionalTensor):
+        return None
+    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
+    return proxy.node if isinstance(proxy, fx.Proxy) else None
