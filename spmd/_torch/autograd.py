@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,9 +37,14 @@ is_zero_without_memory = torch.Tensor._is_zerotensor
 _can_forget = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.13
 
 
+_steals = torch.__version__ < (2, 12)  # torch 2.11 keeps an object without a reference of its own, and gives one back
+
+
 def stash(key: str, value: Any) -> None:
     """Keep a value for this thread, and for the threads in which autograd runs the backward passes it starts."""
     if value is not None or not _can_forget:
+        if _steals:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
         torch._C._stash_obj_in_tls(key, value)
     elif torch._C._is_key_in_tls(key):
         torch._C._remove_obj_from_tls(key)
