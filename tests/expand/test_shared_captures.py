@@ -20,7 +20,7 @@ SCALE = 2.0
 
 def train_step(model, optimizer, x, y):
     optimizer.zero_grad()
-    loss = F.mse_loss(model(x) * SCALE, y)
+    loss = F.mse_loss(model(x).float() * SCALE, y)
     loss.backward()
     optimizer.step()
     return loss
