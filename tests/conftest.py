@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Iterator
@@ -34,15 +35,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if cases != "all" and not any("::" in arg for arg in config.args):  # a test that is named is run
         sampled = is_sampled(_path(item) + item.nodeid[item.nodeid.find("::") :] for item in items)
         wanted = [item for item, is_in in zip(items, sampled, strict=True) if is_in == (cases == "sampled")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(wanted)])
+        config.hook.pytest_deselected(items=list(set(items) - set(wanted)))
         items[:] = wanted
     items.sort(key=lambda item: next((i for i, long in enumerate(LONG) if _path(item).startswith(long)), len(LONG)))
 
 
 def _path(item: pytest.Item) -> str:
     """The path of a test's file below this folder."""
+    return _below(item.path)
+
+
+@functools.cache
+def _below(path: Path) -> str:
     root = Path(__file__).parent
-    return item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else ""
 
 
 def pytest_configure() -> None:
