@@ -35,8 +35,6 @@ is_zero_without_memory = torch.Tensor._is_zerotensor
 
 
 _can_forget = hasattr(torch._C, "_remove_obj_from_tls")  # since torch 2.13
-
-
 _steals = torch.__version__ < (2, 12)  # torch 2.11 keeps an object without a reference of its own, and gives one back
 
 

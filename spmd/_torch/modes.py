@@ -112,9 +112,9 @@ def frozen_are_constants() -> None:
 
     It does so by itself since torch 2.12.
     """
-    module = sys.modules.get("torch._dynamo.variables.user_defined") if _REFUSES_FROZEN else None
-    if module is not None and module.FrozenDataClassVariable.as_python_constant is not _frozen_constant:
-        module.FrozenDataClassVariable.as_python_constant = _frozen_constant
+    variables = sys.modules.get("torch._dynamo.variables.user_defined") if _REFUSES_FROZEN else None
+    if variables is not None and variables.FrozenDataClassVariable.as_python_constant is not _frozen_constant:
+        variables.FrozenDataClassVariable.as_python_constant = _frozen_constant
 
 
 _REFUSES_FROZEN = torch.__version__ < (2, 12)

@@ -15,32 +15,14 @@ from spmd._torch import Carried
 from spmd.comm.transport import transport
 from spmd.mesh.rank import as_rank, current_rank, rank_simulator
 from spmd.tensor.modes import deterministic
-
-DEEP = 70  # torch goes on in another thread after 60 backward passes inside of each other
+from tests.tensor.modes.deep import in_backward_passes
 
 
 def in_a_thread_of_autograd(ask: Callable[[], Any]) -> Any:
     """What the function gives in the backward pass of a thread that autograd has started."""
-    found = []
-
-    class Deep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, depth):
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            if ctx.depth:
-                with torch.enable_grad():
-                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()
-            else:
-                found.extend((threading.get_ident(), ask()))
-            return g, None
-
-    Deep.apply(torch.ones(1, requires_grad=True), DEEP).sum().backward()
-    assert found[0] != threading.get_ident()
-    return found[1]
+    *_, (thread, found) = in_backward_passes(lambda left: None if left else (threading.get_ident(), ask()))
+    assert thread != threading.get_ident()
+    return found
 
 
 def test_a_value_is_carried_along_and_given_back():

@@ -14,6 +14,7 @@ from spmd.mesh import DeviceMesh
 from spmd.sim.threads import ThreadWorld
 from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
 from spmd.tensor.modes import explicit
+from tests.tensor.modes.deep import in_backward_passes
 from tests.tensor.single import S0, S1, SUM, R, cut, leaf, mesh_of, on_ranks, same, whole
 from tests.ways import run
 
@@ -305,24 +306,7 @@ def test_compiled_steps_say_what_they_send():
 
 def test_threads_of_autograd_know():
     """Deeply nested backward passes run in a thread of autograd, as those of a GPU do."""
-    seen = []
-
-    class Deep(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, depth):
-            ctx.depth = depth
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            seen.append(explicit.is_on())
-            if ctx.depth:
-                with torch.enable_grad():
-                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).sum().backward()
-            return g, None
-
     with spmd.explicit():
-        Deep.apply(torch.ones(1, requires_grad=True), 70).sum().backward()
+        seen = in_backward_passes(lambda left: explicit.is_on())
     assert len(seen) == 71 and all(seen)
-    Deep.apply(torch.ones(1, requires_grad=True), 70).sum().backward()
-    assert not any(seen[71:])
+    assert not any(in_backward_passes(lambda left: explicit.is_on()))
