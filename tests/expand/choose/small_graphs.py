@@ -50,8 +50,7 @@ def problem_of(seed: int, mesh_name: str) -> tuple[Problem, Solved]:
     rng = random.Random(seed)
     shape, most = MESHES[mesh_name]
     step = random_step(rng, most)
-    kinds = [Shard(0), Shard(1), Replicate(), *[Shard(0, blocks=2), Shard(1, blocks=2)] * ("packed" in mesh_name)]
-    places = {name: [rng.choice(kinds) for _ in shape] for name in "xab"}
+    places = {name: random_placements(rng, len(shape), "packed" in mesh_name) for name in "xab"}
     found: list[tuple[Problem, Solved]] = []
 
     def watched(problem: Problem, starts=()) -> Solved:
@@ -66,6 +65,17 @@ def problem_of(seed: int, mesh_name: str) -> tuple[Problem, Solved]:
         said = {} if "ordered" in mesh_name else {"inputs": places}
         spmd.compile(step, mesh, choose="program", **said).program_for(*given)
     return found[0]
+
+
+def random_placements(rng: random.Random, axes: int, packed: bool) -> list:
+    """A placement for each axis. A dim that several axes shard has one number of blocks."""
+    kinds = [Shard(0), Shard(1), Replicate(), *[Shard(0, blocks=2), Shard(1, blocks=2)] * packed]
+    found: list = []
+    for _ in range(axes):
+        p = rng.choice(kinds)
+        same = [q for q in found if isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim]
+        found.append(same[0] if same else p)
+    return found
 
 
 def ordered(rng: random.Random, x: torch.Tensor, mesh: spmd.DeviceMesh, placements: list) -> spmd.DTensor:
