@@ -63,9 +63,10 @@ class HotCall(NamedTuple):
     @classmethod
     def of(
         cls, op: _torch.OpOverload, dtensor: type, local: Callable[..., Any], outs: tuple[Spec | None, ...], out: Any,
-        *, is_view: bool = False, in_place: bool = False, **rest: Any,
+        *, is_view: bool = False, in_place: bool = False, bound: Callable[..., Any] | None = None, **rest: Any,
     ) -> HotCall:  # fmt: skip
-        """For a call that has been run. out: what the local function returned. rest: other fields."""
+        """For a call that has been run. out: what the local function returned. bound: for a view of one block, a local
+        function that has all other arguments, if there is one. rest: other fields."""
         single = isinstance(out, torch.Tensor)
         wrappers = tuple([
             None if spec is None else wrapper(dtensor, x, spec)
@@ -77,6 +78,8 @@ class HotCall(NamedTuple):
             finish = _views if is_view else _results
         else:
             finish = _view if is_view else None
+            if is_view and bound is not None:
+                finish, local = _bound_view, bound
         return cls(finish, local, wrappers, outs, op, **rest)
 
 
@@ -272,6 +275,11 @@ def _view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any], a
     if found[_OFFSETS] or base._offset:
         place_views((view,), base, found[_OFFSETS])
     return view
+
+
+def _bound_view(found: HotCall, base: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:
+    """The view that a call gives whose local function has all arguments but the block."""
+    return _view(found, base, blocks[:1], NO_KWARGS, args)
 
 
 def _write(found: HotCall, target: Any, blocks: Sequence, kwargs: dict[str, Any], args: tuple) -> Any:

@@ -39,6 +39,7 @@ from tests.tensor.single import (
 )
 
 F64 = torch.float64
+aten = torch.ops.aten
 
 
 def smooth(*shape: int) -> torch.Tensor:
@@ -740,3 +741,22 @@ def test_numbers_that_matter_are_told_apart(number):
             got = (parts * each).full_tensor()
             want = torch.tensor([4.0, -2.0, 0.0]) * each
             assert all(torch.equal(x.nan_to_num(7), want.nan_to_num(7)) for x in got.local.values())
+
+
+SLICES = [(), (0,), (1, 2), (1, None, 3), (1, -4, -1), (2, 1, 2**63 - 1, 2), (-2, 5, 2), (-3, None, None, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_a_slice_that_is_hot_is_the_slice(dtype):
+    x = smooth(8, 7, 5).to(dtype)
+
+    def rank(mesh):
+        d = placed(mesh, x, [S0, R])
+        for args in SLICES:
+            want = aten.slice.Tensor(x, *args)
+            first, hot = aten.slice.Tensor(d, *args), aten.slice.Tensor(d, *args)
+            assert torch.equal(whole(first), want) and torch.equal(whole(hot), want), args
+            assert first.stride() == hot.stride() == want.stride()
+            assert first._local_tensor.stride() == hot._local_tensor.stride()
+
+    on_ranks(rank)
