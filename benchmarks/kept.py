@@ -5,7 +5,7 @@
 
 Each start is a process of its own: first without a cache folder, then with an empty one, then with what the second has
 left there. It reports the processor's seconds from the call of `spmd.compile` until the program of the training is
-bound to a rank. Imports do not count. Bar: at most 0.1 times the start that captures.
+bound to a rank, the least of `--rounds` turns. Imports do not count. Bar: at most 0.1 times the start that captures.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def start(layers: int, ranks: tuple[int, int]) -> dict[str, float]:
     mesh = spmd.DeviceMesh("cpu", torch.arange(ranks[0] * ranks[1]).view(ranks).tolist(), mesh_dim_names=("dp", "tp"))
     batch = torch.randint(0, 256, (8, 64)), torch.randint(0, 256, (8, 64))
     inputs = {"tokens": {"dp": Shard(0)}, "targets": {"dp": Shard(0)}}
+    make = spmd.compile  # which is imported where it is first named
     took = {"wall": time.perf_counter(), "cpu": time.process_time()}
-    step = spmd.compile(train_step, mesh, params=PARAMS, inputs=inputs)
+    step = make(train_step, mesh, params=PARAMS, inputs=inputs)
     call = step._call((model, optimizer, *batch), {}, True)
     call.find_first_specs()
     wanted = step._wanted(call)
@@ -70,16 +71,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=12, help="(default: %(default)s)")
     parser.add_argument("--mesh", default="2x4", help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--start", action="store_true", help="be one of the processes that are timed")
     args = parser.parse_args()
     if args.start:
         print(json.dumps(start(args.layers, tuple(map(int, args.mesh.split("x"))))))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        plain = measured(args.layers, args.mesh, "")
-        found = {"no folder": plain}
-        found["empty folder"] = measured(args.layers, args.mesh, folder)
-        found["kept"] = measured(args.layers, args.mesh, folder)
+    found: dict[str, dict[str, float]] = {}
+    for _ in range(args.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, at in {"no folder": "", "empty folder": folder, "kept": folder}.items():
+                took = measured(args.layers, args.mesh, at)
+                found[name] = min(took, found.get(name, took), key=lambda t: t["cpu"])
+    plain = found["no folder"]
     shown = [
         [name, f"{t['cpu']:.2f}", f"{t['wall']:.2f}", f"{t['cpu'] / plain['cpu']:.3f}", str(t["hits"])]
         for name, t in found.items()

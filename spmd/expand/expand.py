@@ -323,7 +323,7 @@ class _Expander:
                 items.append(None)
                 continue
             value = self.graph.create_node("call_function", operator.getitem, (new, i))
-            value.meta |= {"spec": made, SOURCE: self.source, LINE: self.line}
+            value.meta.update({"spec": made, SOURCE: self.source, LINE: self.line})
             item = self.decomposition_graph.create_node("call_function", operator.getitem, (node, i))
             self._record(item, value if p is None else self.move(value, p), spec)
             items.append(SpecTensor(item, spec, self._emit))
@@ -387,7 +387,7 @@ class _Expander:
         early = step.reduces and value.op != "placeholder"
         with self.graph.inserting_after(value) if early else contextlib.nullcontext():
             new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
-        new.meta |= {"spec": step.after, SOURCE: self.source, LINE: self.line}
+        new.meta.update({"spec": step.after, SOURCE: self.source, LINE: self.line})
         return new
 
     def move_to_final_spec(self, node: fx.Node) -> None:
@@ -435,7 +435,7 @@ class _Expander:
         return self._current(node).meta["spec"]
 
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
-        new.meta |= {"spec": spec, SOURCE: self.source, LINE: self.line}
+        new.meta.update({"spec": spec, SOURCE: self.source, LINE: self.line})
         self.local[node] = new
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.collector import collector_off
 
 
 def as_function(module: fx.GraphModule) -> Callable[..., Any]:
@@ -32,7 +33,8 @@ def as_function(module: fx.GraphModule) -> Callable[..., Any]:
     ([2, 1],)
     """
     writer = _Writer(module)
-    code = compile("\n".join(writer.lines()), f"<{type(module).__name__}>", "exec")
+    with collector_off():
+        code = compile("\n".join(writer.lines()), f"<{type(module).__name__}>", "exec")
     exec(code, writer.names)
     return writer.names["run"]
 

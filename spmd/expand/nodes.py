@@ -26,8 +26,8 @@ BACKWARD = " backward"
 
 
 def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], name: str) -> fx.Node:
-    """A new node at the end of a graph, in half the time of `create_node` with arguments, which looks for symbols in
-    them: after a capture there are none.
+    """A new node at the end of a graph, in a third of the time of `create_node` with arguments, which looks for symbols
+    in them: after a capture there are none.
 
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
@@ -35,8 +35,14 @@ def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, 
     (relu, {relu: None})
     """
     node = graph.create_node(op, target, name=name)
-    node.args, node.kwargs = args, kwargs
+    if args:
+        _set_args(node, args)
+    if kwargs:
+        _set_kwargs(node, kwargs)
     return node
+
+
+_set_args, _set_kwargs = fx.Node.args.fset, fx.Node.kwargs.fset  # as by assignment, which also files the node anew
 
 
 def line_of(node: fx.Node) -> str:

@@ -54,8 +54,14 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 MARGIN = 88
-PLAIN_CALL = re.compile(r"(aten\.[\w.]+)\(([\w., +-]*)\) *$")
-"""A line that calls an op of torch on names and numbers alone."""
+PLAIN_CALL = re.compile(r"((?:aten|operator)\.[\w.]+)\(([\w., =+-]*)\) *$")
+"""A line that calls an op of torch, or of numbers, on names and numbers alone."""
+
+PLAIN_INPUT = re.compile(r"input\('([^'\\]*)', '(\w*)'\) *$")
+"""A line of an input: its name and its kind."""
+
+PLAIN_OUTPUT = re.compile(r"output\('([^'\\]*)', (\w+)\) *$")
+"""A line of an output: its name, and the value."""
 
 NOTES = {"of": PARAMETER, "pinned by": PINNED, "at": LINE}
 """What may stand in the margin behind the spec: the parameter that is gathered, what was said of the value, and the
@@ -231,29 +237,50 @@ class _Reading:
         notes = {}
         for word, key in reversed(NOTES.items()):
             margin, _, notes[key] = margin.partition(f"   {word} ")
+        spec = self._specs(margin)
         if code.startswith("output("):
-            name, value = parsed(code).args
-            self.outputs.append((self.reader.of(name), self._specs(margin)))
-            self.values.append(self.reader.of(value))
+            self._output(code, spec)
             return
         name, _, expression = code.partition(" = ")
-        spec = self._specs(margin)
-        node = self._plain_call(name, expression, spec) or self._node(name, parsed(expression.strip()), spec)
-        node.meta |= {key: note for key, note in notes.items() if note}
+        node = self._plain(name, expression, spec) or self._node(name, parsed(expression.strip()), spec)
+        node.meta.update((key, note) for key, note in notes.items() if note)
+
+    def _output(self, code: str, spec: Any) -> None:
+        found = PLAIN_OUTPUT.match(code)
+        if found and found[2] in self.nodes:
+            name, value = found[1], self.nodes[found[2]]
+        else:
+            name, value = map(self.reader.of, parsed(code).args)
+        self.outputs.append((name, spec))
+        self.values.append(value)
 
     def _specs(self, text: str) -> Any:
         if ";" in text:
             return tuple([self._specs(part.strip()) for part in text.split(";")[:-1]])
         return None if text == "number" else self.reader.spec(text)
 
-    def _plain_call(self, name: str, expression: str, spec: Any) -> fx.Node | None:
-        """The node of an op on names and numbers, as most are: what a syntax tree would say, without making one."""
+    def _plain(self, name: str, expression: str, spec: Any) -> fx.Node | None:
+        """The node of an input, or of an op on names and numbers, as most are: what a syntax tree would say, without
+        making one."""
+        if found := PLAIN_INPUT.match(expression):
+            return self._input(name, *found.groups(), spec)
         found = PLAIN_CALL.match(expression)
         if found is None:
             return None
         target, arguments = found.groups()
-        args = tuple([self._token(token) for token in arguments.split(", ")] if arguments else ())
-        return self._made(name, "call_function", named(target), args, {}, spec)
+        args, kwargs = [], {}
+        for token in arguments.split(", ") if arguments else ():
+            key, is_named, value = token.partition("=")
+            if is_named:
+                kwargs[key] = self._token(value)
+            else:
+                args.append(self._token(token))
+        return self._made(name, "call_function", named(target), tuple(args), kwargs, spec)
+
+    def _input(self, name: str, given: str, kind: str, spec: Any) -> fx.Node:
+        self.inputs.append((given, spec))
+        self.kinds.append(kind)
+        return self._made(name, "placeholder", name, (), {}, spec)
 
     def _token(self, token: str) -> Any:
         """A node, or a number."""
@@ -266,19 +293,16 @@ class _Reading:
 
     def _node(self, name: str, e: ast.expr, spec: Any) -> fx.Node:
         function = dotted(e.func)
-        if function in ("input", "constant"):
-            given, *kind = [self.reader.of(a) for a in e.args]
-            op, target, args, kwargs = "placeholder" if kind else "get_attr", name if kind else given, (), {}
-            if kind:
-                self.inputs.append((given, spec))
-                self.kinds += kind
-        else:
-            args = tuple(self.reader.of(a) for a in e.args)
-            kwargs = {k.arg: self.reader.of(k.value) for k in e.keywords}
-            op, target = "call_function", self._target(e.func)
-            if isinstance(target, _Targets):
-                target = target.of(args[0] if target.is_bucket else args[:1], spec)
-        return self._made(name, op, target, args, kwargs, spec)
+        args = tuple(self.reader.of(a) for a in e.args)
+        if function == "input":
+            return self._input(name, *args, spec)
+        if function == "constant":
+            return self._made(name, "get_attr", *args, (), {}, spec)
+        kwargs = {k.arg: self.reader.of(k.value) for k in e.keywords}
+        target = self._target(e.func)
+        if isinstance(target, _Targets):
+            target = target.of(args[0] if target.is_bucket else args[:1], spec)
+        return self._made(name, "call_function", target, args, kwargs, spec)
 
     def _made(self, name: str, op: str, target: Any, args: tuple, kwargs: dict[str, Any], spec: Any) -> fx.Node:
         node = added(self.graph, op, target, args, kwargs, name)

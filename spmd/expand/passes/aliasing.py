@@ -8,6 +8,7 @@ The answers are on the safe side: an op that is not known to make a new tensor m
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,15 @@ def may_alias_operand(node: fx.Node) -> bool:
     """Whether the result may share memory with an operand."""
     op = node.target
     if isinstance(op, _torch.OpOverload):
-        if op.namespace == "_c10d_functional":
-            return op is _torch.c10d_functional.wait_tensor.default
-        return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
+        return _may_alias(op)
     return op not in MAKE_NEW and node.op not in ("output", "placeholder", "get_attr")
+
+
+@lru_cache(maxsize=4096)  # asked again for each node that is met on the way to a base
+def _may_alias(op: _torch.OpOverload) -> bool:
+    if op.namespace == "_c10d_functional":
+        return op is _torch.c10d_functional.wait_tensor.default
+    return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
 
 
 def may_read_operand(node: fx.Node) -> bool:
