@@ -1,6 +1,7 @@
 """A memory budget is kept exactly, in the least time, and no number changes."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,6 +30,19 @@ def test_the_least_time_of_all_choices_is_found():
         before = chosen.us
     work = plan.program(plan.choice.least_peak()).verify().work
     assert max(work.memory(range(len(work.tasks)))) == lowest
+
+
+def test_sets_across_segments_are_found():
+    """Each is better than what the ways of single segments and short spans can do with as many bytes."""
+    plan = Plan.of(programs("gpt, zero3 x tp"))
+    parts = replace(plan.choice, ways=tuple(plan.spans.ways()))
+    across = plan.choice.ways[len(parts.ways) :]
+    assert across
+    for way in across[::5]:
+        assert (way.start, way.stop) == (0, len(plan.spans.units))
+        peak = plan.choice.peak_with([way.effect])
+        of_parts = parts.least_time(peak)
+        assert of_parts is None or of_parts.us > way.effect.us
 
 
 def test_the_budget_is_kept_and_the_smallest_is_named():

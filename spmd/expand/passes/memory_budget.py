@@ -18,6 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from spmd.expand.passes.recompute.again import Lookup
+from spmd.expand.passes.recompute.improve import better
 from spmd.expand.passes.recompute.rewrite import rewritten
 from spmd.expand.passes.recompute.solve import Choice, Chosen
 from spmd.expand.passes.recompute.spans import Spans
@@ -92,7 +93,8 @@ class Plan:
         alive = np.array(self.lookup.values.alive, dtype=np.int64)
         between = np.minimum(alive, np.concatenate([alive[:1], alive[:-1]]))
         halves = np.stack([between, alive], axis=1).reshape(-1)[1:]
-        return Choice(tuple(self.spans.ways()), halves, self.spans.starts)
+        of_parts = Choice(tuple(self.spans.ways()), halves, self.spans.starts)
+        return replace(of_parts, ways=(*of_parts.ways, *better(self.spans, of_parts)))
 
     @cached_property
     def peak(self) -> int:

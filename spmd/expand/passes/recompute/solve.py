@@ -45,6 +45,23 @@ class _Leg:
     idle: int
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Legs with the same ends, by their numbers among all that end there; and what they need, change and take."""
+
+    start: int
+    numbers: np.ndarray
+    needs: np.ndarray
+    idle: np.ndarray
+    us: np.ndarray
+
+    @classmethod
+    def of(cls, start: int, numbers: Sequence[int], legs: Sequence[_Leg]) -> _Alike:
+        some = [legs[n] for n in numbers]
+        needs, idle = (np.array([getattr(leg, k) for leg in some], dtype=np.int64) for k in ("needs", "idle"))
+        return cls(start, np.array(numbers, dtype=np.int64), needs, idle, np.array([leg.way.effect.us for leg in some]))
+
+
 @dataclass
 class _Kept:
     """Choices up to a segment that are worth to go on with: by bytes, each faster than the one before. back: the leg
@@ -79,7 +96,7 @@ class Choice:
         return None
 
     def _paths(self, limit: int) -> list[Way] | None:
-        paths = [self._path(group, limit, self._grain(group)) for group in self._groups]
+        paths = [self._path(group, limit, self._grain(group)) for group in self.groups]
         if None in paths or (not paths and int(self.alive.max()) > limit):
             return None
         return [way for path in paths for way in path]
@@ -89,7 +106,7 @@ class Choice:
         low, high = 0, self.unlimited.peak
         while low < high:
             middle = (low + high) // 2
-            if all(self._fits(group, middle) for group in self._groups):
+            if all(self._fits(group, middle) for group in self.groups):
                 high = middle
             else:
                 low = middle + 1
@@ -122,7 +139,7 @@ class Choice:
 
     # ---- segments -----------------------------------------------------------------------------
     @cached_property
-    def _groups(self) -> list[range]:
+    def groups(self) -> list[range]:
         """Segments whose backwards come before the forward of the next ones, as those of one of several batches."""
         first, latest, groups = 0, -1, []
         for s, (forward, backward) in enumerate(self.starts):
@@ -136,7 +153,7 @@ class Choice:
     def _legs(self) -> dict[int, list[_Leg]]:
         """By segment, the legs that end before it."""
         found: dict[int, list[_Leg]] = {}
-        group_of = {s: group for group in self._groups for s in group}
+        group_of = {s: group for group in self.groups for s in group}
         for way in self.ways:
             group = group_of[way.start]
             if way.stop <= group.stop:
@@ -199,17 +216,30 @@ class Choice:
         none = np.zeros(1, dtype=np.int64)
         kept = {group.start: _Kept(none, np.zeros(1), np.zeros((1, 2), dtype=np.int64))}
         for at in range(group.start + 1, group.stop + 1):
-            parts = [self._extended(kept[leg.way.start], n, leg, limit, grain) for n, leg in enumerate(self._legs[at])]
+            parts = [_extended(kept[alike.start], alike, limit, grain) for alike in self._alike[at]]
             kept[at] = _undominated(*map(np.concatenate, zip(*parts, strict=True)))
             if len(kept[at].us) > MOST_KEPT:
                 return None
         return kept
 
-    def _extended(self, kept: _Kept, n: int, leg: _Leg, limit: int, grain: int) -> tuple[np.ndarray, ...]:
-        """The choices that a leg makes of others, where it fits."""
-        fits = np.flatnonzero(kept.nbytes <= limit - leg.needs)
-        back = np.stack([np.full(len(fits), n, dtype=np.int64), fits], axis=1)
-        return kept.nbytes[fits] + _rounded(leg.idle, grain), kept.us[fits] + leg.way.effect.us, back
+    @cached_property
+    def _alike(self) -> dict[int, list[_Alike]]:
+        """By segment, the legs that end before it, by where they start."""
+        found: dict[int, dict[int, list[int]]] = {at: {} for at in self._legs}
+        for at, legs in self._legs.items():
+            for n, leg in enumerate(legs):
+                found[at].setdefault(leg.way.start, []).append(n)
+        return {
+            at: [_Alike.of(start, numbers, self._legs[at]) for start, numbers in by_start.items()]
+            for at, by_start in found.items()
+        }
+
+
+def _extended(kept: _Kept, alike: _Alike, limit: int, grain: int) -> tuple[np.ndarray, ...]:
+    """The choices that legs make of others, where they fit."""
+    leg, before = np.nonzero(kept.nbytes <= limit - alike.needs[:, None])
+    nbytes = kept.nbytes[before] + -(-alike.idle[leg] // grain) * grain
+    return nbytes, kept.us[before] + alike.us[leg], np.stack([alike.numbers[leg], before], axis=1)
 
 
 def _rounded(nbytes: int, grain: int) -> int:

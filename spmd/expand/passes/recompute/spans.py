@@ -30,9 +30,11 @@ MOST_JOINED = 24
 """Of a longer span the sets of its parts are put together, at most so many of each."""
 ALL_TRIED = 12
 """Of a program with so many units in all, too."""
+SOME = 8
+"""Where there are more segments than this, only ways on the hull of bytes and time are looked at: of many alike, some
+take one corner of the hull and some the next."""
 MANY = 24
-"""Where there are more segments than this, spans are of two at most, and only ways on the hull of bytes and time are
-looked at: of many alike, some take one corner of the hull and some the next."""
+"""Where there are more segments than this, spans are of two at most."""
 SHARED = 0.25
 """A value that is read forward over more than this part of the program, such as a mask, belongs to no segment."""
 
@@ -72,7 +74,7 @@ class Spans:
         """All ways of all spans that are worth to be tried."""
         for i in range(len(self.units)):
             for j in range(i + 1, min(i + self._longest, len(self.units)) + 1):
-                units, forced = self._units(i, j), frozenset().union(*self.forced[i:j])
+                units, forced = self.between(i, j), frozenset().union(*self.forced[i:j])
                 for freed, effect in self._ways(i, j):
                     yield Way(i, j, frozenset([units[n] for n in freed]) | forced, self._placed(i, effect))
 
@@ -80,7 +82,7 @@ class Spans:
         """The ways of a span: which of its units are freed, by number, and what that does."""
         kind = self._kind(i, j)
         if kind not in self._known:
-            units = self._units(i, j)
+            units = self.between(i, j)
             at = {unit: n for n, unit in enumerate(units)}
             ways = self._found(i, j, units)
             self._known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e)) for freed, e in ways]
@@ -100,7 +102,7 @@ class Spans:
             return len(self.units)
         return 2 if len(self.units) > MANY else LONGEST
 
-    def _units(self, i: int, j: int) -> list[int]:
+    def between(self, i: int, j: int) -> list[int]:
         """The units that a span may free: nobody outside needs them."""
         return [u for s in range(i, j) for u in self.units[s] if self.until[u] < j]
 
@@ -137,7 +139,7 @@ class Spans:
                 found.append((list(freed), self.lookup.effect(forced.union(freed))))
             except CannotRecompute:
                 continue
-        return _best(found, len(self.units) > MANY)
+        return _best(found, len(self.units) > SOME)
 
     def _sets(self, i: int, j: int, units: list[int]) -> Iterator[tuple[int, ...]]:
         if len(units) <= (ALL_TRIED if self._is_small else MOST_TRIED):
@@ -158,7 +160,7 @@ class Spans:
     def _joined(self, i: int, j: int, units: list[int]) -> Iterator[tuple[int, ...]]:
         """The sets of a shorter span, with those of its last segment, and what only the whole span may free."""
         first, last = self._freed(i, j - 1), self._freed(j - 1, j)
-        inner = frozenset(units).difference(self._units(i, j - 1), self._units(j - 1, j))
+        inner = frozenset(units).difference(self.between(i, j - 1), self.between(j - 1, j))
         for n in range(1, min(len(inner), 2) + 1):
             for more in combinations(sorted(inner), n):
                 for a in first:
@@ -166,7 +168,7 @@ class Spans:
 
     def _freed(self, i: int, j: int) -> list[frozenset[int]]:
         """The sets of units of the ways of a span; of many, some that are evenly apart in time."""
-        units, ways = self._units(i, j), self._ways(i, j)
+        units, ways = self.between(i, j), self._ways(i, j)
         some = ways[:: -(-len(ways) // MOST_JOINED)] if ways else []
         return [frozenset([units[n] for n in freed]) for freed, _ in some]
 
