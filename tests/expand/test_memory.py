@@ -27,7 +27,7 @@ PLANS = {
 }  # fmt: skip
 
 
-class _Counted(TorchDispatchMode):
+class Counted(TorchDispatchMode):
     """Counts the bytes of all tensors that ops make, from when they are made until nobody holds them."""
 
     def __init__(self):
@@ -75,7 +75,7 @@ def counted_beside(step: spmd.CompiledStep, mesh: spmd.DeviceMesh, call: Callabl
     run = bound.code
 
     def module(*inputs):
-        counts.append(_Counted())
+        counts.append(Counted())
         with counts[-1]:
             counts[-1].note(inputs)
             return run(*inputs)
