@@ -17,9 +17,12 @@ from spmd import _torch
 from spmd.comm import transport, wait
 from spmd.comm.functional import all_reduce
 from spmd.mesh import DeviceMesh, per_rank
+from spmd.mesh.rank import rank_simulator
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.view_copies import note_write
-from spmd.tensor.spec import Spec, spec_of_value
+from spmd.tensor.spec import Spec
+
+LONG = 2**16  # elements; in float32 the norm of so many is 2e-7 off, of 2**22 it is 1e-5
 
 Shared = tuple[DeviceMesh, tuple[int, ...]] | None
 """Over which axes of which mesh blocks make up a gradient; None for a gradient that each rank has all of."""
@@ -46,40 +49,63 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.0000, 0.8000]))
     """
     found = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    gradients = [_reduced(p) for p in found if p.grad is not None]
-    total = _total_norm(gradients, float(norm_type))
+    blocks, distributed = _blocks(found)
+    total = _total_norm(blocks, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; pass "
             "error_if_nonfinite=False to scale them all the same"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    _scale(gradients, factor)
+    if not _is_one(factor):
+        _scale(blocks, factor, distributed)
     return total
 
 
-def _reduced(p: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter, without sums that are owed."""
-    g = p.grad
-    if isinstance(g, DTensor) and g._spec.partial:
-        p.grad = g = g.redistribute(placements=p.placements)
-    return g
+Blocks = dict[tuple[Shared, torch.dtype, torch.device], list[torch.Tensor]]
+"""Blocks by the axes that make up their tensors, by dtype and device, in the order in which they came."""
 
 
-def _total_norm(gradients: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    by_spec: dict[Spec | None, list[torch.Tensor]] = {}
-    for g in gradients:
-        by_spec.setdefault(spec_of_value(g), []).append(_block(g))
-    alike: dict[Shared, list[torch.Tensor]] = {}
-    for spec, blocks in by_spec.items():
-        alike.setdefault(_shared(spec), []).extend(blocks)
-    parts = [_over_ranks(_power(blocks, p), over, p) for over, blocks in alike.items()]
+def _blocks(parameters: Iterable[torch.Tensor]) -> tuple[Blocks, list[DTensor]]:
+    """What the gradients have on this rank, without sums that are owed; and those that are DTensors."""
+    found: Blocks = {}
+    by_spec: dict[Spec | tuple, list[torch.Tensor]] = {}  # whose lists are those of `found`
+    distributed = []
+    for p in parameters:
+        if (g := p.grad) is None:
+            continue
+        if isinstance(g, DTensor):
+            if g._spec.partial:
+                p.grad = g = g.redistribute(placements=p.placements)
+            distributed.append(g)
+            key, spec, block = g._spec, g._spec, wait(g._local_tensor)
+        else:
+            key, spec, block = (g.dtype, g.device), None, g
+        if (blocks := by_spec.get(key)) is None:
+            blocks = by_spec[key] = found.setdefault((_shared(spec), block.dtype, block.device), [])
+        blocks.append(block)
+    if rank_simulator() is None:  # of simulated ranks, some have empty blocks, and others as many as they may join
+        found = {key: neighbours(blocks) for key, blocks in found.items()}
+    return found, distributed
+
+
+def _total_norm(blocks: Blocks, p: float) -> torch.Tensor:
+    over: dict[tuple, list[torch.Tensor]] = {}
+    for (shared, dtype, device), some in blocks.items():
+        over.setdefault((shared, device), []).append(_power(some, p, dtype, device))
+    parts = [_over_ranks(_together(powers, p), shared, p) for (shared, _), powers in over.items()]
     if not parts:
         return torch.tensor(0.0)
-    if len(parts) > 1:
-        together = torch.stack([part.to(parts[0].dtype) for part in parts])
-        parts = [together.amax() if p == inf else together.sum()]
-    return parts[0] if p in (inf, 0) else parts[0] ** (1 / p)
+    total = _together([part.to(parts[0].device) for part in parts], p)
+    return total if p in (inf, 0) else total ** (1 / p)
+
+
+def _together(powers: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """The power of the norm of all that these are powers of the norms of."""
+    if len(powers) == 1:
+        return powers[0]
+    stacked = torch.stack([power.to(powers[0].dtype) for power in powers])
+    return stacked.amax() if p == inf else stacked.sum()
 
 
 def _shared(spec: Spec | None) -> Shared:
@@ -88,19 +114,20 @@ def _shared(spec: Spec | None) -> Shared:
     return spec.mesh, tuple(sorted(axis for axes in spec.dims for axis in axes))
 
 
-def _block(g: torch.Tensor) -> torch.Tensor:
-    return wait(g._local_tensor) if isinstance(g, DTensor) else g
-
-
 @per_rank
-def _power(blocks: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+def _power(blocks: Sequence[torch.Tensor], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The norm of these blocks, to the power of p, so that those of several ranks can be added."""
-    some, dtype = neighbours(blocks), _summed_in(blocks[0].dtype)
-    if not some:
-        return blocks[0].new_zeros((), dtype=dtype)
+    dtype = _summed_in(dtype)
+    if not (some := [piece for x in neighbours(blocks) for piece in _pieces(x)]):
+        return torch.zeros((), dtype=dtype, device=device)
     found = torch.ops.aten._foreach_norm.Scalar(some, p)
     norms = torch.stack([x if x.dtype is dtype else x.to(dtype) for x in found])
     return norms.amax() if p == inf else norms.sum() if p == 0 else norms.pow(p).sum()
+
+
+def _pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same elements in tensors that are not long: torch adds up squares one by one, and a long sum loses digits."""
+    return x.view(-1).split(LONG) if x.numel() > LONG and x.is_contiguous() else (x,)
 
 
 def _summed_in(dtype: torch.dtype) -> torch.dtype:
@@ -116,13 +143,15 @@ def _over_ranks(part: torch.Tensor, over: Shared, p: float) -> torch.Tensor:
     return carrier.wait_tensor(carrier.all_reduce_(part, "sum", group))
 
 
-def _scale(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    alike: dict[tuple, list[torch.Tensor]] = {}
-    for g in gradients:
-        alike.setdefault((g.dtype, g.device), []).append(_block(g))
-    for (dtype, device), blocks in alike.items():
-        _multiply(blocks, factor.to(device, dtype))
-    distributed = [g for g in gradients if isinstance(g, DTensor)]
+def _is_one(factor: torch.Tensor) -> bool:
+    """Whether nothing is to be scaled, where that can be read at no cost."""
+    is_read = type(factor) is torch.Tensor and factor.device.type == "cpu" and not _torch.is_tracing(factor)
+    return is_read and factor.item() == 1.0
+
+
+def _scale(blocks: Blocks, factor: torch.Tensor, distributed: Sequence[DTensor]) -> None:
+    for (_, dtype, device), some in blocks.items():
+        _multiply(some, factor.to(device, dtype))
     if distributed:
         torch.autograd.graph.increment_version(distributed)
     for g in distributed:
@@ -136,22 +165,33 @@ def _multiply(blocks: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
 
 
 def neighbours(blocks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same elements in fewer tensors: blocks that follow one another in one memory become one, as in a bucket.
+    """The same elements in fewer tensors: blocks of one dtype that follow one another in one memory become one.
 
     >>> flat = torch.arange(6.0)
     >>> neighbours([flat[:2], flat[2:5].view(3, 1), flat[:1]])
     [tensor([0., 1., 2., 3., 4.]), tensor([0.])]
     """
-    runs: list[tuple[torch.Tensor, int]] = []
-    memory, end = None, -1
+    found: list[torch.Tensor] = []
+    run: list[torch.Tensor] = []
+    end, width = None, blocks[0].itemsize if blocks else 0
     for x in blocks:
         n = x.numel()
         if not n:
             continue
-        own, start = (_torch.memory_of(x), x.storage_offset()) if x.is_contiguous() else (None, 0)
-        if own is not None and own == memory and start == end:
-            runs[-1] = runs[-1][0], runs[-1][1] + n
-        else:
-            runs.append((x, n))
-        memory, end = own, start + n
-    return [x if n == x.numel() else x.as_strided((n,), (1,)) for x, n in runs]
+        start = x.data_ptr() if type(x) is torch.Tensor and x.is_contiguous() else None
+        if run and (start is None or start != end):
+            found += _joined(run, end)
+            run = []
+        run.append(x)
+        end = None if start is None else start + n * width
+    return found + _joined(run, end)
+
+
+def _joined(run: list[torch.Tensor], end: int | None) -> list[torch.Tensor]:
+    """Blocks of one dtype that lie side by side and end at an address, as one, if the memory of the first has all."""
+    if len(run) < 2:
+        return run
+    first, memory = run[0], run[0].untyped_storage()
+    if end > memory.data_ptr() + memory.nbytes():
+        return run  # memories of their own, which happen to touch
+    return [first.as_strided(((end - first.data_ptr()) // first.itemsize,), (1,))]

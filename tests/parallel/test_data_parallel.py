@@ -14,6 +14,7 @@ import spmd
 from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor
 from spmd.debug import CommDebugMode
 from spmd.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, data_parallel, parallelize_module
+from spmd.parallel.clip import neighbours
 from spmd.sim import localize
 from tests.parallel.test_fully_shard import (
     BATCHES,
@@ -153,3 +154,22 @@ def test_gradients_are_clipped_as_on_one_device(p, dtype):
         assert torch.allclose(got.reconcile().double(), want.double(), rtol=tolerance)
         for x, y in zip(placed[1:], copies, strict=False):
             assert torch.allclose(whole(x.grad).reconcile(), y.grad, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("most", [1e-3, 1e9])
+def test_long_gradients_lose_no_digits_in_their_norm(most):
+    x = torch.zeros(2**20, requires_grad=True)
+    x.grad = torch.linspace(0.5, 1.5, 2**20)
+    before = x.grad.clone()
+    norm = clip_grad_norm_([x], most)
+    assert norm.item() == pytest.approx(before.double().norm().item(), rel=3e-7)
+    assert torch.allclose(x.grad, before * (most / norm) if most < 1 else before, rtol=1e-6)
+
+
+def test_blocks_are_joined_in_one_memory_only():
+    """As here, memories of their own may touch."""
+    memory = bytearray(32)
+    one, other = (torch.frombuffer(memory, dtype=torch.float32, count=4, offset=16 * i) for i in range(2))
+    assert one.data_ptr() + 16 == other.data_ptr()
+    assert [len(x) for x in neighbours([one[:2], one[2:], other])] == [2, 2, 4]
+    assert [len(x) for x in neighbours([other[:1], other[1:1], other[1:], one[::2]])] == [4, 2]
