@@ -10,7 +10,7 @@ the one op, on a mesh of the one axis.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 
@@ -46,8 +46,9 @@ def along(mesh: DeviceMesh, axis: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, list(range(n))).with_topology(mesh.topology.take((axis,)))
 
 
-def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row]) -> list[Way]:
-    """The ways of an op on a mesh of one axis beyond these rows."""
+def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[Hashable]) -> list[Way]:
+    """The ways of an op on a mesh of one axis beyond these rows. refused: gets what came to nothing, which is not tried
+    again on an axis that shares out as evenly."""
     operands: list[fx.Node] = []
     in_schema_order(node, lambda n: operands.append(n))
     shapes = [tuple(n.meta["val"].shape) for n in operands]
@@ -57,9 +58,12 @@ def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row]) -> list[Way]:
         for dim, size in enumerate(shape):
             ins = tuple(Shard(dim) if s == shape else REPLICATE for s in shapes)
             whole = not any(p == Shard(dim) for row in rows for p, s in zip(row.ins, shapes, strict=True) if s == shape)
-            if size >= mesh.size() and whole and ins not in known:
+            as_even = ins, size % mesh.size() == 0
+            if size >= mesh.size() and whole and ins not in known and as_even not in refused:
                 way = _tried(node, operands, mesh, ins)
-                if way is not None:
+                if way is None:
+                    refused.add(as_even)
+                else:
                     found.setdefault(way.row.ins, way)
     return list(found.values())
 

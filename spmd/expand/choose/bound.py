@@ -64,8 +64,8 @@ class Part:
 class Slot:
     """An end of a kind of values, where variables meet them. at: 0 for what makes them, then the readers.
 
-    potential: cost that has moved from the values to the variables, by layout. here: the layouts that some option has.
-    seen: the version of the part when all that it can give had been taken.
+    potential: cost that has moved from the values to the variables, by layout. here: the layouts that some option has;
+    absent: those that none has. seen: the version of the part when all that it can give had been taken.
     """
 
     part: Part
@@ -76,8 +76,10 @@ class Slot:
 
     def find(self) -> None:
         """Find which layouts some option has."""
-        here = [port.here for port in self.ports]
-        self.here = here[0] if len(here) == 1 else np.unique(np.concatenate(here))
+        some = np.zeros(len(self.potential), bool)
+        for port in self.ports:
+            some[port.here] = True
+        self.here, self.absent = some.nonzero()[0], (~some).nonzero()[0]
 
     def take(self) -> None:
         """Move all that the values can give to the variables."""
@@ -85,16 +87,22 @@ class Slot:
         if self.seen == part.version:
             return
         found = part.moves.least_at(part.ends, self.at)
-        if len(self.here) < len(found):
-            there, found = found[self.here], np.zeros(len(found))
-            found[self.here] = there
-        self.move(found)
+        if len(self.absent):
+            found[self.absent] = 0.0
+        self.potential += found
+        part.ends[self.at] -= found
+        part.version += 1
         self.seen = part.version
 
-    def move(self, found: np.ndarray) -> None:
-        """Move cost from the values to the variables."""
-        self.potential = self.potential + found
-        self.part.ends[self.at] = self.part.ends[self.at] - found
+    def give(self, amount: np.ndarray) -> None:
+        """Move cost from the variables to the values. amount: for each of the layouts here."""
+        end = self.part.ends[self.at]
+        if len(amount) == len(end):
+            self.potential -= amount
+            end += amount
+        else:
+            self.potential[self.here] -= amount
+            end[self.here] += amount
         self.part.version += 1
 
     def keep(self, layouts: np.ndarray) -> None:
@@ -102,7 +110,7 @@ class Slot:
         self.potential = self.potential[layouts]
         for port in self.ports:
             port.at = np.searchsorted(layouts, port.at)
-            port.sort()
+            port.here = np.searchsorted(layouts, port.here)
         self.find()
 
 
@@ -126,18 +134,22 @@ class Port:
 
     def sort(self) -> None:
         """Bring `here`, `order` and `starts` in line with `at`."""
-        self.order = np.argsort(self.at, kind="stable")
-        self.here, self.starts = np.unique(self.at[self.order], return_index=True)
+        self.order = self.at.argsort(kind="stable")
+        at = self.at[self.order]
+        first = np.ones(len(at), bool)
+        np.not_equal(at[1:], at[:-1], out=first[1:])
+        self.starts = first.nonzero()[0]
+        self.here = at[self.starts]
 
-    def least(self, cost: np.ndarray, other: float) -> np.ndarray:
-        """The least cost of the options for each layout of the slot; `other` for layouts that no option has."""
+    def least(self, cost: np.ndarray) -> np.ndarray:
+        """The least cost of the options for each of the layouts here."""
         least = cost[self.order]
-        if len(self.starts) < len(least):
-            least = np.minimum.reduceat(least, self.starts)
-        if len(least) == len(self.slot.potential):
-            return least
-        found = np.full(len(self.slot.potential), other)
-        found[self.here] = least
+        return least if len(self.starts) == len(least) else np.minimum.reduceat(least, self.starts)
+
+    def least_at_slot(self, cost: np.ndarray) -> np.ndarray:
+        """The same for each layout of the slot; infinite where no option has it."""
+        found = np.full(len(self.slot.potential), np.inf)
+        found[self.here] = self.least(cost)
         return found
 
     def restrict(self, keep: np.ndarray) -> None:
@@ -146,7 +158,8 @@ class Port:
         self.at = self.at[keep]
         self.sort()
         slot.find()
-        slot.part.ends[slot.at][np.setdiff1d(before, slot.here)] = NEVER
+        if len(slot.here) < len(before):
+            slot.part.ends[slot.at][slot.absent] = NEVER
         slot.part.version += 1
 
 
@@ -273,15 +286,16 @@ class Bound:
 
     def _give(self, port: Port, cost: np.ndarray, share: float) -> None:
         """Move this share of a variable's cost to the values. What others at the slot cannot give stays where it is."""
-        if len(port.slot.ports) == 1:
-            port.slot.move(-share * port.least(cost, 0.0))
+        slot = port.slot
+        if len(slot.ports) == 1:
+            slot.give(share * port.least(cost))
             return
-        found = port.least(share / port.share * (cost - cost.min()), np.inf)
-        for other in port.slot.ports:
+        found = port.least_at_slot(share / port.share * (cost - cost.min()))
+        for other in slot.ports:
             if other is not port:
                 slack = self.now(other.variable)
-                found = np.minimum(found, other.least((slack - slack.min()) / other.share, np.inf))
-        port.slot.move(-np.where(np.isinf(found), 0.0, found))
+                found = np.minimum(found, other.least_at_slot((slack - slack.min()) / other.share))
+        slot.give(found[slot.here])
 
     def value_now(self) -> float:
         """The bound by the potentials as they are."""

@@ -37,6 +37,10 @@ class Layouts:
     _admitted: set[Spec] = field(default_factory=set)
     _costs: np.ndarray | None = None
     _specs: list[Spec] | None = None
+    _as_gradient: dict[Spec, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._bare = Spec.of(self.mesh, self.shape, self.dtype)
 
     @property
     def axes(self) -> list[int]:
@@ -108,11 +112,7 @@ class Layouts:
                 if isinstance(p, Shard) and p.blocks > 1 and p.unit == 1]  # fmt: skip
 
     def contiguous(self, spec: Spec) -> Spec:
-        return spec.with_tensor(spec.shape)
-
-    @property
-    def _bare(self) -> Spec:
-        return Spec.of(self.mesh, self.shape, self.dtype)
+        return spec if spec.stride == self._bare.stride else spec.with_tensor(spec.shape)
 
     @property
     def specs(self) -> list[Spec]:
@@ -139,6 +139,11 @@ class Layouts:
     def costs_as_gradient(self, place: Spec) -> np.ndarray:
         """Microseconds from each layout to the place of a gradient, whose sums are scattered before others are reduced
         (`places.roles.scattered_first`)."""
+        if place not in self._as_gradient:
+            self._as_gradient[place] = self._scattered_to(place)
+        return self._as_gradient[place]
+
+    def _scattered_to(self, place: Spec) -> np.ndarray:
         costs, goal = self.costs, self.number(place)
         found = costs[:, goal].copy()
         for at, spec in enumerate(self.specs):

@@ -8,7 +8,7 @@ between makers and readers. `choice` turns an assignment into the pins of all no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -74,6 +74,7 @@ class Model:
         self.roofline = Roofline(mesh.topology)
         self.kinds: dict[tuple, Layouts] = {}
         self._rules: dict = {}
+        self._refused: dict[Hashable, set[Hashable]] = {}
         self._bares: dict[tuple, Spec] = {}
         self._others: dict[Spec, Spec] = {}
         self.output_spec, self.roles = output_spec, roles
@@ -169,9 +170,10 @@ class Model:
     def _arrivals(self, node: fx.Node, call: Call, axis: int, kept: Sequence[Row]) -> list[Way]:
         if not may_arrive(node):
             return []
-        key = call.op, frozen(call.args), frozen(call.kwargs), call.first_use, self.along[axis]
+        own = call.op, frozen(call.args), frozen(call.kwargs), call.first_use
+        key = own, self.along[axis]
         if key not in self._rules:
-            self._rules[key] = arrivals(node, self.along[axis], kept)
+            self._rules[key] = arrivals(node, self.along[axis], kept, self._refused.setdefault(own, set()))
         return self._rules[key]
 
     def _of(self, meta) -> Layouts:

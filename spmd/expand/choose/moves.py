@@ -39,7 +39,6 @@ class OneReader:
             return (self.costs + needed).min(1) + made
         return (self.costs + made[:, None]).min(0) + needed
 
-
     def of(self, made: np.ndarray, needed: np.ndarray) -> OneReader:
         """The same for these layouts alone."""
         return OneReader(self.costs[np.ix_(made, needed)])
@@ -88,6 +87,10 @@ class Readers:
     number: int
     held: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        self._to_needed = np.ascontiguousarray(self.costs.T)  # where minima are taken over the first dim, they are fast
+        self._room: dict[tuple[int, ...], np.ndarray] = {}
+
     def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
         """The least cost for each layout of one end. ends: what each adds, the maker's first; all readers' are as long.
 
@@ -103,8 +106,10 @@ class Readers:
         least, adds = self._parted(needed)
         if self.held is not None:
             made = (self.held + made[:, None]).min(0)
-        beside = least[::-1] + made  # [set, made]: the readers that are not in the set
-        return ((self.costs + beside[:, :, None]).min(1) + adds).min(0) + mine
+        beside = (least[::-1] + made).T  # [made, set]: the readers that are not in the set
+        found = self._least_sum(self.costs, beside)
+        found += adds.T
+        return found.min(0) + mine
 
     def of(self, made: np.ndarray, needed: np.ndarray) -> Readers:
         """The same for these layouts alone."""
@@ -113,17 +118,24 @@ class Readers:
         return replace(self, costs=self.costs[:, needed], held=self.held[made])
 
     def _parted(self, needed: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """For each set of these readers the least cost by the layout made, and what its readers add to each layout.
-
-        The least cost is that of all ways to part the set into groups.
-        """
+        """For each set of these readers the least cost by the layout made, and what its readers add to each layout:
+        [set, made], [needed, set]. The least cost is that of all ways to part the set into groups."""
         sets = _sets(len(needed))
-        adds = sets.bits @ np.array(needed)  # [set, needed]
-        least = (self.costs + adds[:, None]).min(2)  # [set, made]: if the set is one group
+        adds = np.array(needed).T @ sets.bits
+        least = self._least_sum(self._to_needed, adds)  # if the set is one group
         least[0] = 0.0
-        for whole, group, rest in sets.by_size:
-            least[whole] = (least[group] + least[rest]).min(1)
+        for first, group, rest, starts in sets.steps:
+            parted = least[group]
+            parted += least[rest]
+            np.minimum.reduceat(parted, starts, out=least[first : 2 * first])
         return least, adds
+
+    def _least_sum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """The least over i of a[i, j] + b[i, k]: [k, j]. The sums are written to the same place each time."""
+        shape = len(a), b.shape[1], a.shape[1]
+        if shape not in self._room:
+            self._room[shape] = np.empty(shape)
+        return np.add(a[:, None], b[:, :, None], out=self._room[shape]).min(0)
 
 
 Moves = OneReader | TwoReaders | Readers
@@ -142,21 +154,21 @@ def moves_of(costs: np.ndarray, held: np.ndarray | None, readers: int) -> Moves:
 class _Sets:
     """The sets of so many readers, each a number of bits.
 
-    bits: [set, reader]. by_size: for sets of two, three ... readers the sets, for each the groups that its first reader
-    may be in, and what is left of it then: [set], [set, group] twice.
+    bits: [reader, set]. steps: for 2, 4, 8 ..., the sets from there to twice as much: their last reader's groups, what
+    is left of the set then, and where the groups of each set begin.
     """
 
     bits: np.ndarray
-    by_size: tuple[tuple[np.ndarray, np.ndarray, np.ndarray], ...]
+    steps: tuple[tuple[int, np.ndarray, np.ndarray, np.ndarray], ...]
 
 
 @cache
 def _sets(number: int) -> _Sets:
-    every = np.arange(1 << number)
-    bits = (every[:, None] >> np.arange(number)) & 1
-    by_size = []
-    for size in range(2, number + 1):
-        whole = every[bits.sum(1) == size]
-        group = np.array([[g for g in range(s + 1) if g & s == g and g & s & -s] for s in whole.tolist()])
-        by_size.append((whole, group, whole[:, None] ^ group))
-    return _Sets(bits.astype(float), tuple(by_size))
+    bits = (np.arange(1 << number) >> np.arange(number)[:, None]) & 1
+    steps = []
+    for first in [1 << k for k in range(1, number)]:
+        within = [[part for part in range(others + 1) if part & others == part] for others in range(first)]
+        group = np.array([first + part for parts in within for part in parts])
+        rest = np.array([others - part for others, parts in enumerate(within) for part in parts])
+        steps.append((first, group, rest, np.cumsum([0, *map(len, within)])[:-1]))
+    return _Sets(bits.astype(float), tuple(steps))

@@ -143,15 +143,16 @@ def _aligned(
     """The run of a stretch, and how its repetitions are layers of a stack that is known: the stack, 1 or -1 if they
     count on or back, and the layer of the first; the stack is -1 if they are none."""
     start, period, length = stretch
+    edges = edges[((edges >= start) & (edges < start + length)).any(1)]
+    stacks = range(int(stack.max(initial=-1)) + 1)
     best: tuple[int, Run, tuple[int, int, int]] | None = None
     for d in range(length % period + 1):
         run = Run(start + d, period, (length - d) // period)
         a, b = run.repetition(edges[:, 0]), run.repetition(edges[:, 1])
         link, most = (-1, 1, 0), 0
         for mine, other in ((a, edges[:, 1]), (b, edges[:, 0])):
-            some = (mine >= 0) & (stack[other] >= 0)
-            for k in np.unique(stack[other[some]]).tolist():
-                here = some & (stack[other] == k)
+            for k in stacks:
+                here = (mine >= 0) & (stack[other] == k)
                 for sign in (1, -1):
                     number, first = _most(layer[other[here]] - sign * mine[here])
                     if number >= run.times and number > most:
@@ -163,9 +164,19 @@ def _aligned(
 
 
 def _is_chain(run: Run, edges: np.ndarray) -> bool:
-    """Whether each repetition reads what the one before wrote."""
+    """Whether each repetition reads what the one before wrote, wherever the repetitions begin.
+
+    So no place in the run may be without a value that is written before it and read behind it. Updates of parameters
+    one after the other are no chain, though in some rotation a repetition reads the count of steps of the one before.
+    """
     a, b = run.repetition(edges[:, 0]), run.repetition(edges[:, 1])
-    return len(np.unique(a[(a >= 0) & (b == a + 1)])) == run.times - 1
+    if len(np.unique(a[(a >= 0) & (b == a + 1)])) < run.times - 1:
+        return False
+    writer, reader = (edges[(a >= 0) & (b >= 0)] - run.start).T
+    passing = np.zeros(run.stop - run.start, np.int64)
+    np.add.at(passing, writer, 1)
+    np.add.at(passing, reader, -1)
+    return bool((passing.cumsum()[:-1] > 0).all())
 
 
 def _most(x: np.ndarray) -> tuple[int, int]:

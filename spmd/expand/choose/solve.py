@@ -28,6 +28,10 @@ ENOUGH = 1e-3
 FAIR_SHARED = 5e-3
 """The gap at which no options are tried, where a variable stands for many cells: there each sweep moves less."""
 
+PATIENT, QUIET = (0.0, 0.01), (2e-3, 0.05)
+"""The gap at which a round of sweeps is the last if it finds nothing better, and the part of a gap that a round has to
+close, or else it is the last. `QUIET` where a variable stands for many cells."""
+
 CLOSED = 1e-9
 """The gap at which nothing is left to find: it is one of rounding."""
 
@@ -69,11 +73,12 @@ def _solved(problem: Problem, starts: Sequence[Sequence[int]]) -> Solved:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
     shared = max(problem.cells, default=1) > 1
-    at_least = _improve(bound, best, ROUNDS, ENOUGH)
+    quiet = QUIET if shared else PATIENT
+    at_least = _improve(bound, best, ROUNDS, ENOUGH, quiet)
     if best.us - at_least > (FAIR_SHARED if shared else ENOUGH) * best.us:
         best.take(repair(problem, best.x, by_slack(bound, MOST_TRIALS)))
         bound.prune(best.us)
-        at_least = _improve(bound, best, ROUNDS, ENOUGH)
+        at_least = _improve(bound, best, ROUNDS, ENOUGH, quiet)
     if not shared and sum(map(len, bound.cost)) <= SMALL:
         at_least = _improve(bound, best, ROUNDS, CLOSED)
         if not best.is_reached(at_least):
@@ -98,13 +103,16 @@ class _Best:
         return at_least >= self.us * (1 - CLOSED) - 1e-6
 
 
-def _improve(bound: Bound, best: _Best, rounds: int, enough: float) -> float:
-    """Sweep, read assignments and drop options, until the gap is small or nothing moves."""
+def _improve(bound: Bound, best: _Best, rounds: int, enough: float, quiet: tuple[float, float] = PATIENT) -> float:
+    """Sweep, read assignments and drop options, until the gap is small or nothing moves. quiet: as `PATIENT`."""
     problem, before = bound.problem, -np.inf
     for _ in range(rounds):
-        at_least = bound.improve(SWEEPS)
+        at_least, known = bound.improve(SWEEPS), best.us
         best.take(settle(problem, decode(bound)))
-        if best.us - at_least <= LESS + enough * best.us or at_least - before < 0.01 * (best.us - at_least):
+        gap = best.us - at_least
+        if gap <= LESS + enough * best.us or at_least - before < quiet[1] * gap:
+            break
+        if gap <= quiet[0] * best.us and best.us == known:
             break
         before = at_least
         bound.prune(best.us)

@@ -45,3 +45,10 @@ def test_what_is_equal_and_no_chain_has_no_layers():
     """Equal cells that do not read each other are no stack of layers; nor are fewer than four."""
     assert set(layers_of([1, 2] * 6, [[(k, -1), (k + 1, 0)] for k in range(0, 12, 2)]).layer) == {None}
     assert set(layers_of([1, 2] * 3, chain(6)).layer) == {None}
+
+
+def test_updates_one_after_the_other_have_no_layers_of_their_own():
+    """1 reads what 3 wrote before it, so 2, 1, 3 is repeated and linked; but nothing passes from 2 to 3, or from 1."""
+    keys = [9, 3, *[2, 1, 3] * 4, 2, 1]
+    values = [[(k, -1), (k + 2, 0)] for k in range(1, 14, 3)]
+    assert set(layers_of(keys, values).layer) == {None}
