@@ -83,10 +83,7 @@ EAGER = {
 }
 COMPILED = {
     "Megatron": lambda mesh: placements_of(model(), mesh, MEGATRON),
-    "sequence parallel": lambda mesh: {
-        "params": placements_of(model(), mesh, MEGATRON)["params"], "inputs": {"x": {"a": Shard(1)}},
-        "placements": {"*.down": {"a": Shard(1)}},
-    },
+    "sequence parallel": lambda mesh: placements_of(model(), mesh, SEQUENCE) | {"inputs": {"x": {"a": Shard(1)}}},
     "ZeRO-3": lambda mesh: {"fully_shard": "a", "inputs": {"x": {"a": Shard(0)}}},
     "data parallel": lambda mesh: {"inputs": {"x": {"a": Shard(0)}}},
 }  # fmt: skip

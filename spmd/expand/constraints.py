@@ -9,7 +9,7 @@ spec as given, or, on axes that are open, chooses among the layouts that agree w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,13 +72,13 @@ def capture_constraints(mesh: DeviceMesh | None) -> Iterator[Callable[[fx.Graph]
         yield insert
 
 
-def constrain_node(node: fx.Node, constraint: Constraint) -> fx.Node:
-    """Put a constraint behind a node, for all that read it."""
+def constrain_node(node: fx.Node, constraint: Constraint, users: Collection[fx.Node] | None = None) -> fx.Node:
+    """Put a constraint behind a node, for these that read it, by default all."""
     graph, last = node.graph, node
     if node.op == "placeholder":
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     with graph.inserting_after(last):
         new = graph.create_node("call_function", ConstrainOp(constraint), (node,))
-    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and (users is None or user in users))
     new.meta |= {k: v for k, v in node.meta.items() if k in ("val", "phase", "origin")}
     return new

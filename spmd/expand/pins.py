@@ -5,7 +5,8 @@
     {"model.py:31": [None, Shard(1)]}            what this line makes and other lines read; dp is left open
 
 Each becomes a constraint in the captured graph (`constraints.py`), for the value and for its gradient. The first
-pattern that matches a value decides.
+pattern that matches a value decides. Where another says of a module that it is given the value in another way, what the
+module computes reads it so: a norm gives shards of the sequence, and the layer behind it gathers them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 from torch import fx
 
 from spmd.expand.constraints import constrain_node
-from spmd.expand.origins import GRADIENT_OF, SITES, Site, handed_on
+from spmd.expand.origins import GRADIENT_OF, ORIGIN, SITES, Site, handed_on
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.constraint import Constraint
 from spmd.tensor.annotations.patterns import Patterns, matches, what_there_is
@@ -62,9 +63,32 @@ def pinned(graph: fx.Graph, pins: Pins, mesh: DeviceMesh) -> fx.Graph:
         for node, site in list(sites_of(graph, key)):
             if by_site.get(site) is not None and node not in found:
                 found[node] = _checked(by_site[site], node, site, mesh)
+    given = {node: inputs for node in found if (inputs := _given(node, by_site, mesh))}
     for node, constraint in found.items():
-        constrain_node(node, constraint)
+        new = constrain_node(node, constraint)
+        if node in given:
+            _constrain_inside(new, given[node])
     return graph
+
+
+def _given(node: fx.Node, by_site: Mapping[Site, Constraint | None], mesh: DeviceMesh) -> dict[str, Constraint]:
+    """How modules are to be given a value, by their paths."""
+    sites = [site for site in node.meta.get(SITES, ()) if site.line is None and ".input" in site.names[0]]
+    return {s.path: _checked(pin, node, s, mesh) for s in sites if (pin := by_site.get(s)) is not None}
+
+
+def _constrain_inside(node: fx.Node, given: Mapping[str, Constraint]) -> None:
+    """Let what each module computes read a constrained value as it is to be given to the module."""
+    made = {node.target.constraint.placements: node}
+    for user in list(node.users):
+        path = f"{user.meta[ORIGIN].module}." if ORIGIN in user.meta else ""
+        inside = max((p for p in given if path.startswith(f"{p}.")), key=len, default=None)
+        if inside is None:
+            continue
+        wanted = given[inside]
+        if wanted.placements not in made:
+            made[wanted.placements] = constrain_node(node, wanted, users=())
+        user.replace_input_with(node, made[wanted.placements])
 
 
 def sites_of(graph: fx.Graph, key: str) -> Iterator[tuple[fx.Node, Site]]:
@@ -107,4 +131,3 @@ def near_names(pattern: str, sites: Sequence[Site]) -> str:
     if ":" in pattern:
         names = [name for name in names if ":" in name] or names
     return what_there_is(pattern, names)
-

@@ -96,6 +96,7 @@ TABLE = {
     "norm and embedding": ((2, 2), "op", {"norm": BOTH, "words": {"tp": Shard(2), "dp": Shard(1)}}),
     "all of them": ((1, 4), "op", {"*": {"tp": Shard(1)}}),
     "what it gets": ((2, 2), "op", {"up.input": BOTH, "same": OPEN_DP, "act.input": {"dp": Shard(2), "tp": Shard(2)}}),
+    "given in another way": ((2, 2), "op", {"norm": {"dp": Shard(0), "tp": Shard(1)}, "up.input": BATCH, "up": BOTH}),
     "several results": ((2, 2), "op", {"pair.output.0": BOTH, "pair.output.*": OPEN_DP, "act": BATCH}),
     "by line": ((2, 2), "op", {f"{HERE}:{SOFTMAX}": {"dp": Shard(0), "tp": Shard(1)}, "up": {}}),
 }

@@ -35,3 +35,11 @@ def test_a_plan_sends_what_its_paper_says(counted, plan):
     assert {kind: n - flags.get(kind, 0) for kind, (_, n) in sent.items()} == {kind: n for kind, (_, n) in said.items()}
     text = (ROOT / "docs" / "design" / "counted.md").read_text()
     assert f"| {plan} | {counted.said(said)} | {counted.said(sent)} |" in text
+
+
+def test_sequence_parallelism_compiled_gathers_and_scatters_as_eagerly(counted):
+    """What its norms give is gathered where the layers behind them say so. Replicated gradients are one reduction."""
+    want, sent = counted.formula("sequence parallel"), counted.compiled("sequence parallel")
+    biases = 4 * counted.WIDTH * counted.BLOCKS
+    assert sent.pop("all_reduce") == (1, want.pop("all_reduce")[1] + biases + 4), "and biases of `down`, and the loss"
+    assert sent == want
