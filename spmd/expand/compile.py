@@ -194,8 +194,9 @@ class CompiledStep:
         """
         call = self._call(args, kwargs, first=True)
         call.find_first_specs()
-        captured, given = self._captured(call)
-        return self._writer.program(captured.at(given.shapes, given.numbers), given)
+        with collector_off():
+            captured, given = self._captured(call)
+            return self._writer.program(captured.at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for repeat in self._repeats:
@@ -311,6 +312,7 @@ class CompiledStep:
             self._library.add(wanted, captured, program)
         return bound
 
+    @collector_off()
     def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
         captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
@@ -329,7 +331,7 @@ class CompiledStep:
     def _capture(self, call: _Call) -> Captured:
         try:
             name = getattr(self.fn, "__name__", "the step")
-            with only_optimizers(call.state.optimizers, name), unchanged(self.fn), collector_off():
+            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
                 run = functools.partial(self._call_fn, call.state)
                 return capture(self.fn, call.named, run, call.state, self.mesh, call.first, self._stamp_blocks)
         except AttributeError as error:

@@ -33,7 +33,17 @@ from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.lowered import lowered
-from spmd.expand.nodes import LINE, SOURCE, added, first_positions, in_schema_order, line_of, result_metadata, source_of
+from spmd.expand.nodes import (
+    LINE,
+    SOURCE,
+    added,
+    copied,
+    first_positions,
+    in_schema_order,
+    line_of,
+    result_metadata,
+    source_of,
+)  # fmt: skip
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
 from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first
@@ -193,14 +203,14 @@ class _Expander:
         if node.args[0] in self.results:
             self.local[node] = self.local[self.results[node.args[0]][node.args[1]].node]
             return
-        new = self.graph.node_copy(node, self._current)
+        new = copied(self.graph, node, self._current)
         source = node.args[0]
         spec = self._spec(source) if isinstance(source, fx.Node) else None
         self._record(node, new, spec[node.args[1]] if isinstance(spec, tuple) else None)
 
     def _factory(self, node: fx.Node) -> None:
         """A tensor that is made without operands is the same on every rank."""
-        new = self.graph.node_copy(node, self._current)
+        new = copied(self.graph, node, self._current)
         metadata = result_metadata(node)
         specs = tuple(m and Spec.of(self.mesh, m.shape, m.dtype, stride=m.stride) for m in metadata)
         self._record(node, new, specs if isinstance(node.meta["val"], (tuple, list)) else specs[0])
@@ -212,7 +222,7 @@ class _Expander:
             spec = self._spec(n)
             return self._current(n) if spec is None else self.move(self._current(n), plan(spec, replicated(spec)))
 
-        self._record(node, self.graph.node_copy(node, replicate), None)
+        self._record(node, copied(self.graph, node, replicate), None)
 
     def _draw(self, node: fx.Node) -> None:
         """Random numbers in the shape of the first operand. Its values are not read."""

@@ -45,6 +45,31 @@ def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, 
 _set_args, _set_kwargs = fx.Node.args.fset, fx.Node.kwargs.fset  # as by assignment, which also files the node anew
 
 
+def copied(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.Node:
+    """A copy of a node at the end of a graph, as `node_copy` makes it. of: what stands for each of its operands.
+
+    >>> graph, new = fx.Graph(), fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> copied(new, x, {}.get).name
+    'x'
+    """
+    args, kwargs = fx.map_arg((node.args, node.kwargs), of)
+    new = added(graph, node.op, node.target, args, kwargs, node.name)
+    new.meta.update(node.meta)
+    return new
+
+
+def graph_copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph, with the metadata of its nodes."""
+    new, copies = fx.Graph(), {}
+    for node in graph.nodes:
+        if node.op == "output":
+            new.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
+        else:
+            copies[node] = copied(new, node, copies.__getitem__)
+    return new
+
+
 def line_of(node: fx.Node) -> str:
     """The user's line that a captured op, or its forward op, was written at; empty where none is known."""
     origin = node.meta.get(ORIGIN)

@@ -19,6 +19,7 @@ from torch import fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.decompose import SpecTensor, decomposed
+from spmd.expand.nodes import copied
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import TensorMeta
 from spmd.tensor.rules.decompositions import decompositions
@@ -68,7 +69,7 @@ class _Writer:
             return
         self.meta = {k: v for k, v in node.meta.items() if k != "val"}
         results = self._simpler(node)
-        self.of[node] = self.graph.node_copy(node, self.of.__getitem__) if results is None else results
+        self.of[node] = copied(self.graph, node, self.of.__getitem__) if results is None else results
 
     def _simpler(self, node: fx.Node) -> Any:
         """The nodes of the results of the op's decomposition; None if it stays as it is."""

@@ -23,7 +23,7 @@ from spmd.expand.constraints import ConstrainOp
 from spmd.expand.explain.explanation import Alternative, Explained, Explanation, Option, Sent
 from spmd.expand.explain.where import is_line, lines_with, nodes_of, parameters_of
 from spmd.expand.local_ops import op_text
-from spmd.expand.nodes import SOURCE, source_of
+from spmd.expand.nodes import SOURCE, graph_copied, source_of
 from spmd.expand.origins import SITES
 from spmd.expand.pins import Pins, names_match, pin_of, pinned, sites_of
 from spmd.expand.places.places import Places
@@ -48,13 +48,7 @@ def written(given: Expansion, pins: Pins, write: Write, chosen: str) -> Program:
 
 def with_pins(given: Expansion, pins: Pins) -> Expansion:
     """The expansion with a constraint behind each value that a pin names. The graph of `given` stays as it is."""
-    return replace(given, graph=pinned(_copied(given.graph), pins, given.mesh)) if pins else given
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    new.output(new.graph_copy(graph, {}))
-    return new
+    return replace(given, graph=pinned(graph_copied(given.graph), pins, given.mesh)) if pins else given
 
 
 @dataclass(frozen=True, eq=False)

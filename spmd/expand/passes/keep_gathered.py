@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.nodes import graph_copied
 from spmd.expand.places.reads import PARAMETER
 from spmd.expand.program import Program
 from spmd.tensor.redistribute.plan import Step
@@ -34,11 +35,7 @@ def keep_gathered(program: Program) -> Program:
 
 def copied(program: Program) -> Program:
     """The same program with a graph of its own."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    (old,), (new,) = (g.find_nodes(op="output") for g in (program.graph, graph))
-    new.meta = dict(old.meta)
-    return replace(program, graph=graph)
+    return replace(program, graph=graph_copied(program.graph))
 
 
 def gathered_bytes(program: Program) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.nodes import copied
 from spmd.expand.sizes.lift import SIZED
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.mesh import DeviceMesh
@@ -25,7 +26,7 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
     number = _numbers(graph, values)
     new, copies = fx.Graph(), {}
     for node in graph.nodes:
-        copy = copies[node] = new.node_copy(node, copies.__getitem__)
+        copy = copies[node] = copied(new, node, copies.__getitem__)
         if node.meta.get(SIZED):
             copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, dict(copy.kwargs)), number)
             copy.meta["val"] = _metadata_at(node.meta.get("val"), number)
