@@ -21,6 +21,9 @@ NEVER = 1e15
 MOST_READERS = 7
 """Readers of a value that are looked at together: there are 127 sets of them."""
 
+IN_CACHE = 1 << 16
+"""Numbers of a table that is made at once."""
+
 
 @dataclass(eq=False)
 class OneReader:
@@ -131,11 +134,16 @@ class Readers:
         return least, adds
 
     def _least_sum(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The least over i of a[i, j] + b[i, k]: [k, j]. The sums are written to the same place each time."""
-        shape = len(a), b.shape[1], a.shape[1]
+        """The least over i of a[i, j] + b[i, k]: [k, j]. The sums are written to the same place each time, all at once
+        or for one k after the other, so that they stay in the cache."""
+        apart = a.size * b.shape[1] > IN_CACHE
+        shape = a.shape if apart else (len(a), b.shape[1], a.shape[1])
         if shape not in self._room:
             self._room[shape] = np.empty(shape)
-        return np.add(a[:, None], b[:, :, None], out=self._room[shape]).min(0)
+        room = self._room[shape]
+        if apart:
+            return np.array([np.add(a, each[:, None], out=room).min(0) for each in b.T])
+        return np.add(a[:, None], b[:, :, None], out=room).min(0)
 
 
 Moves = OneReader | TwoReaders | Readers

@@ -39,12 +39,13 @@ def settle(problem: Problem, x: list[int], start: Iterable[int] | None = None, m
     return x
 
 
-def decode(bound: Bound) -> list[int]:
-    """An assignment by the potentials of a bound: each variable takes what is cheapest beside those before it."""
+def decode(bound: Bound, order: Iterable[int] | None = None) -> list[int]:
+    """An assignment by the potentials of a bound: each variable takes what is cheapest beside those before it, in this
+    order; that of the graph if none is given."""
     x = [0] * len(bound.cost)
     ends = {part: list(part.ends) for part in bound.parts}
     taken: set[Slot] = set()
-    for i in bound.order:
+    for i in bound.order if order is None else order:
         cost = bound.now(i)
         for port in bound.ports[i]:
             slot = port.slot
@@ -58,6 +59,15 @@ def decode(bound: Bound) -> list[int]:
             ends[slot.part][slot.at] = before
             taken.add(slot)
     return x
+
+
+def surest_first(bound: Bound) -> list[int]:
+    """The variables, those first whose best option a bound finds clearly cheaper than their next."""
+    found = []
+    for i in range(len(bound.cost)):
+        least = np.sort(bound.collected(i))[:2]
+        found.append(np.inf if len(least) < 2 else round(float(least[1] - least[0]), 6))
+    return np.argsort(-np.array(found), kind="stable").tolist()
 
 
 def repair(problem: Problem, x: list[int], trials: Iterable[tuple[int, int]]) -> list[int]:

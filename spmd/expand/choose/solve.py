@@ -18,7 +18,7 @@ import numpy as np
 from spmd.expand.choose.bound import Bound
 from spmd.expand.choose.fold import folded
 from spmd.expand.choose.problem import Problem
-from spmd.expand.choose.search import LESS, by_slack, decode, repair, settle
+from spmd.expand.choose.search import LESS, by_slack, decode, repair, settle, surest_first
 
 ROUNDS = 16
 SWEEPS = 4
@@ -105,17 +105,19 @@ class _Best:
 
 def _improve(bound: Bound, best: _Best, rounds: int, enough: float, quiet: tuple[float, float] = PATIENT) -> float:
     """Sweep, read assignments and drop options, until the gap is small or nothing moves. quiet: as `PATIENT`."""
-    problem, before = bound.problem, -np.inf
+    problem, before, options = bound.problem, -np.inf, sum(map(len, bound.cost))
     for _ in range(rounds):
         at_least, known = bound.improve(SWEEPS), best.us
         best.take(settle(problem, decode(bound)))
+        if best.us == known and best.us - at_least > max(enough, quiet[0]) * best.us:
+            best.take(settle(problem, decode(bound, surest_first(bound))))
         gap = best.us - at_least
-        if gap <= LESS + enough * best.us or at_least - before < quiet[1] * gap:
+        if gap <= LESS + enough * best.us or (best.us == known and gap <= quiet[0] * best.us):
             break
-        if gap <= quiet[0] * best.us and best.us == known:
+        left = bound.prune(best.us)
+        if at_least - before < quiet[1] * gap and (gap <= FAIR_SHARED * best.us or left == options):
             break
-        before = at_least
-        bound.prune(best.us)
+        before, options = at_least, left
     return bound.least
 
 
