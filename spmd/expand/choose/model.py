@@ -2,63 +2,32 @@
 
     12 layers, 1,328 cells    ->    292 variables, 450 values with weights
 
-`Model.of` asks the rules for the ways of each class, numbers the layouts of every shape, and writes what is moved
-between makers and readers. `choice` turns an assignment into the pins of all nodes.
+What each class chooses from is found in `choosers.py`. `Model` lets the specs that are given be layouts, and writes
+what is moved between makers and readers. `choice` turns an assignment into the pins of all nodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import fx
 
-from spmd.expand.choose.arrivals import along, arrivals, may_arrive
-from spmd.expand.choose.cells import Cell, Cells, cells_of, is_tensor, operands_of, value_shape
+from spmd.expand.choose.cells import Cells, cells_of, is_tensor, operands_of, value_shape
 from spmd.expand.choose.choice import Choice, Pin
+from spmd.expand.choose.choosers import Chooser, Choosers
 from spmd.expand.choose.classes import Classes, Group, Meeting
 from spmd.expand.choose.following import END, UPDATE, Following
-from spmd.expand.choose.layouts import Layouts, sums_only
-from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
+from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
-from spmd.expand.choose.work import Roofline
-from spmd.expand.constraints import ConstrainOp
-from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.lowered import made_rows
-from spmd.expand.nodes import first_positions, result_metadata
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import MARK, Roles, gradient_places
 from spmd.mesh import DeviceMesh
-from spmd.tensor.cache import frozen
-from spmd.tensor.call import READS_VALUE, SCALAR, Call
-from spmd.tensor.lower import _replicated_rule, lower
-from spmd.tensor.placement import REPLICATE, Placement, Shard
-from spmd.tensor.recipes.random import Draw
-from spmd.tensor.rules.book import rule_of
-from spmd.tensor.rules.rule import Row, rows
+from spmd.tensor.lower import lower
 from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
-
-
-@dataclass(eq=False)
-class Chooser:
-    """What a class of cells chooses from. operands: for the first cell, the value of each operand.
-
-    ways: of each axis. op: its op with layouts. members: for a cell of several ops, the rows of each op by placement.
-    """
-
-    cell: Cell
-    operands: list[fx.Node]
-    op: Op | None = None
-    ways: list[list[Way]] = field(default_factory=list)
-    members: list[dict[Placement, Row]] = field(default_factory=list)
-    nbytes: int = 0
-    given: tuple[tuple[Spec, ...], tuple[Spec, ...]] | None = None
-    options: Options | None = None
 
 
 class Model:
@@ -69,188 +38,38 @@ class Model:
         roles: Roles, places: Mapping[str, Places], by_op: dict[fx.Node, Pin],
     ) -> None:  # fmt: skip
         self.mesh, self.graph, self.sources, self.by_op = mesh, graph, sources, by_op
-        self.axes = [a for a, n in enumerate(mesh.shape) if n > 1]
-        self.along = {a: along(mesh, a) for a in self.axes}
-        self.roofline = Roofline(mesh.topology)
-        self.kinds: dict[tuple, Layouts] = {}
-        self._rules: dict = {}
-        self._refused: dict[Hashable, set[Hashable]] = {}
-        self._bares: dict[tuple, Spec] = {}
         self._others: dict[Spec, Spec] = {}
         self.output_spec, self.roles = output_spec, roles
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
         self.following = Following(graph, roles, self.places)
+        self.ways = Choosers(mesh, by_op, self.gradients, self.following)
+        self.axes = self.ways.axes
         self.cells: Cells = cells_of(graph, self.gradients)
         self.homes = self._homes()
         self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
-        self.choosers = self._choosers()
+        self.choosers = self.ways.of(self.classes, self.cells)
         self._admit_given()
-        self._find_options()
+        self.ways.find_options(self.choosers)
         self.holds: list[tuple[int, Group]] = []
         self.problem = self._problem()
 
-    def layouts(self, value: fx.Node) -> Layouts:
-        """The layouts of the values of this shape and dtype."""
-        shape = value_shape(value)
-        if shape not in self.kinds:
-            self.kinds[shape] = Layouts(self.mesh, *shape)
-        return self.kinds[shape]
-
-    # ---- what each class chooses from ----------------------------------------------------------
-    def _choosers(self) -> list[Chooser]:
-        """Of each class. Classes of equal ops that run alike by themselves choose from the same."""
-        found: dict[int, Chooser] = {}
-        known: dict[object, Chooser] = {}
-        for k, own, cell in zip(self.classes.of, self.classes.own, self.cells.every, strict=True):
-            if k in found:
-                continue
-            key = own, self.by_op.get(cell.node)
-            if key in known and not known[key].given and cell.node not in self.gradients:
-                found[k] = replace(known[key], cell=cell, operands=operands_of(cell))
-            else:
-                found[k] = known[key] = self._chooser(cell)
-        return [found[k] for k in range(len(found))]
-
-    def _chooser(self, cell: Cell) -> Chooser:
-        chooser = Chooser(cell, operands_of(cell))
-        target = cell.node.target
-        if isinstance(target, LocalMapOp):
-            chooser.given = tuple(target.call.ins), tuple(target.outs)
-        elif isinstance(target, LocalMapGradientOp):
-            chooser.given = (*target.of.outs, *target.of.cotangents), tuple(target.of.grads)
-        elif isinstance(target, ConstrainOp) and target.constraint.is_complete:
-            spec = target.spec(self._bare(chooser.operands[0]))
-            chooser.given = (spec,), (spec,)
-        elif target is MARK and cell.node in self.gradients:
-            chooser.given = (self.gradients[cell.node],), (self.gradients[cell.node],)
-        elif target in READS_VALUE:
-            chooser.given = tuple(self._bare(n) for n in chooser.operands), ()
-        elif len(cell.nodes) > 1:
-            self._update(chooser)
-        else:
-            self._single(chooser)
-        return chooser
-
-    def _bare(self, value: fx.Node) -> Spec:
-        shape = value_shape(value)
-        if shape not in self._bares:
-            self._bares[shape] = Spec.of(self.mesh, *shape)
-        return self._bares[shape]
-
-    def _call(self, node: fx.Node, given: Mapping[fx.Node, Spec] = MappingProxyType({})) -> tuple[Call, Sequence[Row]]:
-        """The call of a node, and the rows of its rule. Operands are replicated where nothing else is given."""
-
-        def spec(n: fx.Node):
-            return (given.get(n) or self._bare(n)) if is_tensor(n) else SCALAR
-
-        op, args = node.target, node.args
-        if isinstance(op, Draw):
-            op, args = op.op, (node.args[0], *node.args[2:])
-        elif op is MARK or isinstance(op, ConstrainOp):
-            op, args = torch.ops.aten.alias.default, node.args[:1]
-        repeats = first_positions(operands_of(Cell((node,), (), ())))
-        call = Call(op, fx.map_arg(args, spec), fx.map_arg(dict(node.kwargs), spec), result_metadata(node), repeats)
-        return call, rows(rule_of(call) or _replicated_rule(call))
-
-    def _single(self, chooser: Chooser) -> None:
-        node = chooser.cell.node
-        call, every = self._call(node)
-        outs = [self._of(o) if o is not None else None for o in call.outs]
-        chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
-        kept = rows_worth_taking(chooser.op, every, self.mesh)
-        kept = [row for row in kept if self.following.may_take(row, chooser.operands)]
-        for axis in self.axes:
-            ways = _said(node, axis) or [Way(row) for row in (*kept, *made_rows(call))]
-            ways += self._arrivals(node, call, axis, kept)
-            ways += self._way_by_op(node, axis, ways)
-            chooser.ways.append(ways)
-        self._admit(chooser)
-
-    def _arrivals(self, node: fx.Node, call: Call, axis: int, kept: Sequence[Row]) -> list[Way]:
-        if not may_arrive(node):
-            return []
-        own = call.op, frozen(call.args), frozen(call.kwargs), call.first_use
-        key = own, self.along[axis]
-        if key not in self._rules:
-            self._rules[key] = arrivals(node, self.along[axis], kept, self._refused.setdefault(own, set()))
-        return self._rules[key]
-
-    def _of(self, meta) -> Layouts:
-        key = tuple(meta.shape), meta.dtype
-        if key not in self.kinds:
-            self.kinds[key] = Layouts(self.mesh, *key)
-        return self.kinds[key]
-
-    def _way_by_op(self, node: fx.Node, axis: int, ways: Sequence[Way]) -> list[Way]:
-        """The way that the op takes by itself, if it is not among these."""
-        pin = self.by_op.get(node)
-        if pin is None:
-            return []
-        row = pin.rows[axis]
-        plain = all(map(sums_only, (*row.ins, *row.outs)))
-        known = any((w.row.ins, w.row.outs) == (row.ins, row.outs) for w in ways)
-        return [] if known or not plain else [Way(row, pin.arrives)]
-
-    def _update(self, chooser: Chooser) -> None:
-        """The ways of a cell of pointwise ops: all of them share out one dim, or none does."""
-        cell = chooser.cell
-        shape, _ = value_shape(cell.nodes[-1])
-        for node in cell.nodes:
-            call, every = self._rule(node)
-            by_out = {row.outs[0]: row for row in every if row.factor is not None or row is every[0]}
-            chooser.members.append(by_out)
-            chooser.nbytes += sum(x.nbytes for x in call.tensors) + self.layouts(node).nbytes()
-        for axis in self.axes:
-            letters = [REPLICATE, *[Shard(d) for d, n in enumerate(shape) if n >= self.mesh.shape[axis]]]
-            usable = [p for p in letters if all(p in each for each in chooser.members)]
-            chooser.ways.append([Way(self._update_row(chooser, p)) for p in usable])
-        self._admit(chooser)
-
-    def _rule(self, node: fx.Node) -> tuple[Call, Sequence[Row]]:
-        operands = operands_of(Cell((node,), (), ()))
-        key = node.target, tuple(map(value_shape, operands)), first_positions(operands), value_shape(node)
-        if key not in self._rules:
-            self._rules[key] = self._call(node)
-        return self._rules[key]
-
-    def _update_row(self, chooser: Chooser, p: Placement) -> Row:
-        ins: dict[fx.Node, Placement] = {}
-        for node, by_out in zip(chooser.cell.nodes, chooser.members, strict=True):
-            operands: list[fx.Node] = operands_of(Cell((node,), (), ()))
-            for n, want in zip(operands, by_out[p].ins, strict=True):
-                ins.setdefault(n, want)
-        factor = p.dim if isinstance(p, Shard) else None
-        return Row(tuple(ins[n] for n in chooser.operands), (p,) * len(chooser.cell.writes), factor)
-
-    def _admit(self, chooser: Chooser) -> None:
-        """Put the placements of all ways into the alphabets."""
-        outs = self._outs(chooser)
-        for way in [w for each in chooser.ways for w in each]:
-            for n, p in zip(chooser.operands, way.row.ins, strict=True):
-                self.layouts(n).letter(p)
-            for layouts, p in zip(outs, way.row.outs, strict=True):
-                if layouts is not None:
-                    layouts.letter(p)
-
-    def _outs(self, chooser: Chooser) -> list[Layouts | None]:
-        return chooser.op.outs if chooser.op else [self.layouts(v) for v in chooser.cell.writes]
-
+    # ---- what is given -------------------------------------------------------------------------
     def _admit_given(self) -> None:
         """Let the specs that are given be layouts: of inputs, outputs and functions of blocks."""
         for value, spec in (*self.sources.items(), *self.gradients.items()):
             for each in (spec, *self._read_places(value)):
-                self.layouts(value).admit(each)
+                self.ways.layouts(value).admit(each)
         for chooser in self.choosers:
             for side, values in zip(chooser.given or (), (chooser.operands, chooser.cell.writes), strict=False):
                 for value, spec in zip(values, side, strict=False):
-                    self.layouts(value).admit(spec)
+                    self.ways.layouts(value).admit(spec)
         for value, (homes, _) in self.homes.items():
             for home in homes:
-                self.layouts(value).admit(home)
+                self.ways.layouts(value).admit(home)
 
-        for value, spec in self.following.reordered(self.sources, lambda *of: lower(self._call(*of)[0]).outs[0]):
-            self.layouts(value).admit(spec)
+        for value, spec in self.following.reordered(self.sources, lambda *of: lower(self.ways.call(*of)[0]).outs[0]):
+            self.ways.layouts(value).admit(spec)
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that update read a parameter that is stored elsewhere; else nothing."""
@@ -266,7 +85,7 @@ class Model:
         for i, value in enumerate(self.graph.output_node().args[0]):
             if not isinstance(value, fx.Node) or not is_tensor(value):
                 continue
-            bare = self._bare(value)
+            bare = self.ways.bare(value)
             other = self._others.get(bare) or self._others.setdefault(bare, self._other(bare))
             ends = self.output_spec(i, bare), self.output_spec(i, other)
             if bare.ndim and ends[0] is ends[1]:
@@ -285,38 +104,6 @@ class Model:
         dims = [(tuple(self.axes),) + ((),) * (bare.ndim - 1)] if bare.ndim else [()]
         owing = [(a, "sum") for a in self.axes]
         return bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
-
-    def _find_options(self) -> None:
-        """The options of all classes; those that choose from the same share them."""
-        known = list(self.kinds.values())
-        self.packings = list(dict.fromkeys(p for layouts in known for p in layouts.packings))
-        self.orders = list(dict.fromkeys(order for layouts in known for order in layouts.orders))
-        for layouts in known:
-            for p in list(layouts.alphabet):
-                for packing in self.packings:
-                    layouts.letter(packing.of(p, layouts.shape))
-        made: dict[int, Options] = {}
-        for chooser in self.choosers:
-            if not chooser.given:
-                if id(chooser.ways) not in made:
-                    made[id(chooser.ways)] = self._options(chooser)
-                chooser.options = made[id(chooser.ways)]
-
-    def _options(self, chooser: Chooser) -> Options:
-        if chooser.op is not None:
-            found = combined(chooser.op, chooser.ways, self.axes, self.roofline)
-            return found.beside(chooser.op, self.packings, self.orders)
-        return self._update_options(chooser)
-
-    def _update_options(self, chooser: Chooser) -> Options:
-        layouts, ways = self.layouts(chooser.cell.nodes[-1]), chooser.ways
-        op = Op(None, [self.layouts(n) for n in chooser.operands], [self.layouts(v) for v in chooser.cell.writes])
-        found = combined(op, ways, self.axes, self.roofline)
-        share = np.ones(found.digits.shape[1])
-        for axis, each, d in zip(self.axes, ways, found.digits, strict=True):
-            share = share * np.array([op.fraction(layouts, w.row.outs[0], axis) for w in each])[d]
-        found.us = np.array([self.roofline.us(0, chooser.nbytes * s, layouts.dtype) for s in share])
-        return found.beside(op, self.packings, self.orders)
 
     # ---- values --------------------------------------------------------------------------------
     def _problem(self) -> Problem:
@@ -363,7 +150,7 @@ class Model:
         """A value at one time. A gradient that is computed from gradients goes to its place first."""
         if when == UPDATE:
             return [Meeting(value, (self.places[value].state, (), (), when), None, readers)]
-        spec = None if writer else self.sources.get(value) or self._bare(value)
+        spec = None if writer else self.sources.get(value) or self.ways.bare(value)
         homes, free = self.homes.get(value, ((), ())) if when in (None, END) else ((), ())
         rest = homes, tuple(each[1:] for each in free), when
         if writer is None or value not in self.gradients or value.target is MARK:
@@ -376,7 +163,7 @@ class Model:
         """The values of a group, if they are moved; what they owe at the end is part of their makers' work."""
         first, weight = group.members[0], float(len(group.members))
         (spec, homes, owed, _), (_, free) = first.known, self.homes.get(first.value, ((), ()))
-        layouts = self.layouts(first.value)
+        layouts = self.ways.layouts(first.value)
         made = self._end(layouts, group.maker or spec)
         ends = self._readers(layouts, group, homes)
         if owed and made.variable != FIXED:
@@ -403,7 +190,7 @@ class Model:
         return free and ends > 1 and self._may_owe(self._layouts_of(group), value.maker)
 
     def _layouts_of(self, group: Group) -> Layouts:
-        return self.layouts(group.members[0].value)
+        return self.ways.layouts(group.members[0].value)
 
     def _readers(self, layouts: Layouts, group: Group, homes: Sequence[Spec]) -> list[End]:
         """The ends where a value is read or returned."""
@@ -490,12 +277,6 @@ class Model:
             return [pin]
         given = [row.outs[0] for row in pin.rows]
         return [Pin(tuple(by_out[p] for p in given)) for by_out in chooser.members]
-
-
-def _said(node: fx.Node, axis: int) -> list[Way]:
-    """The only way of a constraint on an axis where it says something."""
-    said = node.target.constraint.placements[axis] if isinstance(node.target, ConstrainOp) else None
-    return [] if said is None else [Way(Row((said,), (said,)))]
 
 
 def _fixed(layouts: Layouts, spec: Spec) -> End:
