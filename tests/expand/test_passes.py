@@ -11,7 +11,7 @@ from torch import optim
 
 import spmd
 from spmd import MeshTopoInfo
-from spmd.expand.passes.list_scheduler import WINDOW, Ways, listed
+from spmd.expand.passes.list_scheduler import WINDOW, Start, Ways, listed
 from spmd.expand.passes.passes import PASSES, Buckets, Schedule, checked_passes, with_passes
 from spmd.expand.timeline.replay import step_us
 from spmd.expand.timeline.work import Sending, Task, Work
@@ -142,8 +142,9 @@ def test_any_order_is_one_that_the_tasks_allow(ways):
     for seed in range(60):
         work = random_work(seed)
         limit = max(work.memory(range(len(work.tasks))))
-        order = listed(work, limit, ways)
-        assert order == listed(work, limit, ways)
+        start = Start(work)
+        order = listed(start, limit, ways)
+        assert order == listed(start, limit, ways) == listed(Start(work), limit, ways)
         assert sorted(order) == list(range(len(work.tasks))), seed
         at = {i: place for place, i in enumerate(order)}
         for i, task in enumerate(work.tasks):
@@ -159,4 +160,4 @@ def test_launches_that_wait_in_a_long_program_are_found():
     tasks.append(Task("use", (n - 1, n), (n,), (), 1.0, 0, n + 1, None, "", True))
     work = Work(tuple(tasks), 0)
     assert step_us(work) == n + 50
-    assert step_us(work, listed(work, 0, Ways())) == n
+    assert step_us(work, listed(Start(work), 0, Ways())) == n

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from torch import fx
@@ -37,18 +37,20 @@ MOST_BEFORE_GATHER = 4
 
 def bucketed(
     program: Program, mb: float | None = None, first_mb: float | None = None, kinds: Sequence[str] = KINDS,
-    keeps_memory: bool = False,
+    keeps_memory: bool = False, own: bool = False,
 ) -> Program:  # fmt: skip
     """The same program with moves of these kinds in buckets.
 
     mb: megabytes of a bucket, of what the collective gives to a rank; by default those at which a tenth of the time is
     latency, and no more than leave the most bytes that are alive what they are. first_mb: of the first bucket of
-    reductions. keeps_memory: whether that holds for megabytes by hand, too. What is read at once, such as the
-    all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise
-    the same if the transport reduces an element in the same way wherever it is in the buffer.
+    reductions. keeps_memory: whether that holds for megabytes by hand, too. own: whether the given program is not
+    needed any more, so that its graph can be changed.
+
+    What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise the same if
+    the transport reduces an element in the same way wherever it is in the buffer.
     """
     alive = program.work.memory(range(len(program.work.tasks)))
-    program, sizes = copied(program), _Sizes(mb, first_mb)
+    program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
     room = Room(alive, max(alive) if mb is None or keeps_memory else inf)
     if "all_gather" in kinds:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from spmd.expand.passes.room import Room
 from spmd.expand.timeline.work import Task, Work
@@ -37,9 +38,9 @@ class Ways:
     margin: float = 2.0
 
 
-def listed(work: Work, limit: int, ways: Ways) -> list[int]:
+def listed(start: Start, limit: int, ways: Ways) -> list[int]:
     """An order of all tasks. limit: bytes that should be alive at most; the caller checks it."""
-    return _Scheduler(Graph.of(work), limit, ways).run()
+    return _Scheduler(start, limit, ways).run()
 
 
 # ---- what depends on what ---------------------------------------------------------------------
@@ -117,6 +118,42 @@ def first_waits(graph: Graph, order: Sequence[int]) -> dict[int, int]:
     return found
 
 
+@dataclass(frozen=True)
+class Start:
+    """What all schedules of the same tasks begin with."""
+
+    work: Work
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What depends on what."""
+        return Graph.of(self.work)
+
+    @cached_property
+    def preludes(self) -> dict[int, tuple[int, ...]]:
+        """The launches that may stand anywhere."""
+        return self.graph.preludes()
+
+    @cached_property
+    def alive(self) -> list[int]:
+        """The bytes that are alive in the order of the program."""
+        return self.work.memory(range(len(self.work.tasks)))
+
+    @cached_property
+    def early(self) -> list[int]:
+        """The steps with launches before what is not needed for them."""
+        return launched_early(self.graph)
+
+    @cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """By step, the steps that come behind it."""
+        found: dict[int, list[int]] = {}
+        for i in self.graph.steps:
+            for n in self.graph.needs[i]:
+                found.setdefault(n, []).append(i)
+        return found
+
+
 # ---- ops behind launches ----------------------------------------------------------------------
 
 
@@ -172,30 +209,26 @@ class _Stream:
 
 
 class _Scheduler:
-    def __init__(self, graph: Graph, limit: int, ways: Ways) -> None:
+    def __init__(self, start: Start, limit: int, ways: Ways) -> None:
+        graph = start.graph
         self.graph, self.tasks, self.ways = graph, graph.work.tasks, ways
-        self.order = launched_early(graph) if ways.sink else list(graph.steps)
+        self.order = start.early if ways.sink else graph.steps
         self.rank = {i: at for at, i in enumerate(self.order)}
         self.ideal = computed_before(graph, self.order)
         self.first = first_waits(graph, self.order)
-        self.preludes = graph.preludes()
+        self.preludes, self.readers = start.preludes, start.readers
         self.clock, self.links, self.arrives = 0.0, {}, {}
         self.streams: dict[str, _Stream] = {}
         self.done: list[int] = []
         self.is_done = bytearray(len(self.tasks))
         self.left = {i: len(graph.needs[i]) for i in graph.steps}
-        self.readers: dict[int, list[int]] = {}
-        for i in graph.steps:
-            for n in graph.needs[i]:
-                self.readers.setdefault(n, []).append(i)
         self.pieces: dict[int, list[int]] = {}  # what names the results of a task
         for i, task in enumerate(self.tasks):
             if not task.is_op and task.makes:
                 self.pieces.setdefault(task.reads[0], []).append(i)
         self.ready: list[tuple[int, int]] = []
         self.waiting: list[tuple[float, int, int]] = []
-        alive = graph.work.memory(range(len(self.tasks)))
-        self.room = Room([alive[i] for i in self.order], limit)
+        self.room = Room([start.alive[i] for i in self.order], limit)
         self.at = 0
 
     def run(self) -> list[int]:

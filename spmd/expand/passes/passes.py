@@ -94,13 +94,14 @@ class Overlap:
             return program
         work = program.work
         limit = max(work.memory(range(len(work.tasks)))) if self.memory is None else self.memory
-        packed = bucketed(compute_numbers_late(program))
+        late = compute_numbers_late(program)
+        packed = bucketed(late, own=late is not program)
         together = best_order(packed.work, limit)
         if together is None or together.us > bound_us(work) * (1 + NO_DIFFERENCE):
             alone = best_order(work, limit)
             if alone is not None and (together is None or alone.us < together.us * (1 - NO_DIFFERENCE)):
                 return reordered(program, alone.order)
-        return program if together is None else reordered(packed, together.order)
+        return program if together is None else reordered(packed, together.order, own=True)
 
 
 NO_DIFFERENCE = 5e-3

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd.expand.passes.keep_gathered import copied
-from spmd.expand.passes.list_scheduler import Ways, listed
+from spmd.expand.passes.list_scheduler import Start, Ways, listed
 from spmd.expand.program import Program
 from spmd.expand.timeline.replay import bound_us, step_us
 from spmd.expand.timeline.work import Work
@@ -48,8 +48,8 @@ def schedule(program: Program, memory: int | None = None) -> Program:
 
 def best_order(work: Work, limit: int) -> Found | None:
     """The fastest order that keeps within the memory; None if none is found. A tenth of a percent is no difference."""
-    least, best = bound_us(work) * (1 + LEAST_GAIN), None
-    for order in itertools.chain([range(len(work.tasks))], (listed(work, limit, ways) for ways in WAYS)):
+    least, best, start = bound_us(work) * (1 + LEAST_GAIN), None, Start(work)
+    for order in itertools.chain([range(len(work.tasks))], (listed(start, limit, ways) for ways in WAYS)):
         if max(work.memory(order), default=0) <= limit:
             us = step_us(work, order)
             best = Found(order, us) if best is None or us < best.us * (1 - LEAST_GAIN) else best
@@ -58,9 +58,12 @@ def best_order(work: Work, limit: int) -> Found | None:
     return best
 
 
-def reordered(program: Program, order: Sequence[int]) -> Program:
-    """The same program with its nodes in this order: for each place, the node that stood at another one."""
-    program = copied(program)
+def reordered(program: Program, order: Sequence[int], own: bool = False) -> Program:
+    """The same program with its nodes in this order: for each place, the node that stood at another one.
+
+    own: whether the given program is not needed any more, so that its graph can be changed.
+    """
+    program = replace(program) if own else copied(program)
     nodes = list(program.graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]  # they keep their order: it is that of the arguments
     others = [nodes[i] for i in order if nodes[i].op not in ("placeholder", "output")]
