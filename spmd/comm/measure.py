@@ -10,7 +10,7 @@ that of its slowest rank, and the result is the lower quartile over all rounds. 
 quartile less than the median: beside ten busy programs half of the errors are below 8%; with medians they are below
 14%. A round times everything once, in its own order, so that a temporary disturbance affects all measurements alike.
 
-Matrix products are timed on all ranks at once, too: what a program computes is priced by them, and by the copies.
+Local ops are timed on all ranks at once, too (`comm/local_ops.py`): what a program computes is priced by them.
 
 Every other size is held out. The curves are fitted to the remaining sizes (`mesh/fit.py`), and their error is the
 distance from the held-out sizes.
@@ -34,18 +34,17 @@ import torch
 import torch.distributed as dist
 
 from spmd.comm import functional as comm
+from spmd.comm.local_ops import local_cases
 from spmd.mesh import PRESETS, Compute, DeviceMesh, Link, Machine, Measured, MeshTopoInfo
 from spmd.mesh.fit import Sample, fit_curve, fit_ring
 from spmd.mesh.layout import Ladder, group_shape
-from spmd.mesh.machine import COLLECTIVES, COPY
+from spmd.mesh.machine import COLLECTIVES, COPY, LocalOp
 
 SMALLEST = 1024  # bytes
 ROUNDS = 25
-QUANTILE = 0.25  # of the rounds: close to the time on an idle machine, even while other programs run
+QUANTILE = 0.25  # of the rounds
 LONGEST_S, FEWEST_SIZES = 0.05, 5
 LARGEST = 2**30
-PRODUCTS = (torch.float32, torch.bfloat16, torch.float64)  # dtypes whose matrix products are timed
-WIDTHS = {"cpu": 768, "cuda": 4096}  # of the matrices: long enough for ranks that share a core to feel it
 PIECES = 4  # pieces that the timed copy concatenates on dim 1, as a gather on dim 1 does
 
 Signature = tuple[int, int, int]  # ranks a host, hosts, ranks that send through one network card
@@ -97,6 +96,13 @@ class TimedCollective:
 
 Times = dict[TimedCollective, list[tuple[int, float]]]
 """(bytes, microseconds) of every timed collective, one entry a size."""
+LocalTimes = dict[tuple[str, str], list[tuple[float, float]]]
+"""(operations or bytes, microseconds) of every kind of local op and dtype, one entry a size."""
+
+
+def lower_quartile(times: np.ndarray) -> np.ndarray:
+    """Of each column the lower quartile: near to what an idle machine takes, even while other programs run."""
+    return np.quantile(times, QUANTILE, axis=0)
 
 
 def calibrate(
@@ -106,12 +112,16 @@ def calibrate(
     most_bytes: int | None = None,
     rounds: int = ROUNDS,
     nics_per_host: int | None = None,
+    between: Callable[[], object] = lambda: None,
+    typical: Callable[[np.ndarray], np.ndarray] = lower_quartile,
 ) -> Calibration:
     """Time the collectives of this mesh and fit a machine to the times; call it on all ranks of the job.
 
     The mesh must have all ranks. `most_bytes`: the largest message; None for as large as memory allows. In both cases
     sizes whose calls take longer than 50 ms are left out, but at least five sizes are timed. `nics_per_host`: as in
-    `Machine`. All ranks get the machine that rank 0 fitted.
+    `Machine`. `between`: called on all ranks behind each round, so that what is to be compared with the calibration can
+    be timed while the machine does what else it does. `typical`: from times of shape [rounds, calls], what counts as
+    the time of each call. All ranks get the machine that rank 0 fitted.
     """
     if mesh.size() != dist.get_world_size() or mesh.size() == 1:
         raise ValueError(
@@ -124,11 +134,11 @@ def calibrate(
             'with init_process_group("cpu:gloo,cuda:nccl")'
         )
     topology = MeshTopoInfo.from_mesh(mesh, machine=replace(PRESETS["textbook"], nics_per_host=nics_per_host))
-    timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes)
+    timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes, typical)
     sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
-    times = timer.quartiles(sizes, rounds)
-    rates = timer.products(rounds)
-    found = [_calibration(times, rates, topology, name) if dist.get_rank() == 0 else None]
+    times = timer.quartiles(sizes, rounds, between)
+    local = timer.local_ops(rounds, between)
+    found = [_calibration(times, local, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
     return found[0]
 
@@ -150,8 +160,8 @@ def _what_to_time(topology: MeshTopoInfo) -> list[TimedCollective]:
 class _Timer:
     """Times calls on this rank together with all other ranks, which time the same calls in the same order."""
 
-    def __init__(self, mesh: DeviceMesh, largest: int) -> None:
-        self.mesh, self.largest = mesh, largest
+    def __init__(self, mesh: DeviceMesh, largest: int, typical: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.mesh, self.largest, self.typical = mesh, largest, typical
         self.input = torch.ones(0, device=mesh.device_type)
 
     def sizes(self, kind: TimedCollective) -> list[int]:
@@ -166,8 +176,8 @@ class _Timer:
                 return sizes
             sizes.append(nbytes)
 
-    def quartiles(self, sizes: dict[TimedCollective, list[int]], rounds: int) -> Times:
-        """(bytes, microseconds) of all sizes: the lower quartile over the rounds of what the slowest rank took."""
+    def quartiles(self, sizes: dict[TimedCollective, list[int]], rounds: int, between: Callable[[], object]) -> Times:
+        """(bytes, microseconds) of all sizes: what the slowest rank typically took."""
         asked = [(kind, nbytes) for kind, each in sizes.items() for nbytes in each]
         calls = [self._call(*each) for each in asked]
         order, shuffle = list(range(len(calls))), random.Random(0)  # the same order on all ranks
@@ -176,23 +186,29 @@ class _Timer:
             shuffle.shuffle(order)
             for i in order:
                 row[i] = self._seconds(calls[i])
-        us = np.quantile(self._slowest(every), QUANTILE, axis=0) * 1e6
+            between()
+        us = self.typical(self._slowest(every)) * 1e6
         found: Times = {kind: [] for kind in sizes}
         for (kind, nbytes), each in zip(asked, us.tolist(), strict=True):
             found[kind].append((nbytes, each))
         return found
 
-    def products(self, rounds: int) -> tuple[tuple[str, float], ...]:
-        """For each dtype 1e9 operations a second of a matrix product, on the slowest rank, while all ranks compute."""
-        n = WIDTHS.get(self.mesh.device_type, WIDTHS["cpu"])
-        found = []
-        for dtype in PRODUCTS:
-            x = torch.ones(n, n, dtype=dtype, device=self.mesh.device_type)
-            x @ x
-            every = np.array([self._seconds(lambda x=x: x @ x) for _ in range(rounds)])
-            seconds = float(np.quantile(self._slowest(every), QUANTILE))
-            found.append((str(dtype).removeprefix("torch."), 2e-9 * n**3 / seconds))
-        return tuple(found)
+    def local_ops(self, rounds: int, between: Callable[[], object]) -> LocalTimes:
+        """By kind of op and dtype, (operations or bytes, microseconds) on the slowest rank, while all ranks compute."""
+        cases = list(local_cases(self.mesh.device_type, self.largest))
+        for case in cases:
+            case.once()
+        rows = [lambda: None, *[case.run for case in cases]]
+        every = np.empty((rounds, len(rows)))
+        for times in every:
+            times[:] = [self._seconds_together(row) for row in rows]
+            between()
+        slowest = self._slowest(every)
+        us = (self.typical(slowest[:, 1:]) - slowest[:, 0].min()).clip(1e-9) / [case.calls for case in cases] * 1e6
+        found: LocalTimes = {}
+        for case, each in zip(cases, us.tolist(), strict=True):
+            found.setdefault((case.kind, case.dtype), []).append((case.x, each))
+        return found
 
     def _fastest(self, kind: TimedCollective, nbytes: int, times: int = 3) -> float:
         call = self._call(kind, nbytes)
@@ -204,6 +220,16 @@ class _Timer:
         start = time.perf_counter()
         call()
         self._synchronize()
+        return time.perf_counter() - start
+
+    def _seconds_together(self, call: Callable[[], object]) -> float:
+        """Until all ranks have done it: ranks that share a core may do it one after the other."""
+        dist.all_reduce(torch.zeros(1))
+        self._synchronize()
+        start = time.perf_counter()
+        call()
+        self._synchronize()
+        dist.all_reduce(torch.zeros(1))
         return time.perf_counter() - start
 
     def _slowest(self, seconds: np.ndarray) -> np.ndarray:
@@ -255,9 +281,7 @@ def _largest(mesh: DeviceMesh) -> int:
 # ---- fitting ----------------------------------------------------------------------------------
 
 
-def _calibration(
-    times: Times, rates: tuple[tuple[str, float], ...], topology: MeshTopoInfo, name: str
-) -> Calibration:
+def _calibration(times: Times, local: LocalTimes, topology: MeshTopoInfo, name: str) -> Calibration:
     curves = {kind: _curve(kind, found) for kind, found in times.items() if found}
     samples = [Sample(k.collective, k.ladder, *each) for k, found in times.items() if k.ladder for each in found]
     memory = _memory([each for kind, found in times.items() if kind.collective == COPY for each in found])
@@ -267,9 +291,16 @@ def _calibration(
         topology.machine.nics_per_host,
         measured=tuple(curve for curve, _ in curves.values()),
         memory=memory,
-        compute=Compute(2 * memory.gb_per_s, rates),  # a copy reads and writes each byte
+        compute=Compute(2 * memory.gb_per_s, _rates(local)),  # a copy reads and writes each byte
+        local_ops=tuple(LocalOp(*kind, fit_curve(*zip(*found, strict=True))) for kind, found in local.items()),
     )
     return Calibration(machine, tuple(point for _, points in curves.values() for point in points))
+
+
+def _rates(local: LocalTimes) -> tuple[tuple[str, float], ...]:
+    """For each dtype 1e9 operations a second of the largest product that was timed."""
+    largest = {dtype: max(found) for (kind, dtype), found in local.items() if kind == "product"}
+    return tuple((dtype, 1e-3 * flops / us) for dtype, (flops, us) in largest.items())
 
 
 def _curve(kind: TimedCollective, found: Sequence[tuple[int, float]]) -> tuple[Measured, list[Point]]:

@@ -7,9 +7,10 @@
     >>> load(path) == TEXTBOOK
     True
 
-A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed.
-`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `protocol`, `measured`, `sharing` and `residual` may be left
-out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
+A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed, and
+`local_ops` those of what a rank computes.
+`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `protocol`, `measured`, `local_ops`, `sharing` and `residual`
+may be left out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
      "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
@@ -17,7 +18,8 @@ out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a secon
      "ways": [{"algorithm": "ring", "protocol": "LL", "base_us": 6.6,
                "links": [{"hop_us": 0.6, "gb_per_s": 87.7}, {"hop_us": 2.7, "gb_per_s": 19.3}]}],
      "measured": [{"collective": "all_reduce", "ranks_per_host": 8, "hosts": 1, "sharing": 1, "residual": 0.04,
-                   "lines": [[25.0, 0.0], [18.0, 1e-5]]}]}
+                   "lines": [[25.0, 0.0], [18.0, 1e-5]]}],
+     "local_ops": [{"kind": "pointwise", "dtype": "float32", "lines": [[2.0, 0.0], [1.5, 1e-4]]}]}
 
 `$SPMD_TOPOLOGY` names such a file, or a preset.
 """
@@ -33,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spmd.mesh.machine import Compute, Link, Machine, Measured, Way
+from spmd.mesh.machine import Compute, Link, LocalOp, Machine, Measured, Way
 from spmd.mesh.presets import PRESETS, TEXTBOOK
 
 VARIABLE = "SPMD_TOPOLOGY"
@@ -135,7 +137,7 @@ def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
 
 
 _READ: dict[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(("algorithm", "collective", "name", "protocol"), _text),
+    **dict.fromkeys(("algorithm", "collective", "dtype", "kind", "name", "protocol"), _text),
     **dict.fromkeys(("base_us", "gb_per_s", "hop_us", "residual"), _number),
     **dict.fromkeys(("hosts", "sharing"), _count),
     **dict.fromkeys(("nics_per_host", "ranks_per_host"), _count_or_none),
@@ -143,6 +145,7 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "gflop_per_s": _list_of(_rate),
     "lines": _list_of(_line),
     "links": _list_of(partial(_value, Link)),
+    "local_ops": _list_of(partial(_value, LocalOp)),
     "measured": _list_of(partial(_value, Measured)),
     "memory": lambda content, name: None if content is None else _value(Link, content, name),
     "ways": _list_of(partial(_value, Way)),

@@ -19,6 +19,7 @@ from math import inf
 
 ALGORITHMS = ("direct", "doubling", "ring", "tree")
 COPY = "copy"
+LOCAL_OPS = ("attention", "norm", "pointwise", "product", "reduction", "special", "view")
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "broadcast", "permute", "reduce_scatter", "scatter")
 
 
@@ -133,13 +134,42 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class LocalOp:
+    """A fitted curve: the time of one kind of local op, called from Python while all ranks of a host call it.
+
+    The microseconds for x are the maximum over `lines` of us + us_per_unit * x. For a "product" of matrices and for
+    "attention" x are operations, for others the bytes that are read and written: "pointwise" ops such as add, "special"
+    ones such as exp and gelu, "reduction" and "norm". A "view" takes what a call does. dtype: what was timed.
+
+        >>> LocalOp("product", "float32", ((4.0, 0.0), (3.0, 2e-5))).us(1_000_000)
+        23.0
+    """
+
+    kind: str
+    dtype: str
+    lines: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lines", tuple((us, us_per_unit) for us, us_per_unit in self.lines))
+        if self.kind not in LOCAL_OPS:
+            raise ValueError(f"no kind of local op {self.kind!r}; choose one of {', '.join(LOCAL_OPS)}")
+        if not self.lines or not all(0 <= number < inf for line in self.lines for number in line):
+            raise ValueError(f"{self}: give one line or more, of numbers that are at least 0 and finite")
+
+    def us(self, x: float) -> float:
+        """The microseconds for so many operations, or bytes."""
+        return max([us + us_per_unit * x for us, us_per_unit in self.lines])
+
+
+@dataclass(frozen=True)
 class Machine:
     """How fast the links of a machine are.
 
     `nics_per_host`: None gives each rank a network card of its own; with a number, the ranks of a host share that many
     cards, neighbours first. `ranks_per_host`: for files that know it; None leaves it to the launcher. `memory`: the
     time of a copy in a device's own memory, as a latency and a bandwidth for the bytes of the result; None makes
-    copies free. `compute`: how fast a device computes; None where it is not known.
+    copies free. `compute`: how fast a device computes; None where it is not known. `local_ops`: curves of local ops,
+    where they were timed.
     """
 
     name: str
@@ -149,9 +179,11 @@ class Machine:
     measured: tuple[Measured, ...] = ()
     memory: Link | None = None
     compute: Compute | None = None
+    local_ops: tuple[LocalOp, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ways", tuple(self.ways))
+        object.__setattr__(self, "local_ops", tuple(self.local_ops))
         object.__setattr__(self, "measured", tuple(self.measured))
         if not self.ways or len({len(way.links) for way in self.ways}) != 1 or not self.levels:
             raise ValueError(f"machine {self.name!r}: give one way or more, with links for the same levels")

@@ -12,7 +12,7 @@ import spmd
 from spmd.comm.measure import Calibration, calibrate
 from spmd.mesh import all_gather_cost, all_reduce_cost, copy_cost
 from spmd.mesh.calibration import load, save
-from spmd.mesh.machine import COLLECTIVES
+from spmd.mesh.machine import COLLECTIVES, LOCAL_OPS
 
 
 def calibrated(rank: int) -> Calibration:
@@ -39,6 +39,7 @@ def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
     assert len(found.held_out_errors) == sum(point.held_out for point in found.points) == 2 * len(groups)
 
     assert [dtype for dtype, _ in machine.compute.gflop_per_s] == ["float32", "bfloat16", "float64"]
+    assert {op.kind for op in machine.local_ops} == set(LOCAL_OPS) and all(op.us(0.0) > 0 for op in machine.local_ops)
     assert machine.compute.gb_per_s == pytest.approx(2 * machine.memory.gb_per_s), "a copy reads and writes"
 
     save(machine, tmp_path / "machine.json")

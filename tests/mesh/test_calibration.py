@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from spmd.mesh import PRESETS, Compute, Link, Machine, Measured, Way
 from spmd.mesh.calibration import load, machine_from_environment, machine_named, save
-from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, COPY
+from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, COPY, LocalOp
 
 LINK = Link(0.5, 100.0)
 RING = Way("ring", 6.0, (LINK,))
@@ -85,7 +85,8 @@ def test_any_machine_is_the_same_after_a_file(
 ) -> None:
     ring = Way("ring", 1.0, (LINK, LINK))
     compute = Compute(memory.gb_per_s, (("bfloat16", 989e3), ("float32", 67e3)))
-    machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory, compute)
+    ops = (LocalOp("pointwise", "float32", ((memory.hop_us, 0.0), (0.5, 1e-4))),)
+    machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory, compute, ops)
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     save(machine, path)
     assert load(path) == machine and hash(load(path)) == hash(machine)
@@ -116,6 +117,7 @@ def changed(**more: object) -> str:
         (changed(measured=[{**FILE["measured"][0], "lines": [[1]]}]), r"lines\[0\] is \[1\]; it must be \[us"),
         (changed(measured=[{**FILE["measured"][0], "lines": [[1, -1]]}]), "at least 0 and finite"),
         (changed(measured=FILE["measured"] * 2), "is measured twice"),
+        (changed(local_ops=[{"kind": "mm", "dtype": "float32", "lines": [[1, 0]]}]), "no kind of local op 'mm'"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:

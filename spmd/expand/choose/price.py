@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+import torch
 from torch import fx
 
 from spmd import _torch
@@ -45,17 +46,34 @@ def program_cost(program: Program) -> Cost:
 
 def node_work(node: fx.Node, mesh: DeviceMesh, roofline: Roofline) -> float:
     """Microseconds of one op of a program on the first rank, which has the largest blocks."""
+    work = local_work(node, mesh)
+    return 0.0 if work is None else float(roofline.us(work.flops, work.nbytes, work.dtype))
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What one op does. name: in the book. flops: of the products in it. nbytes: read and written. dtype: of its
+    first operand."""
+
+    name: str
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+def local_work(node: fx.Node, mesh: DeviceMesh) -> LocalWork | None:
+    """What an op of a program does on the first rank; None where it computes nothing, or reads nothing."""
     op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
     computes = isinstance(op, (_torch.OpOverload, Recipe)) and op not in SAFE_LOCALLY.values()
     if node.op != "call_function" or not computes:
-        return 0.0
+        return None
     outs = node.meta["spec"] if isinstance(node.meta["spec"], tuple) else (node.meta["spec"],)
     ins = [n.meta["spec"] for n in node.all_input_nodes if isinstance(n.meta["spec"], Spec)]
     if is_free(op) or not ins:
-        return 0.0
+        return None
     at = (0,) * mesh.ndim
     shapes = [[spec and spec.local_shape(at) for spec in side] for side in (ins, outs)]
     nbytes = [[prod(s) * spec.dtype.itemsize for s, spec in zip(*each, strict=True) if spec is not None]
               for each in zip(shapes, (ins, outs), strict=True)]  # fmt: skip
     name = op.op if isinstance(op, Recipe) else base_name(op)
-    return float(roofline.us(flops(name, *shapes), read_and_written(name, *nbytes), ins[0].dtype))
+    return LocalWork(name, flops(name, *shapes), read_and_written(name, *nbytes), ins[0].dtype)

@@ -3,8 +3,9 @@
     mm(f32[64, 128], f32[128, 512])        2.0 to start, and the slower of its operations and its bytes: compute
     all_reduce over dp of f32[64, 512]     packed on compute, sent on the stream "dp", put in order on compute
 
-Prices are those of the rank with the largest blocks. An op takes a start, where the machine says what a small copy
-takes, and then the time of a roofline. Equal ops have one price, which is computed once.
+Prices are those of the rank with the largest blocks. Where a calibration has curves of local ops, an op takes what they
+say (`op_times.py`). Elsewhere it takes a start, where the machine says what a small copy takes, and then the time of a
+roofline. Equal ops have one price, which is computed once.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.choose.price import node_work
+from spmd.expand.choose.price import local_work, node_work
 from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
+from spmd.expand.timeline.op_times import OpTimes
 from spmd.mesh import DeviceMesh
 from spmd.mesh.cost import link_shares
 from spmd.tensor.recipes.random import Draw
@@ -53,6 +55,7 @@ class Prices:
         self.roofline = Roofline(mesh.topology)
         memory = mesh.topology.machine.memory
         self.start_us = memory.hop_us if memory else 0.0
+        self.times = OpTimes(mesh.topology.machine.local_ops)
         self._ops: dict[tuple, float] = {}
         self._sent: dict[Step | Bucket, Sending | None] = {}
 
@@ -84,17 +87,23 @@ class Prices:
     def _op_us(self, node: fx.Node) -> float:
         op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
         if isinstance(op, _torch.OpOverload) and (is_free(op) or op in SAFE_LOCALLY.values()):
-            return 0.0
+            return self.times.view_us
         if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)):
-            return self.start_us + self._bytes_us(node)
+            return self.times.bytes_us(self._nbytes(node)) if self.times.is_known else self._roofline_us(node)
         if not isinstance(op, _torch.OpOverload):
             return 0.0
+        if self.times.is_known:
+            work = local_work(node, self.mesh)
+            return self.times.bytes_us(_nbytes(node.meta["spec"])) if work is None else self.times.us(work)
         return self.start_us + (node_work(node, self.mesh, self.roofline) or self._made_us(node))
 
-    def _bytes_us(self, node: fx.Node) -> float:
+    def _roofline_us(self, node: fx.Node) -> float:
         """What it takes to read the operands and to write the results."""
-        read = sum([_nbytes(n.meta.get("spec")) for n in node.all_input_nodes])
-        return read * self.roofline.compute.us_per_byte + self._made_us(node)
+        return self.start_us + self._nbytes(node) * self.roofline.compute.us_per_byte
+
+    def _nbytes(self, node: fx.Node) -> int:
+        read = [_nbytes(n.meta.get("spec")) for n in node.all_input_nodes]
+        return sum(read) + _nbytes(node.meta["spec"])
 
     def _made_us(self, node: fx.Node) -> float:
         return _nbytes(node.meta["spec"]) * self.roofline.compute.us_per_byte

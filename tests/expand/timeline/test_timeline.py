@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import optim
 
 import spmd
@@ -13,6 +15,8 @@ from spmd.expand.timeline.replay import busy_us, critical_us, replay, step_us
 from spmd.expand.timeline.timeline import timeline_of
 from spmd.expand.timeline.work import Sending, Task, Work
 from spmd.mesh.layout import HostGrid
+from spmd.mesh.machine import LocalOp
+from spmd.mesh.presets import TEXTBOOK
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, gpt, tokens, train_step
 
 
@@ -145,3 +149,15 @@ def test_a_program_that_sends_nothing():
     mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)).with_topology(MeshTopoInfo(HostGrid((1,)), "hopper"))
     found = spmd.compile(double, mesh, inputs={"x": {"dp": Shard(0)}}).program_for(torch.ones(8)).timeline()
     assert found.streams == ("compute",) and found.exposed_us == 0 and found.gap == 0 and found.us > 0
+
+
+def test_ops_are_priced_by_what_was_measured():
+    """By kind and size; a dtype that was not timed as the one that was, a kind that was not by its bytes."""
+    curves = [("product", 5.0, 1e-3), ("special", 3.0, 0.01), ("pointwise", 1.0, 0.01), ("view", 0.5, 0.0)]
+    ops = tuple(LocalOp(kind, "float32", ((us, rate),)) for kind, us, rate in curves)
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)).with_topology(replace(TEXTBOOK, local_ops=ops))
+    step = spmd.compile(lambda x: F.gelu((x @ x).t()) + torch.softmax(x, 1), mesh)
+    program = step.program_for(torch.ones(8, 8, dtype=torch.float64))
+    took = {task.name: task.us for task in program.work.tasks if task.is_op}
+    #       2 * 8 * 8 * 8 operations; 512 bytes read and 512 written
+    assert took == {"mm": pytest.approx(6.024), "t": 0.5, "gelu": 13.24, "_softmax": 11.24, "add": 16.36}
