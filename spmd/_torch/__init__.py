@@ -114,6 +114,7 @@ from spmd._torch.modes import (
     is_fake,
     is_tracing,
     kept_whole_in_dynamo,
+    left_out_by_dynamo,
     modes_around,
     no_dispatch,
     no_modes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -24,6 +25,17 @@ no_modes = _python_dispatch._disable_current_modes
 no_dispatch = torch._C._DisableTorchDispatch
 
 _FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, k) for k in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+
+def left_out_by_dynamo(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a function that Dynamo calls, and does not look into. Where nothing is compiled it is not loaded."""
+    left_out = torch._disable_dynamo(fn)
+
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (left_out if "torch._dynamo" in sys.modules else fn)(*args, **kwargs)
+
+    return run
 
 
 def is_tracing(x: torch.Tensor) -> bool:

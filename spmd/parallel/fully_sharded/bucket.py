@@ -66,6 +66,7 @@ class Bucket:
         self.gathered: torch.Tensor | None = None  # the memory of the whole parameters
         self.is_whole = False
         self.kept: torch.Tensor | None = None  # a part of what was gathered, for a gather of fewer ranks
+        self.shown: Sequence[torch.Tensor] = ()  # what the last forward that autograd saw had
         self.seen: tuple[int, ...] = ()  # the versions of the shards that were gathered
         self.arriving: torch.Tensor | None = None
         self.unreduced: list[torch.Tensor | None] | None = None  # gradients that were not sent
@@ -176,12 +177,26 @@ class Bucket:
         """Let the modules have the whole parameters. run: called after a backward pass, with their gradients."""
         wanted = [m.parameter.requires_grad for m in self.managed]
         if any(wanted) and torch.is_grad_enabled():
-            found = Whole.apply(_anchor(), self, run, wanted)
+            self.shown = found = self._computed(Whole.apply(_anchor(), self, run, wanted))
         else:
             with torch.no_grad():
-                found = memory.wholes(self.layout, self.gathered)
-        for m, x, spec in zip(self.managed, found, self.layout.computed, strict=True):
-            x = x if spec is None else to_dtensor(x, spec.with_tensor(spec.shape, x.dtype), DTensor)
+                found = self._computed(memory.wholes(self.layout, self.gathered))
+        self._place(found)
+
+    def show_again(self, run: Callable) -> None:
+        """Let the modules have what they had in their forward: a checkpoint in a module computes it again."""
+        if self.shown:
+            self._place(self.shown)
+            return
+        with torch.enable_grad():
+            self.show(run)
+
+    def _computed(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        specs = zip(wholes, self.layout.computed, strict=True)
+        return [x if s is None else to_dtensor(x, s.with_tensor(s.shape, x.dtype), DTensor) for x, s in specs]
+
+    def _place(self, tensors: Sequence[torch.Tensor]) -> None:
+        for m, x in zip(self.managed, tensors, strict=True):
             for module, key in m.places:
                 module._parameters[key] = x
 

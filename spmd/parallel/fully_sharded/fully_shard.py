@@ -279,6 +279,7 @@ def _begin(group: Group, module: nn.Module) -> None:
             group.run.groups.append(each)
 
 
+@_torch.left_out_by_dynamo  # what compiled blocks do is compute: gathers, and what is known of them, are of each call
 def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     group = group_of(module)
     _begin(group, module)
@@ -289,6 +290,7 @@ def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     return args, kwargs
 
 
+@_torch.left_out_by_dynamo
 def _after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
     group = group_of(module)
     output = group.after_forward(output)

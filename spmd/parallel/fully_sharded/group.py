@@ -127,6 +127,8 @@ class Group:
         self.run.expect_end()
         if self.unshard_in_backward:
             self.unshard()
+            for bucket in self.buckets:
+                bucket.show_again(self.reduce)
         self.run.arrive()  # before there is memory for what is fetched
         for group in self._next_in_backward():
             if group.unshard_in_backward and not group.in_backward:
@@ -143,9 +145,7 @@ class Group:
         """A bucket has its gradients."""
         self.run.expect_end()
         self.in_backward = False
-        if self.reshard_after_backward:
-            bucket.hide()
-            bucket.free()
+        self._leave_backward(bucket)
         gradients = bucket.added(gradients)
         if not self.requires_gradient_sync:
             bucket.unreduced = [_reduced_as(g, self.policies.precision.reduce_dtype) for g in gradients]
@@ -158,8 +158,14 @@ class Group:
         self.in_backward = False
         for bucket in self.buckets:
             bucket.kept = bucket.arriving = None
+            bucket.shown = ()
+            self._leave_backward(bucket)
+
+    def _leave_backward(self, bucket: Bucket) -> None:
+        if self.reshard_after_backward or not self.stays_whole:
+            bucket.hide()
         if self.reshard_after_backward:
-            self.reshard()
+            bucket.free()
 
 
 def _reduced_as(gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
