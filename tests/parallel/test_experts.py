@@ -85,6 +85,41 @@ def test_all_tokens_find_their_experts(kind, experts):
     equal(run_ranks(lambda rank: shared_out(kind, EXPERTS[experts]), RANKS), want)
 
 
+def beside_copies(shape: tuple[int, ...], experts: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Experts shared out over the last axis; over the others are copies, whose gradients are summed."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=(*"abc"[: len(shape) - 1], "ep"))
+    net = parallelize_module(block("mixtral", experts).to(dtype), mesh["ep"], {"experts": ExpertParallel()})
+    found = step(net, *(x.to(dtype).chunk(mesh.size())[current_rank()] for x in (X, W)))
+    for name in found.keys() - {"out", "x"}:
+        g, over = found[name], mesh.axis_names
+        if isinstance(g, DTensor):
+            g, over = g.full_tensor() * shape[-1], over[:-1]
+        for axis in over:
+            g = wait(all_reduce(g, "sum", (mesh, mesh.axis(axis))))
+        found[name] = g
+    return found
+
+
+@pytest.mark.parametrize("experts", EXPERTS)
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2)])
+def test_on_meshes_of_more_axes(shape, experts):
+    want = step(block("mixtral", EXPERTS[experts]), X, W)
+    ranks = 2 ** len(shape)
+    equal(run_ranks(lambda rank: beside_copies(shape, EXPERTS[experts], torch.float64), ranks), want)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (2, 2, 2)])
+def test_in_bfloat16(shape):
+    """As near to one device in bfloat16 as digits are; each token goes to the same experts."""
+    want = step(block("mixtral", 5).bfloat16(), X.bfloat16(), W.bfloat16())
+    got = run_ranks(lambda rank: beside_copies(shape, 5, torch.bfloat16), 2 ** max(2, len(shape)))
+    for name in ("out", "x"):
+        torch.testing.assert_close(torch.cat([each[name] for each in got]), want[name], rtol=2e-2, atol=2e-2)
+    for name in want.keys() - {"out", "x"}:
+        apart = (got[0][name] - want[name]).double().norm() / want[name].double().norm()
+        assert apart < 2e-2, f"{name}: {apart}"
+
+
 def test_on_gloo(gloo4):
     equal(ways.run("gloo", gloo4, shared_out, "mixtral", 5), step(block("mixtral", 5), X, W))
 
