@@ -3,6 +3,7 @@
 import collections
 import contextvars
 import functools
+import gc
 import itertools
 import math
 import os
@@ -227,3 +228,27 @@ def test_calls_that_read_something_else_are_traced(name):
     kind, step, stamped = READ[name]
     given = trained(Stack(kind))
     assert captures(step, model=given["model"], x=given["x"])[1] == stamped
+
+
+class Finalized:
+    """Is garbage that only the collector finds, and runs code then."""
+
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.time()
+
+
+def test_finalizers_are_no_code_of_a_call():
+    """The collector, which may come at any allocation, waits: what it would run says nothing about a call."""
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(1)
+        with Watch() as watch:
+            Finalized()
+            made = [[] for _ in range(100)]
+    finally:
+        gc.set_threshold(*thresholds)
+    assert made and not watch.unseen and "__del__" not in {code.code.co_name for code in watch.codes}
+    assert gc.isenabled()

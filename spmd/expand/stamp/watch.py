@@ -11,6 +11,7 @@ Code of torch and spmd is not looked at, and Python's own library only where cod
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import sys
@@ -70,7 +71,10 @@ _KNOWN_OF_TORCH = {"get_default_dtype", "get_autocast_dtype", "get_num_threads",
 
 class Watch:
     """Around a call: notes the code that runs in this thread. names_computed: whether it asks for attributes by names
-    that it may have computed. asks_identity: whether it asks which objects it has."""
+    that it may have computed. asks_identity: whether it asks which objects it has.
+
+    The garbage collector waits meanwhile: the finalizers that it would run are no code of the call.
+    """
 
     def __init__(self) -> None:
         self.codes: set[Code] = set()
@@ -79,7 +83,8 @@ class Watch:
         self.asks_identity = False
 
     def __enter__(self) -> Watch:
-        self._before = sys.getprofile()
+        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        gc.disable()
         if self._before is not None:
             self.unseen = "the code under a profiler"
         else:
@@ -89,6 +94,8 @@ class Watch:
     def __exit__(self, *error: Any) -> None:
         if self._before is None:
             sys.setprofile(None)
+        if self._collects:
+            gc.enable()
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "c_call") or (kind := _KINDS.get(frame.f_code.co_filename)) == LIBRARY:
