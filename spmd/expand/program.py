@@ -148,12 +148,12 @@ class Program:
         """Its nodes as tasks, which can be replayed."""
         return Work.of(self)
 
-    def timeline(self) -> Timeline:
-        """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology.
+    def timeline(self, topology: MeshTopoInfo | None = None) -> Timeline:
+        """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology or another.
 
         Nothing is run, and no process group is needed.
         """
-        return timeline_of(self)
+        return timeline_of(self, topology)
 
     def memory(self, coordinate: tuple[int, ...] | None = None) -> Memory:
         """The memory that the rank at the coordinate needs while it runs the program, with what is alive at its peak.

@@ -20,11 +20,12 @@ from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
 from spmd.expand.timeline.op_times import OpTimes
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.mesh.cost import link_shares
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.moves import Parts
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
@@ -48,21 +49,21 @@ class Sending:
 
 
 class Prices:
-    """The prices of the nodes of programs on one mesh."""
+    """The prices of the nodes of programs on one mesh; with its links, or with others."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.topology = mesh, mesh.topology
-        self.roofline = Roofline(mesh.topology)
-        memory = mesh.topology.machine.memory
+    def __init__(self, mesh: DeviceMesh, topology: MeshTopoInfo | None = None) -> None:
+        self.mesh, self.topology = mesh, topology or mesh.topology
+        self.roofline = Roofline(self.topology)
+        memory = self.topology.machine.memory
         self.start_us = memory.hop_us if memory else 0.0
-        self.times = OpTimes(mesh.topology.machine.local_ops)
+        self.times = OpTimes(self.topology.machine.local_ops)
         self._ops: dict[tuple, float] = {}
         self._sent: dict[Step | Bucket, Sending | None] = {}
 
     def compute_us(self, node: fx.Node) -> float:
         """What a node takes on the compute stream before its result is there, or before it is sent."""
         if isinstance(node.target, (Step, Bucket)):
-            parts = node.target.parts
+            parts = self._parts(node.target)
             return parts.packed + (0.0 if node.target.sends else parts.joined)
         if node.op != "call_function" or not isinstance(node.meta.get("spec"), (Spec, tuple)):
             return 0.0
@@ -83,6 +84,9 @@ class Prices:
         if step not in self._sent:
             self._sent[step] = self._sending(step)
         return self._sent[step]
+
+    def _parts(self, step: Step | Bucket) -> Parts:
+        return step.parts if self.topology is self.mesh.topology else step.parts_over(self.topology)
 
     def _op_us(self, node: fx.Node) -> float:
         op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
@@ -109,12 +113,12 @@ class Prices:
         return _nbytes(node.meta["spec"]) * self.roofline.compute.us_per_byte
 
     def _sending(self, step: Step | Bucket) -> Sending | None:
-        parts, axes = step.parts, step.axes
+        parts, axes = self._parts(step), step.axes
         if not parts.sent:  # a group of one rank
             return None
         stream = ",".join(map(self.mesh.axis_name, axes))
         shares = link_shares(axes, self.topology)
-        on_links = max(0.0, parts.sent - step.latency_us)
+        on_links = max(0.0, parts.sent - step.latency_over(self.topology))
         links = tuple((level, share * on_links) for level, share in shares)
         after = sum([s.local_nbytes for s in (step.after if isinstance(step, Bucket) else (step.after,))])
         packed, joined = step.nbytes if parts.packed else 0, after if parts.joined else 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd.expand.timeline.replay import COMPUTE, START, Ran, busy_us, critical_us, replay
 from spmd.expand.timeline.work import Work
+from spmd.mesh import MeshTopoInfo
 
 if TYPE_CHECKING:
     from spmd.expand.program import Program
@@ -114,9 +115,9 @@ class Timeline:
         Path(path).write_text(json.dumps(self.trace()))
 
 
-def timeline_of(program: Program) -> Timeline:
-    """The timeline of a program on the topology of its mesh."""
-    work = program.work
+def timeline_of(program: Program, topology: MeshTopoInfo | None = None) -> Timeline:
+    """The timeline of a program on the topology of its mesh, or on another one."""
+    work = program.work if topology is None else Work.of(program, topology)
     ran = replay(work)
     events = [_event(work, each) for each in ran]
     path = tuple(events[i] for i in _path(ran))

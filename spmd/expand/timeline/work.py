@@ -23,6 +23,7 @@ from spmd import _torch
 from spmd.expand.local_ops import SAFE_LOCALLY
 from spmd.expand.nodes import line_of
 from spmd.expand.timeline.prices import Prices, Sending
+from spmd.mesh import MeshTopoInfo
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -66,9 +67,9 @@ class Work:
     keeps_sent: bool = True
 
     @classmethod
-    def of(cls, program: Program) -> Work:
-        """The tasks of a program."""
-        return _Reader(program).work()
+    def of(cls, program: Program, topology: MeshTopoInfo | None = None) -> Work:
+        """The tasks of a program, priced on the topology of its mesh or on another one."""
+        return _Reader(program).work(topology)
 
     def memory(self, order: Sequence[int]) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs."""
@@ -117,8 +118,8 @@ class _Reader:
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
-    def work(self) -> Work:
-        prices, nodes = Prices(self.program.mesh), list(self.program.graph.nodes)
+    def work(self, topology: MeshTopoInfo | None) -> Work:
+        prices, nodes = Prices(self.program.mesh, topology), list(self.program.graph.nodes)
         self.places = {node: i for i, node in enumerate(nodes)}
         for node in nodes:
             self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node

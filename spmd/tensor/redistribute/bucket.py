@@ -80,19 +80,24 @@ class Bucket:
 
     def priced(self, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the one collective, and of the copies around it."""
-        return sum(self._parts(topology))
+        return sum(self.parts_over(topology))
 
     @property
     def parts(self) -> Parts:
         """Modelled microseconds of its parts."""
-        return self._parts(self.before[0].mesh.topology)
+        return self.parts_over(self.before[0].mesh.topology)
 
     @property
     def latency_us(self) -> float:
         """What the collective takes however few bytes are sent."""
         return self.steps[0].latency_us
 
-    def _parts(self, topology: MeshTopoInfo) -> Parts:
+    def latency_over(self, topology: MeshTopoInfo) -> float:
+        """The same over other links than those of its mesh."""
+        return self.steps[0].latency_over(topology)
+
+    def parts_over(self, topology: MeshTopoInfo) -> Parts:
+        """Modelled microseconds of its parts, over other links than those of its mesh."""
         filled = cost.copy_cost(self.nbytes, topology)
         if self.kind == "all_reduce":
             return Parts(cost.all_reduce_cost(self.nbytes, self.axes, topology), filled)

@@ -90,12 +90,20 @@ class Step:
     @cached_property
     def parts(self) -> Parts:
         """Modelled microseconds of its parts."""
-        return self.move.parts(self.before, self.after, self.before.mesh.topology)
+        return self.parts_over(self.before.mesh.topology)
+
+    def parts_over(self, topology: MeshTopoInfo) -> Parts:
+        """Modelled microseconds of its parts, over other links than those of its mesh."""
+        return self.move.parts(self.before, self.after, topology)
 
     @property
     def latency_us(self) -> float:
         """What the collective takes however few bytes are sent."""
-        return self.move.collective_us(0.0, self.before.mesh.topology) if self.sends else 0.0
+        return self.latency_over(self.before.mesh.topology)
+
+    def latency_over(self, topology: MeshTopoInfo) -> float:
+        """The same over other links than those of its mesh."""
+        return self.move.collective_us(0.0, topology) if self.sends else 0.0
 
     @property
     def nbytes(self) -> int:

@@ -151,6 +151,15 @@ def test_a_program_that_sends_nothing():
     assert found.streams == ("compute",) and found.exposed_us == 0 and found.gap == 0 and found.us > 0
 
 
+def test_a_program_is_priced_on_other_links(program):
+    """As if it had been compiled for them; on those of its mesh as without."""
+    assert program.timeline(program.mesh.topology) == program.timeline()
+    others = MeshTopoInfo(HostGrid((2, 2)), "textbook")
+    assert program.timeline(others).us != program.timeline().us
+    for _, step in program.steps():
+        assert sum(step.parts_over(others)) == step.priced(others)
+
+
 def test_ops_are_priced_by_what_was_measured():
     """By kind and size; a dtype that was not timed as the one that was, a kind that was not by its bytes."""
     curves = [("product", 5.0, 1e-3), ("special", 3.0, 0.01), ("pointwise", 1.0, 0.01), ("view", 0.5, 0.0)]
