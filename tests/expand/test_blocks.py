@@ -424,3 +424,18 @@ def sets_masks(model, x):
 def test_what_code_outside_sets_during_the_step_is_seen(kind, step):
     """Attributes and modes when a module is called count, not those when the step begins; so do tensors around it."""
     captures(step, model=Stack(kind), x=torch.rand(6, 3))
+
+
+def test_micro_batches_are_stamped():
+    """A loop over parts of the batch in the step: two calls of blocks are traced, those of all parts are stamped."""
+
+    def step(model, x):
+        return sum(_backward(model(part).square().sum()) for part in x.unflatten(0, (3, -1)))
+
+    given = trained(Stack())
+    assert captures(step, model=given["model"], x=torch.ones(6, 3))[1] == 3 * 4 - 2
+
+
+def _backward(loss):
+    loss.backward()
+    return loss.detach()
