@@ -203,12 +203,17 @@ def sides_of(size: int, cuts: Sequence[Cut], ns: tuple[int, ...], places: dict[i
 def _kinds_of_ranks(sides: Sequence[RankSides], n: int) -> np.ndarray:
     """The first rank of each kind, rank 0 first. Ranks are of one kind if their blocks have the same lengths, and the
     same parts in common, in all cuts of a dim: then they lack the same."""
-    kind = np.zeros(n, int)
+    kind, kinds = np.zeros(n, int), 1
     for side in sides:
         for i in range(len(side.start)):
             for lengths in common(side.rows(i), side.rows(slice(i, None))):
-                _, lengths = np.unique(lengths, return_inverse=True)
-                _, kind = np.unique(kind * n + lengths, return_inverse=True)
+                most = int(lengths.max()) + 1
+                if most == int(lengths.min()) + 1:
+                    continue
+                if kinds > 2**62 // most:  # numbered anew only where the numbers would not fit
+                    found, kind = np.unique(kind, return_inverse=True)
+                    kinds = len(found)
+                kind, kinds = kind * most + lengths, kinds * most
     return np.sort(np.unique(kind, return_index=True)[1])
 
 
