@@ -136,7 +136,7 @@ def calibrate(
     topology = MeshTopoInfo.from_mesh(mesh, machine=replace(PRESETS["textbook"], nics_per_host=nics_per_host))
     timer = _Timer(mesh, _largest(mesh) if most_bytes is None else most_bytes, typical)
     sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
-    times = timer.quartiles(sizes, rounds, between)
+    times = timer.collectives(sizes, rounds, between)
     local = timer.local_ops(rounds, between)
     found = [_calibration(times, local, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
@@ -176,7 +176,7 @@ class _Timer:
                 return sizes
             sizes.append(nbytes)
 
-    def quartiles(self, sizes: dict[TimedCollective, list[int]], rounds: int, between: Callable[[], object]) -> Times:
+    def collectives(self, sizes: dict[TimedCollective, list[int]], rounds: int, between: Callable[[], object]) -> Times:
         """(bytes, microseconds) of all sizes: what the slowest rank typically took."""
         asked = [(kind, nbytes) for kind, each in sizes.items() for nbytes in each]
         calls = [self._call(*each) for each in asked]

@@ -11,7 +11,6 @@ Code of torch and spmd is not looked at, and Python's own library only where cod
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import random
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from spmd.expand.collector import collector_off
 from spmd.expand.stamp.reach import Code, package
 from spmd.expand.user_code import SPMD_FOLDER
 
@@ -83,8 +83,8 @@ class Watch:
         self.asks_identity = False
 
     def __enter__(self) -> Watch:
-        self._before, self._collects = sys.getprofile(), gc.isenabled()
-        gc.disable()
+        self._before, self._collector = sys.getprofile(), collector_off()
+        self._collector.__enter__()
         if self._before is not None:
             self.unseen = "the code under a profiler"
         else:
@@ -94,8 +94,7 @@ class Watch:
     def __exit__(self, *error: Any) -> None:
         if self._before is None:
             sys.setprofile(None)
-        if self._collects:
-            gc.enable()
+        self._collector.__exit__(*error)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "c_call") or (kind := _KINDS.get(frame.f_code.co_filename)) == LIBRARY:

@@ -30,7 +30,7 @@ from spmd.tensor.call import Call
 from spmd.tensor.eager import fast_path
 from spmd.tensor.eager.fast_path import memory_of
 from spmd.tensor.eager.in_place import replicating_plans, strided
-from spmd.tensor.eager.local_functions import bound_slice, local_function
+from spmd.tensor.eager.local_functions import BOUND, local_function
 from spmd.tensor.eager.operands import EagerCall, replicated_spec, tensors_of, with_tensors
 from spmd.tensor.eager.reduced_once import run_once
 from spmd.tensor.eager.view_copies import BITS, ViewCopy, block, in_stride_order, note_write
@@ -212,10 +212,10 @@ class LoweredHandler:
                 local = functools.partial(_call_with_counts, local, call.op, lowering.counts)
             if size_at >= 0 and lowering.sized:
                 local, size_at = functools.partial(_call_with_size, local, size_at, outs[lowering.sized]), -1
-            is_slice = call.op is aten.slice.Tensor and local is local_function(call.op) and not call.kwargs
+            can_bind = call.op in BOUND and local is local_function(call.op) and not call.kwargs
             hot = fast_path.HotCall.of(
                 call.op, call.dtensor, local, outs, out, is_view=self.is_view, in_place=in_place,
-                bound=bound_slice(*call.args[1:]) if is_slice else None,
+                bound=BOUND[call.op](*call.args[1:]) if can_bind else None,
                 size_at=size_at, moves=moves, may_send=bool(moves), offsets=self.offsets,
             )  # fmt: skip
             fast_path.remember(call.op, call.args, call.kwargs, hot, call.dtensor)

@@ -28,6 +28,9 @@ def bound_slice(dim: int = 0, start: int | None = None, end: int | None = None, 
     return operator.itemgetter((*[whole] * dim, bounds) if dim >= 0 else (..., bounds, *[whole] * (-1 - dim)))
 
 
+BOUND = {aten.slice.Tensor: bound_slice}
+"""For an op that gives a view of one block, what makes a function of that block alone from its other arguments."""
+
 QUICK_FUNCTIONS = {
     aten.linear.default: torch.nn.functional.linear, aten.matmul.default: torch.matmul, aten.add.Tensor: torch.add,
     aten.sub.Tensor: torch.sub, aten.mul.Tensor: torch.mul, aten.div.Tensor: torch.div, aten.mm.default: torch.mm,

@@ -207,9 +207,9 @@ def _kinds_of_ranks(sides: Sequence[RankSides], n: int) -> np.ndarray:
     for side in sides:
         for i in range(len(side.start)):
             for lengths in common(side.rows(i), side.rows(slice(i, None))):
-                most = int(lengths.max()) + 1
-                if most == int(lengths.min()) + 1:
+                if lengths.min() == lengths.max():
                     continue
+                most = int(lengths.max()) + 1
                 if kinds > 2**62 // most:  # numbered anew only where the numbers would not fit
                     found, kind = np.unique(kind, return_inverse=True)
                     kinds = len(found)

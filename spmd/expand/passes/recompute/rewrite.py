@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from spmd.expand.nodes import copied
 from spmd.expand.passes.recompute.again import Lookup
 from spmd.expand.passes.recompute.values import Values
 from spmd.expand.program import Program
@@ -36,7 +37,7 @@ class _Writer:
             for place in lacks:
                 self._write(place, j)
             new = {self.values.nodes[place]: self.again[place] for place in lacks}
-            self.copied[node] = self.graph.node_copy(node, lambda n, new=new: new.get(n) or self.copied[n])
+            self.copied[node] = copied(self.graph, node, lambda n, new=new: new.get(n) or self.copied[n])
         (old,), (output,) = (g.find_nodes(op="output") for g in (self.values.program.graph, self.graph))
         output.meta = dict(old.meta)
         return replace(self.values.program, graph=self.graph)
@@ -48,4 +49,4 @@ class _Writer:
         node = self.values.nodes[place]
         for r in self.values.work.tasks[place].reads:
             self._write(r, j)
-        self.again[place] = self.graph.node_copy(node, lambda n: self.again.get(self.places[n]) or self.copied[n])
+        self.again[place] = copied(self.graph, node, lambda n: self.again.get(self.places[n]) or self.copied[n])
