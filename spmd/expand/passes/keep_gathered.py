@@ -49,6 +49,12 @@ def gathered_bytes(program: Program) -> list[int]:
     return _profile([_Gathered.of(n, order) for n in read], len(order))
 
 
+def gathered_again(program: Program) -> set[fx.Node]:
+    """The moves that make more of parameters which are to be freed behind the forward."""
+    freed = {n for n, name in _parameters(program).items() if program.places[name].reshard is True}
+    return set(_moved(freed, program.graph))
+
+
 # ---- which values are gathered parameters -----------------------------------------------------
 
 
@@ -79,16 +85,16 @@ class _Gathered:
 
     @classmethod
     def of(cls, node: fx.Node, order: dict[fx.Node, int]) -> _Gathered:
-        return cls(node, order[node], _last_read(node, order))
+        return cls(node, order[node], last_read(node, order))
 
     @property
     def nbytes(self) -> int:
         return self.node.target.after.local_nbytes
 
 
-def _last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
+def last_read(node: fx.Node, order: dict[fx.Node, int]) -> int:
     """The position of the last reader, of the value or of a view of it."""
-    reads = [_last_read(user, order) if _is_view(user) else order[user] for user in node.users]
+    reads = [last_read(user, order) if _is_view(user) else order[user] for user in node.users]
     return max(reads, default=order[node])
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from spmd.expand.passes.bucket import KINDS, bucketed
+from spmd.expand.passes.fewer_moves import fewer_moves
 from spmd.expand.passes.late_numbers import compute_numbers_late
-from spmd.expand.passes.report import Figures, Report
+from spmd.expand.passes.report import Figures, Noted, Report
 from spmd.expand.passes.schedule import best_order, reordered, schedule
 from spmd.expand.program import Program
 from spmd.expand.timeline.replay import bound_us
@@ -78,6 +79,29 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class FewerMoves:
+    """Leaves out what is moved twice, back and forth, round about, or for nobody.
+
+    reductions: whether an all-reduce may become a reduce-scatter, say, which may add up in another order.
+    """
+
+    reductions: bool = False
+    name: ClassVar[str] = "fewer_moves"
+    judged: ClassVar[bool] = True
+
+    @property
+    def same_bits(self) -> bool:
+        return not self.reductions
+
+    def __call__(self, program: Program) -> Program:
+        return self.noted(program).program
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and what was done."""
+        return fewer_moves(program, self.reductions)
+
+
+@dataclass(frozen=True)
 class Overlap:
     """Buckets and a schedule together, or a schedule alone: whichever is the fastest within the memory.
 
@@ -107,9 +131,9 @@ class Overlap:
 NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
-Pass = NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
+Pass = FewerMoves | NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
 
-PASSES: dict[str, Pass] = {each.name: each() for each in (NumbersLate, Buckets, Schedule, Overlap)}
+PASSES: dict[str, Pass] = {each.name: each() for each in (FewerMoves, NumbersLate, Buckets, Schedule, Overlap)}
 """The passes that have a name."""
 
 
@@ -150,16 +174,18 @@ def with_passes(program: Program, passes: Sequence[Pass]) -> Program:
 
 def _after(program: Program, one: Pass) -> Program:
     name = getattr(one, "name", getattr(one, "__name__", type(one).__name__))
-    new = one(program)
+    noted = one.noted(program) if hasattr(one, "noted") else Noted(one(program))
+    new = noted.program
     if not isinstance(new, Program):
         raise TypeError(f"the pass {name} returned a {type(new).__name__}, and must return a Program")
     new, same_bits = new.verify(), getattr(one, "same_bits", None)
+    report = Report(name, same_bits, new is not program, did=noted.did, left=noted.left)
     if not getattr(one, "judged", False):
-        return replace(new, reports=(*program.reports, Report(name, same_bits, new is not program, "")))
+        return replace(new, reports=(*program.reports, report))
     figures = Figures.of(program), Figures.of(new)
     why = _why_not(new is program, *figures, getattr(one, "memory", None))
-    kept = program if why else new
-    return replace(kept, reports=(*program.reports, Report(name, same_bits, not why, why, *figures)))
+    report = replace(report, taken=not why, why_not=why, before=figures[0], after=figures[1])
+    return replace(program if why else new, reports=(*program.reports, report))
 
 
 def _why_not(unchanged: bool, before: Figures, after: Figures, allowed: int | None) -> str:

@@ -41,12 +41,21 @@ class Freed:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """The program that a pass made, what it did, and what it left alone and why, in sentences."""
+
+    program: Program
+    did: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Report:
     """What a pass did.
 
     same_bits: whether results stay the same to the bit; None where that is not known. taken: whether its program is
     used. why_not: why not. before, after: the figures of the program that it was given and of the one that it made,
-    where it is judged by them. freed: what is computed again, in order of the program.
+    where it is judged by them. freed: what is computed again, in order of the program. did, left: as in `Noted`.
     """
 
     name: str
@@ -56,12 +65,16 @@ class Report:
     before: Figures | None = None
     after: Figures | None = None
     freed: tuple[Freed, ...] = ()
+    did: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
     def __str__(self):
         bits = {True: "bits stay", False: "bits may change", None: "bits unknown"}[self.same_bits]
         verdict = "taken" if self.taken else f"not taken: {self.why_not or 'nothing to change'}"
         lines = [f"{self.name:<20} {bits:<16} {verdict}{self._figures_text()}"]
-        return "\n".join([*lines, *(f"  again: {each}" for each in self.freed)])
+        lines += [f"  again: {each}" for each in self.freed]
+        lines += [*(f"  {each}" for each in self.did), *(f"  left alone: {each}" for each in self.left)]
+        return "\n".join(lines)
 
     def _figures_text(self) -> str:
         if self.before is None or self.after is None:
