@@ -14,6 +14,7 @@ from spmd.comm import Transport
 from spmd.expand.bind import bind
 from spmd.expand.collector import collector_off
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.reduce_in_place import reduce_in_place
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.verify_bound import verify_bound, writes
 
@@ -41,6 +42,7 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
     passes = (
         lambda graph: written.update(n.name for n in graph.nodes if writes(n)),
         lambda graph: reuse_memory(graph, owned),
+        lambda graph: reduce_in_place(graph, transport.all_reduce, transport.all_reduce_),
         lambda graph: unshare_outputs(graph, homes),
     )
     with collector_off():

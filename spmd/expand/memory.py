@@ -27,6 +27,7 @@ from torch import fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.nodes import LINE
+from spmd.expand.passes.aliasing import may_alias_operand
 from spmd.tensor.call import READS_VALUE
 from spmd.tensor.recipes.random import Draw
 
@@ -192,12 +193,24 @@ class _Replay:
         """The name and the kind of memory that a node makes."""
         if node.op == "get_attr":
             return node.name, "constant"
-        return self.inputs.get(node) or (node.name, "sent" if may_send(node) else "activation")
+        return self.inputs.get(node) or (node.name, "sent" if may_send(node) or _is_overwritten(node) else "activation")
 
 
 def may_send(node: fx.Node) -> bool:
     """Whether the node launches a collective, or waits for one."""
     return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _is_overwritten(node: fx.Node) -> bool:
+    """Whether a collective writes its result into the memory of the node: what waits to be sent is sent memory, too."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if may_send(user):
+            return _torch.writes_first(user.target)
+        if not may_alias_operand(user):
+            return False
+        node = user
+    return False
 
 
 def _last_reads(graph: fx.Graph, holds_operands: bool) -> dict[fx.Node, list[fx.Node]]:

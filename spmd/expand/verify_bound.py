@@ -10,6 +10,7 @@ rank waits for a collective that another one launches later or on another group.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 COLLECTIVES = frozenset({
-    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
+    "all_reduce", "all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast",
     "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
 })  # fmt: skip
 SIZES = frozenset({"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"})
@@ -158,10 +159,11 @@ class _Bound:
             yield "write", node, f"it writes into {memory.base.name}, which is not the program's to change"
         for reader, operand in self.reads.get(memory.base, ()):
             stale = self.position[operand] < at < self.position[reader]
-            if stale and memory_of(operand).overlaps(memory):
+            named = reader if reader.target is operator.getitem else operand  # an item is all that is read of its tuple
+            if stale and memory_of(named).overlaps(memory):
                 yield "write", node, f"{reader.name} reads {operand.name} after it"
-        for launch, wait in self.under_way.get(memory.base, ()):
-            if self.position[launch] < at < self.position[wait]:
+        for launch, sent, wait in self.under_way.get(memory.base, ()):
+            if self.position[launch] < at < self.position[wait] and memory_of(sent).overlaps(memory):
                 yield "write", node, f"{launch.name} still sends {memory.base.name}"
 
     @cached_property
@@ -178,12 +180,12 @@ class _Bound:
         return found
 
     @cached_property
-    def under_way(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-        """For each node with memory of its own: the collectives that send it, as (launch, wait)."""
-        found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+    def under_way(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node, fx.Node]]]:
+        """For each node with memory of its own: the collectives that send it, as (launch, operand, wait)."""
+        found: dict[fx.Node, list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
         for node in self.launched:
             for operand in node.all_input_nodes:
-                found.setdefault(base_of(operand), []).extend((node, wait) for wait in node.users)
+                found.setdefault(base_of(operand), []).extend((node, operand, wait) for wait in node.users)
         return found
 
     def outputs(self) -> Found:
@@ -216,4 +218,6 @@ def _name(node: fx.Node) -> Any:
 
 def writes(node: fx.Node) -> bool:
     """Whether the node is an op that writes into its first operand."""
-    return isinstance(node.target, _torch.OpOverload) and bool(node.args) and _torch.writes_first(node.target)
+    if isinstance(node.target, _torch.OpOverload):
+        return bool(node.args) and _torch.writes_first(node.target)
+    return _name(node) == "all_reduce_"

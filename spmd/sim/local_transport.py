@@ -213,6 +213,12 @@ class PostingTransport(_Collectives):
         self.rank, self.where = rank, ""
         self.posted: deque[tuple[Post, torch.Tensor]] = deque()  # with the placeholder of the result
         self._results: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._homes: dict[int, torch.Tensor] = {}  # of those that are written into what was sent
+
+    def all_reduce_(self, x, op, group):
+        token = self.all_reduce(x, op, group)
+        self._homes[id(token)] = x
+        return token
 
     def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
         token = x.new_empty(0)
@@ -222,6 +228,8 @@ class PostingTransport(_Collectives):
     def deliver(self, result: torch.Tensor) -> None:
         """Set the result of the first post."""
         _, token = self.posted.popleft()
+        home = self._homes.pop(id(token), None)
+        result = result if home is None else home.copy_(result)
         self._results[id(token)] = (token, result)  # the token is kept alive, so that its id stays unique
 
     def has_arrived(self, x: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import spmd.expand.code as code_module
 from spmd import Replicate, Shard
 from spmd.expand.passes.aliasing import written_into
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.reduce_in_place import reduce_in_place
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.sim import run_ranks
 from spmd.tensor.spec import spec_of
@@ -322,6 +323,51 @@ def test_an_op_writes_into_its_first_operand_that_is_not_read_again(fn, want):
     if all_reduce not in {n.target for n in graph.nodes}:
         x = torch.linspace(0.1, 2, 16).view(4, 4)
         same(list(values([fx.GraphModule({}, graph)(x.clone())])), values([fn(x.clone())]), "results")
+
+
+def bucket(x):
+    return wait(all_reduce(torch.cat([x.reshape(-1), x.reshape(-1)]), "sum", "0"))
+
+
+def product(x):
+    return wait(all_reduce(aten.mm.default(x, x).contiguous(), "sum", "0"))
+
+
+def one_of_two_results(x):
+    values, indices = aten.sort.default(x)
+    return wait(all_reduce(values, "sum", "0")), indices
+
+
+def of_an_input(x):
+    return wait(all_reduce(x.view(-1), "sum", "0"))
+
+
+def read_elsewhere(x):
+    y = aten.add.Tensor(x, 1)
+    return aten.neg.default(y), wait(all_reduce(y.view(-1), "sum", "0"))
+
+
+def sent_twice(x):
+    y = aten.add.Tensor(x, 1)
+    return wait(all_reduce(y, "sum", "0")), wait(all_reduce(y, "max", "0"))
+
+
+def a_piece(x):
+    first, second = aten.add.Tensor(x, 1).split([1, 3])
+    return wait(all_reduce(first, "sum", "0")), second
+
+
+@pytest.mark.parametrize(
+    "fn, changed",
+    [
+        (bucket, 1), (product, 1), (one_of_two_results, 1), (of_an_input, 0), (read_elsewhere, 0), (sent_twice, 0),
+        (a_piece, 0),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)  # fmt: skip
+def test_an_all_reduce_writes_into_what_was_made_for_it_alone(fn, changed):
+    graph = fx.symbolic_trace(fn).graph
+    assert reduce_in_place(graph, all_reduce, torch.ops._c10d_functional.all_reduce_.default) == changed
 
 
 def test_inputs_that_are_not_owned_are_not_written_into():

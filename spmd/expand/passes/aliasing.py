@@ -62,7 +62,7 @@ def written_into(node: fx.Node) -> fx.Node:
 
 
 class Memory(NamedTuple):
-    """The memory that a node may share: all of its base's, or the memory of one piece of a split."""
+    """The memory that a node may share: all of its base's, or that of one piece of a split or of one of its results."""
 
     base: fx.Node
     split: fx.Node | None = None
@@ -75,12 +75,17 @@ class Memory(NamedTuple):
         return self.split is None or self.split is not other.split or self.index == other.index
 
 
+def _makes_several(node: fx.Node) -> bool:
+    """Whether the results of a node are new tensors, each with memory of its own."""
+    return isinstance(node.target, _torch.OpOverload) and not _may_alias(node.target)
+
+
 def memory_of(node: fx.Node) -> Memory:
     """The memory that a node may share."""
     split, index = None, 0
     while may_alias_operand(node) and node.all_input_nodes:
         source = node.all_input_nodes[0]
-        if node.target is operator.getitem and source.target in SPLITS:
+        if node.target is operator.getitem and (source.target in SPLITS or _makes_several(source)):
             split, index = source, node.args[1]
         node = source
     return Memory(node, split, index)
