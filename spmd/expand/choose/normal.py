@@ -9,6 +9,7 @@ specs of its operands, as a softmax over a sharded dim does, stays one op.
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,8 @@ class _Writer:
     def _asking_nothing(self, op: _torch.OpOverload, args: tuple, kwargs: dict) -> Any:
         """The results of a decomposition, if it asks no spec. What it wrote is erased otherwise."""
         marker, _Probe.asked = len(self.graph.nodes), False
-        out = decomposed(op, *fx.map_arg((args, kwargs), self._probe))
+        probes = functools.cache(self._probe)  # one for a node: a decomposition may ask whether two operands are one
+        out = decomposed(op, *fx.map_arg((args, kwargs), probes))
         if out is NotImplemented or _Probe.asked:
             for extra in list(reversed(list(self.graph.nodes)))[: len(self.graph.nodes) - marker]:
                 self.graph.erase_node(extra)

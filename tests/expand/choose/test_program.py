@@ -125,6 +125,15 @@ def test_all_ranks_choose_alike():
     assert programs(build(), said)["program"].fingerprint == first.fingerprint
 
 
+def test_a_step_may_begin_with_a_linear_layer():
+    """Its weight is no operand of its gradients, where nobody wants that of its input."""
+    mesh, net = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)), nn.Linear(4, 3)
+    step = spmd.compile(step_of, mesh=mesh, choose="program", inputs={"x": {"dp": Shard(0)}})
+    given = net, torch.optim.SGD(net.parameters(), 0.1), torch.ones(4, 2, 4), torch.ones(4, 2).long()
+    program = step.program_for(*given)
+    assert program.certificate.us > 0
+
+
 def test_another_word_for_choose_is_an_error():
     """It names what may be given."""
     mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
