@@ -30,7 +30,7 @@ from spmd import _torch
 from spmd.expand.choose.choice import BY_OP, Choice, Pin, arriving
 from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
-from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp, settled
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.lowered import lowered
 from spmd.expand.nodes import (
@@ -121,7 +121,8 @@ class _Expander:
     value with this spec; for a node and a halo, the node of what the halo gives. moved_anew: nodes of `graph` that are
     moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
     last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
-    decomposed op with several results, these. decomposition_graph: holds the ops of decompositions as nodes of global
+    decomposed op with several results, these. settled: calls of functions of blocks, which may be open on some axes, as
+    they are written. decomposition_graph: holds the ops of decompositions as nodes of global
     tensors. source: the op of the captured graph that is being written, by name. line: of the user's code.
     """
 
@@ -139,6 +140,7 @@ class _Expander:
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     gathered: list[tuple[str, int]] = field(default_factory=list)
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
+    settled: dict[LocalMapOp, LocalMapOp] = field(default_factory=dict)
     decomposition_graph: fx.Graph = field(default_factory=fx.Graph)
     source: str = ""
     line: str = ""
@@ -169,9 +171,11 @@ class _Expander:
         elif isinstance(node.target, ConstrainOp):
             self._constrain(node)
         elif isinstance(node.target, LocalMapOp):
-            self._block_function(node, node.target.call.ins, node.target.outs)
+            op = self.settled[node.target] = settled(node.target, [self._spec(n) for n in self._operands(node)])
+            self._block_function(node, op, op.call.ins, op.outs)
         elif isinstance(node.target, LocalMapGradientOp):
-            self._block_function(node, (*node.target.of.outs, *node.target.of.cotangents), node.target.of.grads)
+            op = self.settled[node.target.of]
+            self._block_function(node, LocalMapGradientOp(op), (*op.outs, *op.cotangents), op.grads)
         elif not isinstance(node.target, _torch.OpOverload):
             self._python_call(node)
         elif not any(self._spec(n) is not None for n in node.all_input_nodes):
@@ -244,11 +248,13 @@ class _Expander:
         self.local[node] = self.move(value, plan(spec, wanted))
         self.local[node].meta[PINNED] = node.target.constraint.said
 
-    def _block_function(self, node: fx.Node, ins: Sequence[Spec], outs: tuple[Spec, ...]) -> None:
+    def _block_function(
+        self, node: fx.Node, op: LocalMapOp | LocalMapGradientOp, ins: Sequence[Spec], outs: tuple[Spec, ...]
+    ) -> None:
         """A function of blocks, or its gradient. The specs of its operands and results are given."""
         targets = iter(ins)
         args = fx.map_arg(node.args, lambda n: self.move(self._current(n), plan(self._spec(n), next(targets))))
-        self._record(node, self.graph.create_node("call_function", node.target, args, {}, name=node.name), outs)
+        self._record(node, self.graph.create_node("call_function", op, args, {}, name=node.name), outs)
 
     # ---- decomposed -----------------------------------------------------------------------------
     def _decompose(self, node: fx.Node) -> bool:

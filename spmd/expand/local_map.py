@@ -22,8 +22,8 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -36,7 +36,14 @@ from spmd._torch import pytree
 from spmd.comm import wait
 from spmd.mesh import DeviceMesh, as_rank
 from spmd.mesh.rank import simulated_by
-from spmd.tensor.annotations.block_function import BlockFunction, Placements, metadata_of, specs_of_blocks, traced_by
+from spmd.tensor.annotations.block_function import (
+    BlockFunction,
+    OpenBlockFunction,
+    Placements,
+    metadata_of,
+    specs_of_blocks,
+    traced_by,
+)
 from spmd.tensor.call import Call
 from spmd.tensor.placement import REPLICATE
 from spmd.tensor.spec import Spec, spec_of
@@ -80,9 +87,13 @@ class BlockCall:
 
     @contextmanager
     def as_rank_at(self, at: Coordinate) -> Iterator[None]:
-        """Inside, this thread is the rank at the coordinate, tensors are fake, and no trace is active."""
+        """Inside, this thread is the rank at the coordinate of the current mesh, tensors are fake, and no trace is
+        active."""
         rank = self.mesh.rank_at(at)
-        with _torch.no_modes(), simulated_by(None), as_rank(rank), traced_by(None), _torch.uncached_fake_mode():
+        alone = _torch.no_modes(), simulated_by(None), traced_by(None)
+        with ExitStack() as stack:
+            for each in (*alone, as_rank(rank), self.mesh, _torch.uncached_fake_mode()):
+                stack.enter_context(each)
             yield
 
     def results_at(self, at: Coordinate) -> tuple[list, Any]:
@@ -118,7 +129,8 @@ class LocalMapOp:
 
     outs: the specs of the results that are tensors. differentiable: the indices of the results that have a gradient.
     cotangents: the specs that their cotangents must have, one for each; scales: the factor by which a rank multiplies
-    each. grads: the specs of the gradients, one for each operand that needs one.
+    each. grads: the specs of the gradients, one for each operand that needs one. settles: the call that was open on
+    some axes, of which this is made.
     """
 
     call: BlockCall
@@ -127,6 +139,7 @@ class LocalMapOp:
     cotangents: tuple[Spec, ...]
     scales: tuple[float, ...]
     grads: tuple[Spec, ...]
+    settles: LocalMapOp | None = None
 
     @property
     def __name__(self) -> str:
@@ -229,17 +242,23 @@ def _make_call(fn: BlockFunction, mesh: DeviceMesh | None, args: tuple, kwargs: 
     ins = tuple(spec_of(mesh, fn.ins[i] or [REPLICATE] * mesh.ndim, shapes[i], flat[i].dtype) for i in positions)
     needs_grad = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
     statics = tuple(None if i in positions else x for i, x in enumerate(flat))
-    call = BlockCall(fn, mesh, ins, needs_grad, statics, positions, tree)
+    op, out, out_tree = _op_of(BlockCall(fn, mesh, ins, needs_grad, statics, positions, tree))
+    return op, tensors, out, out_tree
+
+
+def _op_of(call: BlockCall) -> tuple[LocalMapOp, list, Any]:
+    """The call as a target, and its flattened results, in which tensors are fake, with their structure."""
+    fn, mesh = call.function, call.mesh
     outs, out, out_tree, differentiable = _results_on_fakes(call)
     placed = [p for p in fn.outs if p is not None]
     cotangents = tuple(outs[j].with_layout(outs[j].dims, outs[j].units) for j in differentiable)
     scales = tuple(_cotangent_scale(fn, outs[j], placed[j]) for j in differentiable)
     grads = tuple(
         spec_of(mesh, fn.gradient_placements(i, spec), spec.shape, spec.dtype)
-        for i, spec, want in zip(positions, ins, needs_grad, strict=True)
+        for i, spec, want in zip(call.positions, call.ins, call.needs_grad, strict=True)
         if want
     )
-    return LocalMapOp(call, outs, differentiable, cotangents, scales, grads), tensors, out, out_tree
+    return LocalMapOp(call, outs, differentiable, cotangents, scales, grads), out, out_tree
 
 
 def _check_arguments(fn: BlockFunction, mesh: DeviceMesh, positional: int, flat: list) -> None:
@@ -300,24 +319,49 @@ def _cotangent_scale(fn: BlockFunction, out: Spec, placements: Placements) -> fl
     return 1 / (ranks * copies)
 
 
+# ---- functions that are open on some axes -------------------------------------------------------
+
+
+def settled(op: LocalMapOp, specs: Sequence[Spec]) -> LocalMapOp:
+    """The call for operands of these specs, whose function may be open on some axes."""
+    call = op.call
+    if not isinstance(call.function, OpenBlockFunction):
+        return op
+    fn = call.function.settled(specs)
+    ins = tuple(spec_of(call.mesh, fn.ins[i], s.shape, s.dtype) for i, s in zip(call.positions, call.ins, strict=True))
+    return replace(_op_of(replace(call, function=fn, ins=ins))[0], settles=op)
+
+
+def settle(graph: fx.Graph, written: fx.Graph) -> None:
+    """Let the calls of a captured graph be those that they were settled as, in a program that was written of it."""
+    targets = [node.target for node in written.nodes]
+    ops = {target.settles: target for target in targets if isinstance(target, LocalMapOp) and target.settles}
+    for node in graph.nodes:
+        if isinstance(node.target, LocalMapOp):
+            node.target = ops.get(node.target, node.target)
+        elif isinstance(node.target, LocalMapGradientOp):
+            node.target = LocalMapGradientOp(ops.get(node.target.of, node.target.of))
+
+
 # ---- bind -------------------------------------------------------------------------------------
 
 
 class BlockTrace:
     """The traced code of a call on one rank: the forward, and the gradients if they are needed.
 
-    inputs: the placeholders, first the blocks, then the cotangents. forward: the nodes that the results need, in order.
-    backward: the other nodes. `bind` copies both into the rank's graph.
+    inputs: the placeholders, first the blocks, then the cotangents. forward: the nodes that the results need, in order,
+    and all that it sends: other ranks wait for that, whether this rank's results need it or not. backward: the other
+    nodes. `bind` copies both into the rank's graph.
     """
 
     def __init__(self, op: LocalMapOp, at: Coordinate, with_gradients: bool):
-        self.module = _trace(op, at, with_gradients)
+        self.module, sent = _trace(op, at, with_gradients)
         nodes = self.module.graph.nodes
         self.inputs = [n for n in nodes if n.op == "placeholder"]
         results = next(n for n in nodes if n.op == "output").args[0]
         n = len(op.outs)
         self.results, self.gradients = results[:n], results[n:]
-        needed = set(_ancestors(self.results))
+        needed = set(_ancestors([*self.results, *sent]))
         inner = [n for n in nodes if n.op not in ("placeholder", "output")]
         self.forward = [n for n in inner if n in needed]
         self.backward = [n for n in inner if n not in needed]
@@ -333,9 +377,13 @@ def _ancestors(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
             yield node
 
 
-def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> fx.GraphModule:
-    """The function on the blocks of one rank, as a functional graph: (blocks, cotangents) -> (results, gradients)."""
+def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The function on the blocks of one rank, as a functional graph: (blocks, cotangents) -> (results, gradients).
+
+    Also the collectives in it that are the forward's.
+    """
     call, fn = op.call, op.call.function
+    sent: list[fx.Node] = []
 
     def run(blocks: list[torch.Tensor], cotangents: list[torch.Tensor]) -> list[torch.Tensor]:
         with _torch.FunctionalTensorMode(), _RefuseOps(fn), torch.set_grad_enabled(with_gradients):
@@ -344,6 +392,7 @@ def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> fx.GraphModu
             leaves = [x.requires_grad_(want) for x, want in zip(wrapped, wants, strict=False)]
             out = _tensors(call(leaves)[0])
             _check_result_shapes(op, at, out)
+            sent.extend(n for n in _torch.proxy_mode().tracer.graph.nodes if _is_collective(n))
             grads = _gradients(op, leaves, out, wrapped[len(blocks) :]) if with_gradients else []
         if any(_torch.from_functional(x) is not b for x, b in zip(wrapped, blocks, strict=False)):
             raise RuntimeError(f"{fn}: writes into its argument; in a compiled step let it return the new value")
@@ -356,7 +405,11 @@ def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> fx.GraphModu
             torch.empty(shape, dtype=s.dtype, device=call.mesh.device_type)
             for shape, s in zip(shapes, op.cotangents, strict=False)
         ]
-        return make_fx(run, tracing_mode="fake")(blocks, cotangents)
+        return make_fx(run, tracing_mode="fake")(blocks, cotangents), sent
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _check_result_shapes(op: LocalMapOp, at: Coordinate, out: list[torch.Tensor]) -> None:

@@ -65,6 +65,21 @@ def test_trees_and_plain_values():
     agree(step, tensors([(4, 6)]), [[S0, R]])
 
 
+def last_adds_all(x):
+    """The blocks of all ranks, added up; only the last one reads them."""
+    total = all_reduce(x, "sum", (MESH, "tp"))
+    return total if MESH.get_local_rank("tp") == 1 else 2 * x
+
+
+def test_a_rank_sends_what_others_wait_for():
+    """Though its own results do not need it."""
+    mapped = local_map(last_adds_all, [R, S0], ([R, S0],))
+    x = torch.arange(4.0)
+    with LocalTensorMode(4):
+        out = spmd.compile(lambda x: mapped(x) * 1, MESH)(x)
+        assert torch.equal(out.full_tensor().reconcile(), torch.tensor([0.0, 2.0, 2.0, 4.0]))
+
+
 class Layer(torch.nn.Module):
     """A tensor-parallel MLP written by hand, on blocks."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -252,6 +254,59 @@ def test_a_compiled_step_shares_out_the_sequence():
         loss = spmd.compile(train, mesh=mesh, inputs={"ids": {"cp": S1}})(own, IDS)
         got = [loss.full_tensor(), *(p.grad.full_tensor() for p in own.parameters())]
     equal(got, [want.detach(), *(p.grad for p in net.parameters())])
+
+
+KINDS = "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+class Projected(nn.Module):
+    def __init__(self, heads: int):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 8), nn.Linear(6, 2 * heads), nn.Linear(6, 2 * heads)
+
+    def forward(self, x, mask, mesh, method):
+        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        with context_parallel(mesh, method=method) if mesh else contextlib.nullcontext():
+            return attention(q, k, v, mask, mask is None)
+
+
+def projected(heads: int) -> Projected:
+    draw, net = torch.Generator().manual_seed(3), Projected(heads).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw))
+    return net
+
+
+@pytest.mark.parametrize("method, heads, masked", [("ring", 2, True), ("ring_q", 4, False), ("allgather", 1, False),
+                                                   ("heads", 4, True), ("heads", 1, False)])  # fmt: skip
+def test_a_compiled_step_sends_what_is_asked_for(method, heads, masked):
+    """Of the batch over one axis and time over the other, unevenly: what an eager step sends there, kind by kind."""
+    x = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    mask = torch.rand(3, 1, 7, 7, generator=torch.Generator().manual_seed(5)) > 0.4 if masked else None
+
+    def loss_of(net, x, mask, mesh=None, method=""):
+        loss = net(x, mask, mesh, method).square().sum()
+        loss.backward()
+        return loss
+
+    want = projected(heads)
+    loss_of(want, x, mask)
+    with LocalTensorMode(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        net, sent = projected(heads), {}
+        step = spmd.compile(lambda net, x, mask: loss_of(net, x, mask, mesh["cp"], method), mesh=mesh,
+                            inputs={"x": {"dp": S0, "cp": S1}})  # fmt: skip
+        with CommDebugMode() as compiled:
+            step(net, x, mask)
+        q, k, v = (distribute_tensor(torch.randn(3, n, 7, 2).double(), mesh, [S0, S2], src_data_rank=None)
+                   .requires_grad_() for n in (4, heads, heads))  # fmt: skip
+        with CommDebugMode() as eager, context_parallel(mesh["cp"], method=method):
+            attention(q, k, v, mask, mask is None).sum().backward()
+        sent = [Counter(each.kind for each in comm.counted if each.kind in KINDS) for comm in (compiled, eager)]
+        equal([p.grad.full_tensor() for p in net.parameters()], [p.grad for p in want.parameters()])
+    sent[1]["all_gather_into_tensor"] -= method == "heads" and masked  # the mask, which is whole in the step
+    assert +sent[0] == +sent[1]
 
 
 ERRORS = {

@@ -24,6 +24,7 @@ from spmd.expand.choose.price import Cost, program_cost
 from spmd.expand.choose.solve import Solved, solve
 from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
+from spmd.expand.local_map import settle
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import Roles
 from spmd.expand.program import Program
@@ -86,6 +87,7 @@ def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) 
     pins: dict[fx.Node, Pin] = {}
     simple = replace(given, graph=normalised(given.graph, given.mesh))
     by_op = simple.program(pins=pins)
+    settle(simple.graph, by_op.graph)
     solved, choice = solved_choice(simple, pins)
     by_choice = simple.program(choice)
     costs = program_cost(as_run(by_op)), program_cost(as_run(by_choice))

@@ -5,8 +5,9 @@
 
 Inside, the buffers are this rank's part of the sequence, and `scaled_dot_product_attention` sees all of it. Names and
 arguments are those of torch.distributed.tensor.experimental, with `method` and `balanced` besides. DTensors whose dim
-of the sequence is sharded over the axis need no buffers: their positions are global already. Without the context they
-are lowered as any op is (`spmd.tensor.recipes.attention`), also in a compiled step.
+of the sequence is sharded over the axis need no buffers: their positions are global already, as those of all tensors of
+a compiled step are (`captured.py`). Without the context they are lowered as any op is
+(`spmd.tensor.recipes.attention`), also in a compiled step.
 
 Left out: dropout in the attention; gradients of masks.
 """
@@ -25,9 +26,10 @@ from spmd.comm import all_gather_tensor, wait
 from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.context import layout as layouts
+from spmd.parallel.context.captured import captured_attention
 from spmd.parallel.context.heads import attention_by_heads
 from spmd.parallel.context.layout import Layout, in_order
-from spmd.parallel.context.ring import Ring, RingAttention
+from spmd.parallel.context.ring import Ring, RingAttention, added_mask
 from spmd.tensor.annotations.constraint import capturing
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import REPLICATE
@@ -71,8 +73,9 @@ def context_parallel(
         raise ValueError("context_parallel: no_restore_buffers has a tensor that is not in buffers")
     if any(x.requires_grad for x in given):
         raise ValueError("context_parallel: a buffer requires a gradient; buffers are data, and no parameters")
-    if capturing() is not None:  # tensors are global in a compiled step
-        yield
+    if capturing() is not None:  # tensors are global in a compiled step, buffers too
+        with _Attention(mesh, method, balanced):
+            yield
         return
     kept = [None if any(x is y for y in lost) else x.clone() for x in given]
     for x, part in zip(given, _shards(mesh, given, dims, balanced), strict=True):
@@ -169,7 +172,7 @@ class _Attention(TorchFunctionMode):
         self.mesh, self.method, self.balanced = mesh, method, want_balanced
 
     def __torch_function__(self, fn, types, args=(), kwargs=None):
-        if fn is F.scaled_dot_product_attention and capturing() is None:
+        if fn is F.scaled_dot_product_attention:
             return self._attention(*args, **(kwargs or {}))
         return fn(*args, **(kwargs or {}))
 
@@ -189,6 +192,8 @@ class _Attention(TorchFunctionMode):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if isinstance(q, DTensor):
             return self._of_dtensors(q, k, v, attn_mask, is_causal, scale)
+        if capturing() is not None:
+            return captured_attention(self.mesh, self.method, q, k, v, attn_mask, is_causal, scale)
         n = self.mesh.size()
         rows, keys = (_equal_parts(x.shape[2] * n, n, self.balanced) for x in (q, k))
         return self._run(q, k, v, attn_mask, rows, keys, is_causal, scale)
@@ -200,7 +205,7 @@ class _Attention(TorchFunctionMode):
                 "have to be of the same sequence"
             )
         mask_is = _kind_of_mask(mask, q, k, sum(keys.lengths))
-        mask = mask if mask is None else _added_mask(mask, q, mask_is)
+        mask = mask if mask is None else added_mask(mask, q, mask_is)
         ring = Ring(self.mesh, self.mesh.axis_name(0), self.method, rows, keys, causal, scale, mask_is)
         if self.method == "heads":
             return attention_by_heads(q, k, v, mask, ring)
@@ -245,15 +250,6 @@ def _kind_of_mask(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, k
         f"context_parallel: a mask of {list(mask.shape)} for {q.shape[2]} rows and {k.shape[2]} keys here of {keys} in "
         f"all; give one of the keys here, [b, h, 1, {k.shape[2]}], or of all, [b, h, {q.shape[2]}, {keys}]"
     )
-
-
-@per_rank
-def _added_mask(mask: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
-    """What is added to the scores, with four dims."""
-    mask = mask[(None,) * (4 - mask.ndim)]
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    return mask.expand(-1, -1, q.shape[2], -1).to(q.dtype) if kind == "rows" else mask.to(q.dtype)
 
 
 def _block_of_mask(mask: torch.Tensor, q: DTensor) -> torch.Tensor:

@@ -21,11 +21,7 @@ from spmd.parallel.context.ring import Ring
 
 def attention_by_heads(q, k, v, mask, ring: Ring) -> torch.Tensor:
     """Attention of this rank's rows to the keys of all ranks. The ranks divide the heads of the queries."""
-    if q.shape[1] % ring.n:
-        raise ValueError(
-            f"context_parallel: method 'heads' gives each of {ring.n} ranks some heads, and there are {q.shape[1]}; "
-            "use a mesh whose size divides them, or method='ring'"
-        )
+    check_heads(q.shape[1], ring.n)
     if k.shape[1] % ring.n:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, k, v = (
@@ -36,6 +32,15 @@ def attention_by_heads(q, k, v, mask, ring: Ring) -> torch.Tensor:
         q, k, v, _whole_mask(mask, ring), is_causal=ring.causal, scale=ring.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return _exchanged(_reordered(out, ring.rows, back=True), 1, 2, ring, ring.rows)
+
+
+def check_heads(heads: int, ranks: int) -> None:
+    """ValueError unless each rank gets as many heads of queries."""
+    if heads % ranks:
+        raise ValueError(
+            f"context_parallel: method 'heads' gives each of {ranks} ranks some heads, and there are {heads}; "
+            "use a mesh whose size divides them, or method='ring'"
+        )
 
 
 def _exchanged(x: torch.Tensor, gather: int, shard: int, ring: Ring, layout: Layout) -> torch.Tensor:

@@ -294,6 +294,15 @@ def _terms(ring: Ring, i: int, rows: Tensors, keys: Tensors, before: tuple[torch
     return tuple(torch.zeros_like(x, dtype=sums.dtype) if y is None else y for x, y in pairs)
 
 
+@per_rank
+def added_mask(mask: torch.Tensor, q: torch.Tensor, kind: str) -> torch.Tensor:
+    """What is added to the scores, with four dims."""
+    mask = mask[(None,) * (4 - mask.ndim)]
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    return mask.expand(-1, -1, q.shape[2], -1).to(q.dtype) if kind == "rows" else mask.to(q.dtype)
+
+
 def _mask(ring: Ring, i: int, tile: Tile, rows: Tensors, keys: Tensors) -> torch.Tensor | None:
     if ring.mask_is == "keys":
         return keys[2][..., slice(*tile.keys)]

@@ -109,6 +109,17 @@ class BlockFunction:
                 raise ValueError(f"{self}: result {j} is {what} in out_placements")
 
 
+class OpenBlockFunction(BlockFunction):
+    """A function of blocks that is open on some axes: how its tensors lie there follows from its operands.
+
+    settled: the function for operands of these specs. Its results have the global shapes that those by `outs` have.
+    """
+
+    def __init__(self, func, outs, ins, grads, settled: Callable[[Sequence[Spec]], BlockFunction]):
+        super().__init__(func, outs, ins, grads, None, True)
+        self.settled = settled
+
+
 Tracer = Callable[[BlockFunction, tuple, dict[str, Any]], Any]
 _tracer: ContextVar[Tracer | None] = ContextVar("spmd_block_function_tracer", default=None)
 
