@@ -7,6 +7,8 @@ Every mesh of 4 and of 2 gloo ranks runs
 
 - spmd: the program that `spmd.compile` makes of the plain step in `examples/gpt.py`;
 - c10d: Megatron's step written by hand (`peers/c10d.py`), with the faster of two ways to sum gradients;
+- if tp has one rank: DistributedDataParallel, and torch's `fully_shard` beside spmd, ZeRO-3, which is the same step
+  compiled with `fully_shard="dp"` (`peers/replicas.py`);
 - DTensor, parallelize_module: torch's DTensor inside the Linears (`peers/dtensor.py`), if tp has more than one rank;
 - DTensor, everywhere: torch's DTensor for every tensor (it needs minutes of warm-up to search for its plans).
 
@@ -44,7 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _table import table
-from peers import c10d, dtensor
+from peers import c10d, dtensor, replicas
 from torch import Tensor
 from torch.distributed import init_device_mesh
 
@@ -57,6 +59,8 @@ VERIFIED = 5  # steps whose losses are compared with one device; they also warm 
 TOLERANCE = 1e-4
 PATIENCE = timedelta(minutes=5)
 SHORT = {"ranks": "4", "layers": 1, "width": 64, "heads": 4, "batch": 8, "block": 32, "reps": 5, "everywhere": False}
+
+OURS, SHARDED = "spmd", "spmd, ZeRO-3"
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], float]  # from the global batch to its mean loss, on every rank
@@ -113,11 +117,15 @@ class Job:
 
 @dataclass
 class Runner:
-    """One implementation on one mesh, and its measurements. One device has an empty mesh: only rank 0 runs it."""
+    """One implementation on one mesh, and its measurements. One device has an empty mesh: only rank 0 runs it.
+
+    beside: the name of ours that it is compared with.
+    """
 
     name: str
     mesh: tuple[int, ...]
     step: Step | None = None
+    beside: str = OURS
     difference: float = math.inf  # the largest relative one of a loss to one device
     start: float = math.nan  # seconds of the first two steps, with all that is compiled or cached in them
     seconds: list[float] = field(default_factory=list)  # of each timed step, on the slowest rank
@@ -144,12 +152,16 @@ def runners(job: Job, ranks: int, everywhere: bool) -> Iterator[Runner]:
     for threads in thread_counts():
         yield Runner(f"one device, {threads} thread{'s' * (threads > 1)}", (), one_device(job, threads))
     for shape in meshes(ranks):
-        yield Runner("spmd", shape, with_spmd(job, shape))
+        yield Runner(OURS, shape, with_spmd(job, shape))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
         dp, tp = shape
         yield Runner("c10d", shape, c10d.train_step(job.model(), LR, mesh, flat=False))
         if dp > 1:
             yield Runner("c10d, gradients in one buffer", shape, c10d.train_step(job.model(), LR, mesh, flat=True))
+        if dp > 1 and tp == 1:
+            yield Runner("DistributedDataParallel", shape, replicas.replicated(job.model(), LR, mesh))
+            yield Runner(SHARDED, shape, with_spmd(job, shape, fully_shard="dp"))
+            yield Runner("fully_shard (FSDP2)", shape, replicas.fully_sharded(job.model(), LR, mesh), SHARDED)
         if tp > 1:
             yield Runner("DTensor, parallelize_module", shape, dtensor.parallelized(job.model(), LR, mesh))
         if everywhere:
@@ -169,7 +181,7 @@ def one_device(job: Job, threads: int) -> Step:
     return step
 
 
-def with_spmd(job: Job, shape: tuple[int, int]) -> Step:
+def with_spmd(job: Job, shape: tuple[int, int], **said: str) -> Step:
     columns, rows = {"tp": spmd.Shard(0)}, {"tp": spmd.Shard(1)}
     step = spmd.compile(
         train_step,
@@ -183,6 +195,7 @@ def with_spmd(job: Job, shape: tuple[int, int]) -> Step:
             "*.mlp.down.weight": rows,
         },
         inputs={"tokens": {"dp": spmd.Shard(0)}, "targets": {"dp": spmd.Shard(0)}},
+        **said,
     )
     model = job.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -276,7 +289,7 @@ def rows(found: list[Runner], ranks: int) -> Iterator[list[str]]:
     alone = [runner for runner in found if not runner.mesh]
     for mesh, group in groupby(found, key=lambda runner: runner.mesh):
         group = faster_c10d(list(group))
-        ours = [runner for runner in group if runner.name == "spmd"]
+        ours = {runner.name: runner for runner in group if runner.name in (OURS, SHARDED)}
         for runner in group:
             low, _, high = (
                 statistics.quantiles(runner.seconds, n=4, method="inclusive")
@@ -290,7 +303,7 @@ def rows(found: list[Runner], ranks: int) -> Iterator[list[str]]:
                 ms(runner.median),
                 f"{ms(low)} - {ms(high)}",
                 *(ratio(runner, one) for one in alone),
-                ratio(ours[0], runner) if ours and ours[0] is not runner else "",
+                ratio(ours[runner.beside], runner) if ours and runner.name not in ours else "",
                 f"{runner.difference:.0e}",
                 f"{runner.start:.1f}",
             ]
