@@ -160,6 +160,12 @@ def _checked_splits(
     if out_splits is None or in_splits is None:
         each = equal_part("all_to_all_single", x, 0, to.size)
         return [each] * to.size, [each] * to.size
+    _check_splits(rows, out_splits, in_splits, to)
+    return out_splits, in_splits
+
+
+@per_rank
+def _check_splits(rows: int, out_splits: Sequence[int], in_splits: Sequence[int], to: Members) -> None:
     if len(out_splits) != to.size or len(in_splits) != to.size or min(*out_splits, *in_splits) < 0:
         raise ValueError(
             f"all_to_all_single: output_split_sizes {list(out_splits)} and input_split_sizes {list(in_splits)} must "
@@ -170,7 +176,6 @@ def _checked_splits(
             f"all_to_all_single: input_split_sizes {list(in_splits)} add up to {sum(in_splits)}, but the input has "
             f"{rows} rows"
         )
-    return out_splits, in_splits
 
 
 def _row_dim(x: torch.Tensor, kind: str = "scatter") -> int:

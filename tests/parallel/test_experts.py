@@ -17,7 +17,7 @@ import spmd
 from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
 from spmd.comm import all_reduce, wait
 from spmd.debug import CommDebugMode
-from spmd.mesh import current_rank
+from spmd.mesh import current_rank, per_rank
 from spmd.parallel import ExpertParallel, load_balancing_loss, parallelize_module
 from spmd.sim import run_ranks
 from tests.tensor.single import every_rank
@@ -58,16 +58,27 @@ def step(net: nn.Module, x: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Te
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
 
 
+@per_rank
+def own(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    return x.chunk(ranks)[current_rank()].clone()
+
+
 def shared_out(kind: str, experts: int, **said) -> dict[str, torch.Tensor]:
     """Own tokens, own loss; averages over the ranks, as of data parallelism, times the number of ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     net = parallelize_module(block(kind, experts), mesh, {"experts": ExpertParallel(**said)})
     assert (isinstance(net.experts.down_proj, DTensor) and "SharedM" in repr(net)) or kind == "qwen"
-    found = step(net, *(x.chunk(RANKS)[current_rank()] for x in (X, W)))
+    found = step(net, *(own(x, RANKS) for x in (X, W)))
     for name in found.keys() - {"out", "x"}:
         g = found[name]
         found[name] = g.full_tensor() * RANKS if isinstance(g, DTensor) else wait(all_reduce(g, "sum", mesh))
     return found
+
+
+@pytest.mark.parametrize("kind, experts, said", [("mixtral", 5, {}), ("qwen", 3, {"capacity_factor": 4.0})], ids=str)
+def test_in_one_thread_of_simulated_ranks(kind, experts, said):
+    want = step(block(kind, experts), X, W)
+    equal(ways.on_ranks(lambda: shared_out(kind, experts, **said), RANKS), want)
 
 
 def equal(got: list[dict], want: dict) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from spmd.comm import all_to_all_single, wait
 from spmd.comm.chunk import lengths
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 
 
 class Dispatch(Protocol):
@@ -63,14 +63,9 @@ class Dropless:
     def of(cls, index: torch.Tensor, experts: int, mesh: DeviceMesh) -> Dropless:
         """index: [own tokens, k], the experts of each token; `experts` for none."""
         have = owned(experts, mesh)
-        own = have[mesh.get_local_rank(0)]
-        flat = index.flatten()
-        counts = flat.bincount(minlength=experts)[:experts]
-        came = wait(all_to_all_single(counts, [own] * len(have), have, (mesh, 0))).view(len(have), own)
-        order = flat.argsort(stable=True)[: int(counts.sum())]
-        ids = torch.arange(own, device=index.device).repeat(len(have)).repeat_interleave(came.flatten())
-        sends = [int(part.sum()) for part in counts.split(have)]
-        return cls(mesh, index, order, sends, came.sum(1).tolist(), ids)
+        counts = _counts(index, experts)
+        came = wait(all_to_all_single(counts, [_own(have, mesh)] * len(have), have, (mesh, 0)))
+        return cls(mesh, index, *_exchange(index, counts, came, have))
 
     def out(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.index_select(0, self.order // self.index.shape[1])
@@ -96,23 +91,19 @@ class Capacity:
     slots: torch.Tensor
 
     @classmethod
-    def of(cls, index: torch.Tensor, experts: int, mesh: DeviceMesh, factor: float) -> Capacity:
-        """factor: the capacity, in units of what an expert gets of a rank if all get as much."""
-        capacity = ceil(factor * index.numel() / experts)
-        flat = index.flatten()
-        order = flat.argsort(stable=True)
-        expert = flat[order]
-        starts = flat.bincount(minlength=experts + 1).cumsum(0) - flat.bincount(minlength=experts + 1)
-        place = torch.arange(len(flat), device=flat.device) - starts[expert]
-        fits = (place < capacity) & (expert < experts)
-        return cls(mesh, index, capacity, experts, order[fits], (expert * capacity + place)[fits])
+    def of(
+        cls, index: torch.Tensor, experts: int, mesh: DeviceMesh, factor: float, most: int | None = None
+    ) -> Capacity:
+        """factor: the capacity, in units of what an expert gets of a rank if all get as much. most: the tokens of the
+        rank that has most of them; by default all have as many."""
+        capacity = ceil(factor * (index.shape[0] if most is None else most) * index.shape[1] / experts)
+        return cls(mesh, index, capacity, experts, *_slots(index, experts, capacity))
 
     def out(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.index_select(0, self.order // self.index.shape[1])
         slots = x.new_zeros(self.experts * self.capacity, x.shape[1]).index_copy(0, self.slots, rows)
         sends, receives = self._sizes()
-        own = receives[0] // self.capacity if self.capacity else 0
-        ids = torch.arange(own, device=x.device).repeat_interleave(self.capacity).repeat(self.mesh.size())
+        ids = _ids_of_slots(owned(self.experts, self.mesh), self.capacity, self.mesh, x.device)
         return wait(all_to_all_single(slots, receives, sends, (self.mesh, 0))), ids
 
     def back(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -122,8 +113,53 @@ class Capacity:
 
     def _sizes(self) -> tuple[Sequence[int], Sequence[int]]:
         have = owned(self.experts, self.mesh)
-        own = have[self.mesh.get_local_rank(0)]
-        return [n * self.capacity for n in have], [own * self.capacity] * len(have)
+        return [n * self.capacity for n in have], [_own(have, self.mesh) * self.capacity] * len(have)
+
+
+# ---- of a rank --------------------------------------------------------------------------------
+
+
+@per_rank
+def _own(have: Sequence[int], mesh: DeviceMesh) -> int:
+    """How many experts this rank has."""
+    return have[mesh.get_local_rank(0)]
+
+
+@per_rank
+def _counts(index: torch.Tensor, experts: int) -> torch.Tensor:
+    """How often each expert is asked for."""
+    return index.flatten().bincount(minlength=experts)[:experts]
+
+
+@per_rank
+def _exchange(index: torch.Tensor, counts: torch.Tensor, came: torch.Tensor, have: Sequence[int]) -> tuple:
+    """The places of what is sent, how many rows go to each rank and come from it, and the experts of what comes.
+
+    counts: of the experts here. came: of each rank's tokens, of the experts that this rank has.
+    """
+    came = came.view(len(have), -1)
+    order = index.flatten().argsort(stable=True)[: int(counts.sum())]
+    ids = torch.arange(came.shape[1], device=index.device).repeat(len(have)).repeat_interleave(came.flatten())
+    return order, [int(part.sum()) for part in counts.split(list(have))], came.sum(1).tolist(), ids
+
+
+@per_rank
+def _slots(index: torch.Tensor, experts: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places in the flat index of what an expert has room for, and their slots."""
+    flat = index.flatten()
+    order = flat.argsort(stable=True)
+    expert = flat[order]
+    starts = flat.bincount(minlength=experts + 1).cumsum(0) - flat.bincount(minlength=experts + 1)
+    place = torch.arange(len(flat), device=flat.device) - starts[expert]
+    fits = (place < capacity) & (expert < experts)
+    return order[fits], (expert * capacity + place)[fits]
+
+
+@per_rank
+def _ids_of_slots(have: Sequence[int], capacity: int, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+    """The experts of the slots that come from all ranks."""
+    own = have[mesh.get_local_rank(0)]
+    return torch.arange(own, device=device).repeat_interleave(capacity).repeat(len(have))
 
 
 def _combined(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,16 @@ rank's experts and the tokens that came for them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
+from spmd.parallel.experts.each_rank import on_each_rank
 from spmd.parallel.experts.whole import has_usual_weights, whole_experts
 from spmd.parallel.style import ParallelStyle
 from spmd.tensor.annotations.constraint import capturing
@@ -84,29 +86,40 @@ class SharedExperts(nn.Module):
         if capturing() is not None:
             return self._of_all(x, top_k_index, top_k_weights)
         if not isinstance(x, DTensor):
-            return self._of_own(x, top_k_index, top_k_weights, self._expert_parallel.average_gradients)
+            share = mesh.size() if self._expert_parallel.average_gradients else 1
+            return self._of_own(x, top_k_index, top_k_weights, share)
         if x.device_mesh != mesh or not x.placements[0].is_shard(0):
             raise ValueError(
                 f"ExpertParallel: the tokens are {x._spec}, and the experts on {mesh!r}; give x.redistribute(mesh, "
                 "[Shard(0)]) on that mesh, or plain tensors of this rank's tokens"
             )
         blocks = [y.redistribute(placements=x.placements).to_local() for y in (x, top_k_index, top_k_weights)]
-        return DTensor.from_local(self._of_own(*blocks, False), mesh, x.placements, shape=x.shape)
+        most = lengths(x.shape[0], x._spec.units[0], (mesh.size(),))[0]
+        return DTensor.from_local(self._of_own(*blocks, 1, most), mesh, x.placements, shape=x.shape)
 
-    def _of_own(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, averages: bool) -> torch.Tensor:
+    def _of_own(
+        self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, share: int, most: int | None = None
+    ) -> torch.Tensor:
+        """Of this rank's tokens. share: what the gradients of experts are divided by. most: as of `Capacity`."""
         mesh, factor = self._expert_mesh, self._expert_parallel.capacity_factor
-        experts = next(self.parameters(recurse=False)).shape[0]
+        named = {name: p for name, p in self._parameters.items() if p is not None}
+        experts = next(iter(named.values())).shape[0]
         sent: Dispatch = (
-            Dropless.of(index, experts, mesh) if factor is None else Capacity.of(index, experts, mesh, factor)
+            Dropless.of(index, experts, mesh) if factor is None else Capacity.of(index, experts, mesh, factor, most)
         )
         tokens, ids = sent.out(x)
-        with self._blocks(mesh.size() if averages else 1) as blocks:
+        blocks = [_divided(p.to_local(), share) for p in named.values()]
+        return sent.back(on_each_rank(functools.partial(self._computed, tuple(named)), tokens, ids, *blocks), weights)
+
+    def _computed(self, names: Sequence[str], tokens: torch.Tensor, ids: torch.Tensor, *blocks: torch.Tensor):
+        """The layer's own forward, of the experts and tokens that this rank has."""
+        with self._parameters_are(dict(zip(names, blocks, strict=True))):
             y = tokens
             if len(blocks[0]):  # modules of no experts are an error in some versions of transformers
                 y = super().forward(tokens, ids.unsqueeze(1), tokens.new_ones(len(ids), 1))
             if not len(ids):  # the ranks whose tokens are computed elsewhere wait for this rank's backward, too
                 y = _DependsOn.apply(y, tokens, *blocks)
-        return sent.back(y, weights)
+        return y
 
     def _of_all(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """In a compiled step, where tensors are global."""
@@ -118,15 +131,14 @@ class SharedExperts(nn.Module):
         return whole_experts(self, x, index, weights, self._expert_mesh, self._expert_parallel.capacity_factor)
 
     @contextmanager
-    def _blocks(self, share: int) -> Iterator[list[torch.Tensor]]:
-        """Inside, the parameters are this rank's blocks, whose gradients are divided by `share`."""
+    def _parameters_are(self, blocks: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, the layer has these parameters, and as many experts."""
         kept, count = dict(self._parameters), vars(self).get("num_experts")
-        own = {name: _divided(p.to_local(), share) for name, p in kept.items() if p is not None}
-        self._parameters.update(own)
+        self._parameters.update(blocks)
         if count is not None:
-            self.num_experts = next(iter(own.values())).shape[0]
+            self.num_experts = next(iter(blocks.values())).shape[0]
         try:
-            yield list(own.values())
+            yield
         finally:
             self._parameters.update(kept)
             if count is not None:

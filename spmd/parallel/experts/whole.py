@@ -16,6 +16,7 @@ from __future__ import annotations
 from math import ceil
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from spmd.mesh import DeviceMesh
@@ -29,12 +30,10 @@ def whole_experts(
 ) -> torch.Tensor:  # fmt: skip
     """[tokens, d], [tokens, k], [tokens, k] -> [tokens, d], of a layer's experts. factor: as of `ExpertParallel`."""
     groups, axis, (tokens, k) = mesh.size(), mesh.axis_name(0), index.shape
-    if tokens % groups:
-        raise ValueError(
-            f"ExpertParallel: {groups} ranks do not divide the {tokens} tokens of a compiled step; give batches whose "
-            "tokens they divide"
-        )
-    experts, size = module.gate_up_proj.shape[0], tokens // groups
+    experts, size = module.gate_up_proj.shape[0], -(-tokens // groups)
+    if tokens % groups:  # groups are as torch.chunk cuts the tokens; those that are added are for no expert
+        index = F.pad(index, (0, 0, 0, groups * size - tokens), value=experts)
+        x, weights = (F.pad(y, (0, 0, 0, groups * size - tokens)) for y in (x, weights))
     capacity = size if factor is None else ceil(factor * size * k / experts)
     slot, fits = _slots(index.reshape(groups, size * k), experts, capacity)  # [g, s k]
     x = constrain(x.reshape(groups, size, -1), {axis: Shard(0)})
@@ -47,7 +46,7 @@ def whole_experts(
     back = constrain(constrain(y, {axis: Shard(1)}), {axis: Shard(0)}).flatten(1, 2)  # [g@ep, e c, d]
     found = back.gather(1, at.clamp(max=experts * capacity - 1))
     shares = (weights.reshape(groups, size * k) * fits).unsqueeze(-1)
-    return (found * shares).unflatten(1, (size, k)).sum(2).flatten(0, 1).to(x.dtype)
+    return (found * shares).unflatten(1, (size, k)).sum(2).flatten(0, 1)[:tokens].to(x.dtype)
 
 
 def _slots(index: torch.Tensor, experts: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
