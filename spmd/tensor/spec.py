@@ -71,6 +71,10 @@ class Spec:
 
     def with_layout(self, dims=None, units=None, partial=()) -> Spec:
         """The spec of the same tensor with this layout; all else is equal."""
+        if type(dims) is type(units) is type(partial) is tuple:  # in canonical form it is its own key
+            found = _interned.get((self.mesh, dims, units, partial, self.shape, self.stride, self.dtype))
+            if found is not None:
+                return found
         return Spec.of(
             self.mesh, self.shape, self.dtype, stride=self.stride, dims=dims, units=units, partial=partial
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -39,21 +40,26 @@ class Cell:
 
 @dataclass(eq=False)
 class Cells:
-    """All cells in order, and the cell that writes each value."""
+    """All cells in order. operands: the values that each reads, in order. shapes: those of all tensors, with dtypes."""
 
     every: list[Cell]
-    writer: dict[fx.Node, Cell]
+    operands: list[list[fx.Node]]
+    shapes: dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
 
 
 def cells_of(graph: fx.Graph, placed: Collection[fx.Node] = ()) -> Cells:
     """The cells of a graph. placed: values that go to a place of their own as soon as they are made."""
-    every = _cells(graph, placed)
-    return Cells(every, {value: cell for cell in every for value in cell.writes})
+    shapes = {n: value_shape(n) for n in graph.nodes if isinstance(n.meta.get("val"), _TENSORS)}
+    every = _cells(graph, shapes, placed)
+    return Cells(every, [_operands(cell, shapes) for cell in every], shapes)
+
+
+_TENSORS = torch.Tensor, TensorMeta
 
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether the value of a node is one tensor."""
-    return isinstance(node.meta.get("val"), (torch.Tensor, TensorMeta))
+    return isinstance(node.meta.get("val"), _TENSORS)
 
 
 def value_shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
@@ -64,56 +70,80 @@ def value_shape(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
 
 def operands_of(cell: Cell) -> list[fx.Node]:
     """The value of each operand of a cell; a value that is read twice is listed twice."""
+    return _operands(cell, [n for n in cell.node.all_input_nodes if is_tensor(n)])
+
+
+def _operands(cell: Cell, tensors: Collection[fx.Node]) -> list[fx.Node]:
     if len(cell.nodes) > 1:
         return list(cell.reads)
     node = cell.node
     if isinstance(node.target, Draw):
         return [node.args[0]]
-    found: list[fx.Node] = []
     if isinstance(node.target, (LocalMapOp, LocalMapGradientOp)):
-        fx.map_arg(node.args, found.append)
-    else:
-        in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
+        return _nodes_in(node.args)
+    if not node.kwargs:
+        return [n for n in _nodes_in(node.args) if n in tensors]
+    found: list[fx.Node] = []
+    in_schema_order(node, lambda n: found.append(n) if n in tensors else None)
+    return found
+
+
+def _nodes_in(args: Sequence) -> list[fx.Node]:
+    """The nodes among positional arguments."""
+    found = []
+    for x in args:
+        if isinstance(x, fx.Node):
+            found.append(x)
+        elif isinstance(x, (tuple, list)):
+            found += _nodes_in(x)
     return found
 
 
 # ---- cells ------------------------------------------------------------------------------------
 
 
-def _cells(graph: fx.Graph, placed: Collection[fx.Node]) -> list[Cell]:
-    nodes = [n for n in graph.nodes if n.op == "call_function" and _decides(n)]
-    group = _updates([n for n in nodes if n not in placed])
+Shapes = dict[fx.Node, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _cells(graph: fx.Graph, shapes: Shapes, placed: Collection[fx.Node]) -> list[Cell]:
+    reads = {n: [x for x in n.all_input_nodes if x in shapes] for n in graph.nodes if n.op == "call_function"}
+    nodes = [n for n, operands in reads.items() if _decides(n, operands)]
+    group = _updates([n for n in nodes if n in shapes and n not in placed], shapes)
     members: dict[fx.Node, list[fx.Node]] = {}
     for n in nodes:
         members.setdefault(group.get(n, n), []).append(n)
-    return [_cell(tuple(each)) for each in members.values()]
+    return [_cell(tuple(each), reads, shapes) for each in members.values()]
 
 
-def _decides(node: fx.Node) -> bool:
+def _decides(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
     """Whether something is to be chosen for a node, or its specs are given."""
-    if isinstance(node.target, (Draw, LocalMapOp, LocalMapGradientOp, ConstrainOp)):
-        return True
-    return isinstance(node.target, _torch.OpOverload) and any(map(is_tensor, node.all_input_nodes))
+    if isinstance(node.target, _torch.OpOverload):
+        return bool(operands)
+    return isinstance(node.target, (Draw, LocalMapOp, LocalMapGradientOp, ConstrainOp))
 
 
-def _updates(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _updates(nodes: Sequence[fx.Node], shapes: Shapes) -> dict[fx.Node, fx.Node]:
     """For each op at the end of the graph, the first op of its cell: pointwise ops of a shape, read by each other."""
     group: dict[fx.Node, fx.Node] = {}
     for n in reversed(nodes):
-        if not _may_join(n):
-            continue
-        readers = [r for r in n.users if r.op != "output"]
-        if not all(r in group and value_shape(r)[0] == value_shape(n)[0] for r in readers):
-            continue
-        group[n] = n
-        for r in readers:
-            _join(group, n, r)
+        if _is_read_within(n, group) and _may_join(n.target):
+            readers = [r for r in n.users if r.op != "output"]
+            if all([shapes[r][0] == shapes[n][0] for r in readers]):
+                group[n] = n
+                for r in readers:
+                    _join(group, n, r)
     return {n: _root(group, n) for n in group}
 
 
-def _may_join(node: fx.Node) -> bool:
-    pointwise = isinstance(node.target, _torch.OpOverload) and is_pointwise(node.target) and node.target is not MARK
-    return pointwise and is_tensor(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
+def _is_read_within(node: fx.Node, group: Collection[fx.Node]) -> bool:
+    return all(r in group or r.op == "output" for r in node.users)
+
+
+@lru_cache(maxsize=4096)
+def _may_join(op: object) -> bool:
+    """Whether the calls of an op may be parts of a cell of several."""
+    pointwise = isinstance(op, _torch.OpOverload) and is_pointwise(op) and op is not MARK
+    return pointwise and torch.Tag.nondeterministic_seeded not in op.tags
 
 
 def _join(group: dict[fx.Node, fx.Node], a: fx.Node, b: fx.Node) -> None:
@@ -127,12 +157,14 @@ def _root(group: dict[fx.Node, fx.Node], n: fx.Node) -> fx.Node:
     return n
 
 
-def _cell(nodes: tuple[fx.Node, ...]) -> Cell:
+def _cell(nodes: tuple[fx.Node, ...], reads: dict[fx.Node, list[fx.Node]], shapes: Shapes) -> Cell:
+    if len(nodes) == 1 and nodes[0] in shapes:
+        return Cell(nodes, tuple(reads[nodes[0]]), nodes if nodes[0].users else ())
     inside = set(nodes)
-    reads = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if is_tensor(x) and x not in inside)
+    read = dict.fromkeys([x for n in nodes for x in reads[n] if x not in inside])
     writes: dict[fx.Node, None] = {}
     for n in nodes:
-        for value in [n] if is_tensor(n) else [u for u in n.users if u.target is operator.getitem]:
-            if is_tensor(value) and any(r not in inside for r in value.users):
+        for value in [n] if n in shapes else [u for u in n.users if u.target is operator.getitem]:
+            if value in shapes and not inside.issuperset(value.users):
                 writes[value] = None
-    return Cell(nodes, tuple(reads), tuple(writes))
+    return Cell(nodes, tuple(read), tuple(writes))

@@ -17,14 +17,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from torch import fx
 
-from spmd.expand.choose.cells import Cell, Cells, value_shape
-from spmd.expand.choose.repeats import layers_of
+from spmd.expand.choose.cells import Cell, Cells
+from spmd.expand.choose.repeats import by_appearance, layers_of, mixed
+from spmd.expand.nodes import described
 from spmd.expand.places.roles import MARK
-from spmd.tensor.cache import frozen
 from spmd.tensor.spec import Spec
 
 MOST_CELLS = 1000
@@ -42,13 +44,18 @@ class Meeting:
     """A value, or one of its moves, with the cells around it, by number.
 
     known: all else that is known of it. maker: the cell that writes it, and where among what that writes. readers: the
-    cells that read it, and as which operand.
+    cells that read it, and as which operand. ends: all of these.
     """
 
     value: fx.Node
     known: Hashable
     maker: tuple[int, int] | None
     readers: list[tuple[int, int]]
+
+    ends: list[tuple[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ends = _ends(self.maker, self.readers)
 
 
 @dataclass(eq=False)
@@ -73,7 +80,7 @@ class Classes:
     """
 
     def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
-        self.own = _numbered([(_own(cell), _shapes(cell, sources)) for cell in cells.every])
+        self.own = _numbered_cells(cells, sources)
         self.of, types = _classes(self.own, meetings)
         self._before = dict(zip(self.of, types.before.tolist(), strict=True))
         self.groups = self._groups(meetings, types.values.tolist())
@@ -131,10 +138,10 @@ def _classes(own: list[int], meetings: Sequence[Meeting]) -> tuple[list[int], _T
         return types.of.tolist(), types
     values: dict[fx.Node, list[tuple[int, int]]] = {}
     for m in meetings:
-        values.setdefault(m.value, []).extend(_ends(m.maker, m.readers))
+        values.setdefault(m.value, []).extend(m.ends)
     layers = layers_of(own, list(values.values()))
     types = _Types(layers.like, meetings, 1)
-    of = _by_appearance(3 * types.of + np.array(layers.places))
+    of = by_appearance(3 * types.of + np.array(layers.places))
     if of.max() < MOST_CLASSES:
         return of.tolist(), types
     types = _Types(own, meetings, ROUNDS)
@@ -148,24 +155,25 @@ class _Types:
     """
 
     def __init__(self, own: Sequence[int], meetings: Sequence[Meeting], rounds: int) -> None:
-        ends = [(i, v, at) for v, m in enumerate(meetings) for i, at in _ends(m.maker, m.readers)]
-        self._cell, self._value, self._at = np.array(ends, np.int64).reshape(-1, 3).T
-        self._known = _mixed(np.array(_numbered([m.known for m in meetings]), np.uint64))
-        color = _mixed(np.array(own, np.uint64))
-        self.of = self.before = _by_appearance(color)
+        ends = np.fromiter(chain.from_iterable([end for m in meetings for end in m.ends]), np.int64)
+        self._cell, self._at = ends.reshape(-1, 2).T
+        self._value = np.repeat(np.arange(len(meetings)), [len(m.ends) for m in meetings])
+        self._known = mixed(np.array(_numbered([m.known for m in meetings]), np.uint64))
+        color = mixed(np.array(own, np.uint64))
+        self.of = self.before = by_appearance(color)
         self.values = np.zeros(len(meetings), np.int64)
         for _ in range(rounds):
             values, color = self._refined(color)
-            self.before, self.of, self.values = self.of, _by_appearance(color), _by_appearance(values)
+            self.before, self.of, self.values = self.of, by_appearance(color), by_appearance(values)
             if self.of.max() == self.before.max():
                 break
 
     def _refined(self, color: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What the values are like by the cells around them, and the cells by these values."""
         at = self._at.astype(np.uint64)
-        values, cells = self._known.copy(), _mixed(color)
-        np.add.at(values, self._value, _mixed(color[self._cell] + _mixed(at)))
-        np.add.at(cells, self._cell, _mixed(values[self._value] + _mixed(at)))
+        values, cells = self._known.copy(), mixed(color)
+        np.add.at(values, self._value, mixed(color[self._cell] + mixed(at)))
+        np.add.at(cells, self._cell, mixed(values[self._value] + mixed(at)))
         return values, cells
 
 
@@ -179,22 +187,7 @@ def _apart(types: np.ndarray) -> np.ndarray:
     place = np.ones(len(types), np.int64)
     place[np.unique(types, return_index=True)[1]] = 0
     place[len(types) - 1 - np.unique(types[::-1], return_index=True)[1]] = 2
-    return _by_appearance(3 * types + place)
-
-
-def _by_appearance(keys: np.ndarray) -> np.ndarray:
-    """Numbers of keys, in order of appearance."""
-    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[number]
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """A hash of each number (the finalizer of splitmix64: G. Steele et al., "Fast splittable pseudorandom number
-    generators", 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return by_appearance(3 * types + place)
 
 
 def _numbered(keys: Sequence[Hashable]) -> list[int]:
@@ -202,26 +195,28 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
+def _numbered_cells(cells: Cells, sources: dict[fx.Node, Spec]) -> list[int]:
+    """Numbers of cells, the same for those with equal ops, arguments and shapes, and equal specs of what is given."""
+    known = [sources.get(value) or shape for value, shape in cells.shapes.items()]
+    number = dict(zip(cells.shapes, _numbered(known), strict=True)).__getitem__
+    return _numbered([
+        (_own(cell), tuple(map(number, cell.reads)), tuple(map(number, cell.writes)), tuple(map(_port, cell.writes)))
+        for cell in cells.every
+    ])  # fmt: skip
+
+
 def _own(cell: Cell) -> Hashable:
-    """The ops of a cell with their arguments; values are written by their places in the cell."""
+    """The ops of a cell with their arguments; values are written by their places in the cell, numbers by -1. The
+    argument of a mark is the name of a parameter, which tells no two layers apart."""
     place = {n: i for i, n in enumerate((*cell.reads, *cell.nodes))}
 
-    def written(n: fx.Node) -> Hashable:
-        if n.target is MARK:  # its argument is the name of a parameter, which tells no two layers apart
-            return n.target
-        return (n.target, *(frozen(fx.map_arg(a, lambda x: _Place(place.get(x, -1)))) for a in (n.args, n.kwargs)))
+    def written(x: Any) -> Hashable:
+        return place.get(x, -1) if isinstance(x, fx.Node) else described(x, written)
 
-    return tuple(map(written, cell.nodes))
-
-
-class _Place(int):
-    """Where a value stands in a cell; -1 for a number."""
-
-
-def _shapes(cell: Cell, sources: dict[fx.Node, Spec]) -> Hashable:
-    """The shapes of what a cell reads and writes, and the specs of what is given."""
-    return (tuple(sources.get(x) or value_shape(x) for x in cell.reads),
-            tuple((sources.get(x) or value_shape(x), _port(x)) for x in cell.writes))  # fmt: skip
+    return tuple([
+        MARK if n.target is MARK else (n.target, *map(written, n.args), n.kwargs and written(dict(n.kwargs)))
+        for n in cell.nodes
+    ])  # fmt: skip
 
 
 def _port(value: fx.Node) -> int:

@@ -8,13 +8,13 @@ what is moved between makers and readers. `choice` turns an assignment into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import fx
 
-from spmd.expand.choose.cells import Cells, cells_of, is_tensor, operands_of, value_shape
+from spmd.expand.choose.cells import Cells, cells_of, is_tensor
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.choosers import Chooser, Choosers
 from spmd.expand.choose.classes import Classes, Group, Meeting
@@ -94,7 +94,7 @@ class Model:
                 free.setdefault(value, {}).setdefault(ends, i)
         return {
             value: (
-                tuple(sorted(specs.get(value, ()), key=str)),
+                _in_order(specs.get(value, ())),
                 tuple((i, *e) for e, i in free.get(value, {}).items()),
             )
             for value in [*specs, *[value for value in free if value not in specs]]
@@ -129,15 +129,16 @@ class Model:
     def _meetings(self) -> list[Meeting]:
         """All values with the cells around them. A parameter that is stored elsewhere than it is computed with is moved
         for each phase that computes with it, and for those that update it; so is what follows from it alone."""
+        following, placed = self.following, self.places
         readers: dict[tuple[fx.Node, int | None], list[tuple[int, int]]] = {}
         writer = {value: (i, at) for i, cell in enumerate(self.cells.every) for at, value in enumerate(cell.writes)}
-        for i, cell in enumerate(self.cells.every):
-            for at, n in enumerate(operands_of(cell)):
-                for when in self.following.moved_in(n, cell.node):
+        for i, (cell, operands) in enumerate(zip(self.cells.every, self.cells.operands, strict=True)):
+            for at, n in enumerate(operands):
+                for when in following.moved_in(n, cell.node) if n in following.of else (None,):
                     readers.setdefault((n, when), []).append((i, at))
         for value in self.homes:
-            if value not in self.places or value in writer:
-                readers.setdefault((value, END if value in self.places else None), [])
+            if value not in placed or value in writer:
+                readers.setdefault((value, END if value in placed else None), [])
         return [
             meeting
             for (value, when), own in readers.items()
@@ -150,13 +151,14 @@ class Model:
         """A value at one time. A gradient that is computed from gradients goes to its place first."""
         if when == UPDATE:
             return [Meeting(value, (self.places[value].state, (), (), when), None, readers)]
+        shape = self.cells.shapes[value]
         spec = None if writer else self.sources.get(value) or self.ways.bare(value)
         homes, free = self.homes.get(value, ((), ())) if when in (None, END) else ((), ())
         rest = homes, tuple(each[1:] for each in free), when
         if writer is None or value not in self.gradients or value.target is MARK:
-            return [Meeting(value, (spec or value_shape(value), *rest), writer, readers)]
+            return [Meeting(value, (spec or shape, *rest), writer, readers)]
         place = self.gradients[value]
-        made = Meeting(value, (value_shape(value), (place,), (), when), writer, [])
+        made = Meeting(value, (shape, (place,), (), when), writer, [])
         return [made, Meeting(value, (place, *rest), None, readers)]
 
     def _value(self, group: Group) -> tuple[Value, Group] | None:
@@ -277,6 +279,11 @@ class Model:
             return [pin]
         given = [row.outs[0] for row in pin.rows]
         return [Pin(tuple(by_out[p] for p in given)) for by_out in chooser.members]
+
+
+def _in_order(specs: Collection[Spec]) -> tuple[Spec, ...]:
+    """Specs in an order of their own."""
+    return tuple(sorted(specs, key=str) if len(specs) > 1 else specs)
 
 
 def _fixed(layouts: Layouts, spec: Spec) -> End:

@@ -11,8 +11,9 @@ What is in no run and meets one layer only, as the update of a parameter, belong
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -46,41 +47,83 @@ class Run:
 
 @dataclass(eq=False)
 class Layers:
-    """What is known of each cell. like: the same for cells that are alike but for their layer. layer: its number; None
-    outside. ends: the first number of a stack of layers and its last, by stack."""
+    """What is known of each cell. like: the same for cells that are alike but for their layer. stack: that of its
+    layer; -1 outside. number: of its layer. ends: the first number of a stack of layers and its last, by stack."""
 
-    like: list[Hashable]
-    layer: list[tuple[int, int] | None]
+    like: np.ndarray
+    stack: np.ndarray
+    number: np.ndarray
     ends: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def layer(self) -> list[tuple[int, int] | None]:
+        """The stack and the number of the layer of each cell; None outside."""
+        return [None if k < 0 else (k, n) for k, n in zip(self.stack.tolist(), self.number.tolist(), strict=True)]
 
     @property
     def places(self) -> list[int]:
         """For each cell 0 if it is in the first layer or in none, 2 if it is in the last, 1 between."""
-        return [0 if x is None or x[1] <= self.ends[x[0]][0] else 1 + (x[1] >= self.ends[x[0]][1]) for x in self.layer]
+        first, last = np.array([*self.ends, (0, 0)])[self.stack].T
+        between = 1 + (self.number >= last)
+        return np.where((self.stack < 0) | (self.number <= first), 0, between).tolist()
 
     def join(self, values: Sequence[Ends]) -> None:
         """Let cells outside be of the layer that they meet, if it is one."""
-        numbers: dict[Hashable, int] = {}
-        like = [numbers.setdefault(x, len(numbers)) for x in self.like]
-        fresh = True
-        while fresh:
-            found: dict[int, list[tuple]] = {}
-            left = []
-            for ends in values:
-                inside = [(self.layer[i], like[i], at) for i, at in ends if self.layer[i] is not None]
-                if len(inside) == len(ends) or len({layer for layer, _, _ in inside}) > 1:
-                    continue  # it tells nothing, and will not
-                left.append(ends)
-                for i, at in ends if inside else ():
-                    if self.layer[i] is None:
-                        found.setdefault(i, []).append((inside[0][0], at, tuple(sorted([x[1:] for x in inside]))))
-            fresh = {i: met for i, met in found.items() if len({layer for layer, _, _ in met}) == 1}
-            for i, met in fresh.items():
-                self.layer[i] = met[0][0]
-                alike = like[i], tuple(sorted([each[1:] for each in met]))
-                like[i] = numbers.setdefault(alike, len(numbers))
-            values = left
-        self.like = like
+        joining = _Joining(self, values)
+        while joining.join():
+            pass
+
+
+class _Joining:
+    """Cells while they join layers. cell, at, value: the ends of the values that may tell something yet."""
+
+    def __init__(self, layers: Layers, values: Sequence[Ends]) -> None:
+        self.layers, self.values = layers, len(values)
+        ends = np.fromiter(chain.from_iterable([end for ends in values for end in ends]), np.int64).reshape(-1, 2)
+        self.cell, self.at = ends.T
+        self.value = np.repeat(np.arange(len(values)), list(map(len, values)))
+
+    def join(self) -> bool:
+        """Let those join that meet values of one layer alone. Returns whether there were any."""
+        layers = self.layers
+        layer = np.where(layers.stack < 0, -1, layers.stack << 32 | layers.number)
+        inside = layer[self.cell] >= 0
+        least, most = _ranges(self.value[inside], layer[self.cell[inside]], self.values)
+        tells = np.bincount(self.value[~inside], minlength=self.values).astype(bool) & (least >= most)
+        self._keep(tells[self.value])
+        inside = layer[self.cell] >= 0
+        seen = np.zeros(self.values, np.uint64)
+        ends = mixed(layers.like[self.cell] + mixed(self.at.astype(np.uint64)))
+        np.add.at(seen, self.value[inside], ends[inside])
+        told = ~inside & (most[self.value] >= 0)
+        cell, value = self.cell[told], self.value[told]
+        met = np.zeros(len(layer), np.uint64)
+        np.add.at(met, cell, mixed(mixed(seen[value]) + mixed(self.at[told].astype(np.uint64))))
+        least, most = _ranges(cell, most[value], len(layer))
+        fresh = least == most
+        layers.stack[fresh], layers.number[fresh] = most[fresh] >> 32, most[fresh] & 0xFFFFFFFF
+        layers.like[fresh] = mixed(mixed(layers.like[fresh]) + met[fresh])
+        return bool(fresh.any())
+
+    def _keep(self, ends: np.ndarray) -> None:
+        self.cell, self.at, self.value = self.cell[ends], self.at[ends], self.value[ends]
+
+
+def _ranges(of: np.ndarray, x: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the largest of the numbers that belong to each of so many; beyond all and -1 where none does."""
+    least, most = np.full(number, np.iinfo(np.int64).max), np.full(number, -1)
+    np.minimum.at(least, of, x)
+    np.maximum.at(most, of, x)
+    return least, most
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    """A hash of each number (the finalizer of splitmix64: G. Steele et al., "Fast splittable pseudorandom number
+    generators", 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def layers_of(keys: Sequence[int], values: Sequence[Ends]) -> Layers:
@@ -92,9 +135,11 @@ def layers_of(keys: Sequence[int], values: Sequence[Ends]) -> Layers:
     """
     edges = np.array([(w, i) for ends in values for w, at in ends if at < 0 for i, to in ends if to >= 0], np.int64)
     edges = edges.reshape(-1, 2)
-    found = Layers(list(keys), [None] * len(keys))
+    keys = np.array(keys, np.int64)
     stack, layer = np.full(len(keys), -1), np.full(len(keys), -1)
-    for stretch in _stretches(np.array(keys, np.int64)):
+    found = Layers(keys.astype(np.uint64), stack, layer)
+    free = int(keys.max(initial=-1)) + 1
+    for stretch in _stretches(keys):
         run, (to, sign, first) = _aligned(stretch, edges, stack, layer)
         if not _is_chain(run, edges):
             continue
@@ -103,8 +148,8 @@ def layers_of(keys: Sequence[int], values: Sequence[Ends]) -> Layers:
             found.ends.append((0, run.times - 1))
         at = np.arange(run.start, run.stop)
         stack[at], layer[at] = to, first + sign * run.repetition(at)
-        for i, k in zip(at.tolist(), layer[at].tolist(), strict=True):
-            found.layer[i], found.like[i] = (to, k), ("run", run.start, (i - run.start) % run.period)
+        found.like[at] = free + (at - run.start) % run.period
+        free += run.period
     found.join(values)
     return found
 
@@ -177,6 +222,12 @@ def _is_chain(run: Run, edges: np.ndarray) -> bool:
     np.add.at(passing, writer, 1)
     np.add.at(passing, reader, -1)
     return bool((passing.cumsum()[:-1] > 0).all())
+
+
+def by_appearance(keys: np.ndarray) -> np.ndarray:
+    """Numbers of keys, in order of appearance."""
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[number]
 
 
 def _most(x: np.ndarray) -> tuple[int, int]:
