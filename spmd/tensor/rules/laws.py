@@ -10,6 +10,7 @@ bool has no sum). One function, `lawful`, checks that.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -116,16 +117,30 @@ PRODUCT_OVER = laws("product: p -> p")  # a product of products, in any order
 
 def lawful(rule: Rule, call: Call) -> tuple[Law, ...]:
     """The laws of a rule, without the reduce kinds that the dtypes of this call's Partials do not allow."""
-    kept = (replace(law, kinds=tuple(k for k in law.kinds if _allowed(k, law, rule, call))) for law in rule.laws)
-    return tuple(law for law in kept if law.kinds)
+    dtypes = [tuple([x and x.dtype for x in side]) for side in (call.tensors, call.outs)]
+    return _lawful(rule.laws, len(rule.ins), len(rule.outs), *dtypes)
 
 
-def _allowed(kind: str, law: Law, rule: Rule, call: Call) -> bool:
-    ins, outs = letters_for(law.ins, len(rule.ins)), letters_for(law.outs, len(rule.outs))
+@lru_cache(maxsize=4096)
+def _lawful(
+    laws: tuple[Law, ...], ins: int, outs: int, given: tuple[torch.dtype, ...], made: tuple[torch.dtype | None, ...]
+) -> tuple[Law, ...]:
+    """The laws for so many operands and results of these dtypes."""
+    found = []
+    for law in laws:
+        kinds = tuple([k for k in law.kinds if _allowed(k, law, ins, outs, given, made)])
+        found += [replace(law, kinds=kinds)] if kinds else []
+    return tuple(found)
+
+
+def _allowed(
+    kind: str, law: Law, n_ins: int, n_outs: int, given: tuple[torch.dtype, ...], made: tuple[torch.dtype | None, ...]
+) -> bool:
+    ins, outs = letters_for(law.ins, n_ins), letters_for(law.outs, n_outs)
     if ins is None or outs is None:
         return False
-    src = [x.dtype for letter, x in zip(ins, call.tensors, strict=True) if letter != "r"]
-    dst = [o.dtype for letter, o in zip(outs, call.outs, strict=True) if letter != "r" and o is not None]
+    src = [dtype for letter, dtype in zip(ins, given, strict=True) if letter != "r"]
+    dst = [dtype for letter, dtype in zip(outs, made, strict=True) if letter != "r" and dtype is not None]
     wraps = "q" in outs and not all(map(inexact, dst))  # neg of an unsigned 0 is 0, but neg of 1 is 255
     return _ALLOWS[kind](src, dst) and not wraps
 

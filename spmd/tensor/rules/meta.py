@@ -29,7 +29,7 @@ def out_metas(op, args: tuple, kwargs: dict, device: torch.device) -> tuple[Tens
 
     Raises torch's own error for arguments that do not fit, and NotImplementedError for a sparse result.
     """
-    if torch.Tag.pointwise in op.tags:  # found as fast as looked up
+    if torch.Tag.pointwise in op.tags and float in map(type, (*args, *kwargs.values())):  # it may change in each call
         return _out_metas(op, args, kwargs, device)
     key = (op, device, torch.get_default_dtype(), _without_placements(args), _without_placements(kwargs))
     try:
