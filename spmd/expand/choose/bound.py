@@ -33,7 +33,8 @@ GIVE_ALL = 4
 
 @dataclass(eq=False)
 class Part:
-    """The moves of all values of a kind. ends: what each end adds to their cost, by layout: less what is at its slot.
+    """The moves of all values of a kind. ends: what each end adds to their cost, by layout: the cost that has moved to
+    them from the variables there; `NEVER` for a layout that none has.
 
     version: how often the ends changed.
     """
@@ -45,7 +46,7 @@ class Part:
 
     def least(self) -> float:
         """The least cost of the moves, by the potentials as they are."""
-        return float(self.moves.least_at(self.ends, 0).min())
+        return float((self.moves.least_at(self.ends, 0) + self.ends[0]).min())
 
     def shrink(self) -> None:
         """Forget the layouts that no option has."""
@@ -54,7 +55,7 @@ class Part:
         if [len(each) for each in kept] == [len(each) for each in used[:2]]:
             return
         self.moves = self.moves.of(*kept)
-        self.ends = [end[kept[at > 0]] for at, end in enumerate(self.ends)]
+        self.ends[:] = [end[kept[at > 0]] for at, end in enumerate(self.ends)]
         self.version += 1
         for slot in self.slots:
             slot.keep(kept[slot.at > 0])
@@ -64,50 +65,48 @@ class Part:
 class Slot:
     """An end of a kind of values, where variables meet them. at: 0 for what makes them, then the readers.
 
-    potential: cost that has moved from the values to the variables, by layout. here: the layouts that some option has;
-    absent: those that none has. seen: the version of the part when all that it can give had been taken.
+    here: the layouts that some option has; absent: those that none has. seen: the version of the part when all that it
+    can give had been taken.
     """
 
     part: Part
     at: int
-    potential: np.ndarray
     ports: list[Port] = field(default_factory=list)
     seen: int = -1
 
+    @property
+    def end(self) -> np.ndarray:
+        """What this end adds to the cost of the values, by layout."""
+        return self.part.ends[self.at]
+
     def find(self) -> None:
         """Find which layouts some option has."""
-        some = np.zeros(len(self.potential), bool)
+        some = np.zeros(len(self.end), bool)
         for port in self.ports:
             some[port.here] = True
         self.here, self.absent = some.nonzero()[0], (~some).nonzero()[0]
+        self.is_full = not len(self.absent)
 
     def take(self) -> None:
-        """Move all that the values can give to the variables."""
+        """Move all that the values can give to the variables: then with each layout here the values cost nothing."""
         part = self.part
-        if self.seen == part.version:
-            return
-        found = part.moves.least_at(part.ends, self.at)
-        if len(self.absent):
-            found[self.absent] = 0.0
-        self.potential += found
-        part.ends[self.at] -= found
+        end = np.negative(part.moves.least_at(part.ends, self.at), out=part.ends[self.at])
+        if not self.is_full:
+            end[self.absent] = NEVER
         part.version += 1
         self.seen = part.version
 
     def give(self, amount: np.ndarray) -> None:
         """Move cost from the variables to the values. amount: for each of the layouts here."""
         end = self.part.ends[self.at]
-        if len(amount) == len(end):
-            self.potential -= amount
+        if self.is_full:
             end += amount
         else:
-            self.potential[self.here] -= amount
             end[self.here] += amount
         self.part.version += 1
 
     def keep(self, layouts: np.ndarray) -> None:
         """Keep these layouts, and number them anew."""
-        self.potential = self.potential[layouts]
         for port in self.ports:
             port.at = np.searchsorted(layouts, port.at)
             port.here = np.searchsorted(layouts, port.here)
@@ -148,7 +147,7 @@ class Port:
 
     def least_at_slot(self, cost: np.ndarray) -> np.ndarray:
         """The same for each layout of the slot; infinite where no option has it."""
-        found = np.full(len(self.slot.potential), np.inf)
+        found = np.full(len(self.slot.end), np.inf)
         found[self.here] = self.least(cost)
         return found
 
@@ -159,7 +158,7 @@ class Port:
         self.sort()
         slot.find()
         if len(slot.here) < len(before):
-            slot.part.ends[slot.at][slot.absent] = NEVER
+            slot.end[slot.absent] = NEVER
         slot.part.version += 1
 
 
@@ -221,7 +220,7 @@ class Bound:
         part = Part(moves_of(costs, held, len(slots) - 1).of(*known), [])
         for at, (slot, of) in enumerate(zip(slots, layouts, strict=True)):
             adds = np.full(len(known[at > 0]), NEVER)
-            met = Slot(part, at, np.zeros(len(adds)))
+            met = Slot(part, at)
             whole = sum([weight for _, weight in slot.values()])
             for i, (_, weight) in slot.items():
                 numbers = np.searchsorted(known[at > 0], of[i])
@@ -247,7 +246,7 @@ class Bound:
         self.turns: tuple[list, list] = ([], [])
         for i in self.order:
             if self._gives_once(i):
-                self._give(self.ports[i][0], self.now(i), 1.0)
+                self._give(self.ports[i], self.now(i), 1.0)
                 continue
             met = [
                 (p, [at[q.variable] for s in p.slot.part.slots for q in s.ports if q is not p]) for p in self.ports[i]
@@ -272,30 +271,36 @@ class Bound:
             for turn, most in zip(self.turns, (self.most, self.most[::-1]), strict=True):
                 for (i, later), ports in zip(turn, most, strict=True):
                     cost = self.collected(i)
-                    share = 1 / (len(later) if self.sweeps <= self.give_all else ports) if later else 0.0
-                    for port in later:
-                        self._give(port, cost, share)
+                    if later:
+                        self._give(later, cost, 1 / (len(later) if self.sweeps <= self.give_all else ports))
         self.least = max(self.least, self.value_now())
         return self.least
 
     def collected(self, i: int) -> np.ndarray:
         """The cost of each option of a variable with all that its values can give to it."""
         for port in self.ports[i]:
-            port.slot.take()
+            if port.slot.seen != port.slot.part.version:
+                port.slot.take()
         return self.now(i)
 
-    def _give(self, port: Port, cost: np.ndarray, share: float) -> None:
-        """Move this share of a variable's cost to the values. What others at the slot cannot give stays where it is."""
+    def _give(self, ports: Sequence[Port], cost: np.ndarray, share: float) -> None:
+        """Move this share of a variable's cost to each of these ports. What others at the slot cannot give stays."""
+        part = share * cost
+        for port in ports:
+            if len(port.slot.ports) == 1:
+                port.slot.give(port.least(part))
+            else:
+                port.slot.give(self._all_can_give(port, part))
+
+    def _all_can_give(self, port: Port, part: np.ndarray) -> np.ndarray:
+        """What all variables at the slot of a port can give."""
         slot = port.slot
-        if len(slot.ports) == 1:
-            slot.give(share * port.least(cost))
-            return
-        found = port.least_at_slot(share / port.share * (cost - cost.min()))
+        found = port.least_at_slot((part - part.min()) / port.share)
         for other in slot.ports:
             if other is not port:
                 slack = self.now(other.variable)
                 found = np.minimum(found, other.least_at_slot((slack - slack.min()) / other.share))
-        slot.give(found[slot.here])
+        return found[slot.here]
 
     def value_now(self) -> float:
         """The bound by the potentials as they are."""
@@ -306,8 +311,8 @@ class Bound:
         """The cost of each option of a variable by itself."""
         cost = self.cost[i].copy()
         for port in self.ports[i]:
-            potential = port.slot.potential[port.at]
-            cost += potential if port.share == 1.0 else port.share * potential
+            added = port.slot.part.ends[port.slot.at][port.at]
+            cost -= added if port.share == 1.0 else port.share * added
         return cost
 
     # ---- options left -------------------------------------------------------------------------
@@ -325,7 +330,7 @@ class Bound:
                 for port in self.ports[i]:
                     port.restrict(keep)
             if self._gives_once(i):
-                self._give(self.ports[i][0], self.now(i), 1.0)
+                self._give(self.ports[i], self.now(i), 1.0)
         for part in self.parts:
             part.shrink()
         return sum(map(len, self.cost))

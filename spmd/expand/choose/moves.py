@@ -24,6 +24,8 @@ MOST_READERS = 7
 IN_CACHE = 1 << 16
 """Numbers of a table that is made at once."""
 
+_least = np.minimum.reduce  # as the method `min`, and quicker for the small tables here
+
 
 @dataclass(eq=False)
 class OneReader:
@@ -32,15 +34,16 @@ class OneReader:
     costs: np.ndarray
 
     def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
-        """The least cost for each layout of one end. ends: what each adds, the maker's first.
+        """The least cost for each layout of one end, without what this one adds. ends: what each adds, the maker's
+        first.
 
         >>> OneReader(np.array([[0.0, 5.0], [5.0, 0.0]])).least_at([np.zeros(2), np.array([3.0, 0.0])], 0)
         array([3., 0.])
         """
         made, needed = ends
         if slot == 0:
-            return (self.costs + needed).min(1) + made
-        return (self.costs + made[:, None]).min(0) + needed
+            return _least(self.costs + needed, 1)
+        return _least(self.costs + made[:, None], 0)
 
     def of(self, made: np.ndarray, needed: np.ndarray) -> OneReader:
         """The same for these layouts alone."""
@@ -55,7 +58,7 @@ class TwoReaders(OneReader):
     held: np.ndarray | None = None
 
     def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
-        """The least cost for each layout of one end.
+        """The least cost for each layout of one end, without what this one adds.
 
         >>> value = TwoReaders(np.array([[0.0, 5.0], [5.0, 0.0]]))  # made in layout 0; both readers need layout 1
         >>> value.least_at([np.array([0.0, NEVER]), np.array([NEVER, 0.0]), np.array([NEVER, 0.0])], 0)[:1]
@@ -64,21 +67,64 @@ class TwoReaders(OneReader):
         made, one, other = ends
         if slot == 0:
             first = self.costs + one
-            served = np.minimum(first.min(1) + (self.costs + other).min(1), (first + other).min(1))
-            return (served if self.held is None else (self.held + served).min(1)) + made
-        mine, other = (one, other) if slot == 1 else (other, one)
+            served = np.minimum(_least(first, 1) + _least(self.costs + other, 1), _least(first + other, 1))
+            return served if self.held is None else _least(self.held + served, 1)
+        other = other if slot == 1 else one
         if self.held is not None:
-            made = (self.held + made[:, None]).min(0)
+            made = _least(self.held + made[:, None], 0)
         with_other = self.costs + other
-        alone = self.costs + (with_other.min(1) + made)[:, None]
+        alone = self.costs + (_least(with_other, 1) + made)[:, None]
         with_other += made[:, None]
-        return np.minimum(alone, with_other, out=alone).min(0) + mine
+        return _least(np.minimum(alone, with_other, out=alone), 0)
 
     def of(self, made: np.ndarray, needed: np.ndarray) -> TwoReaders:
         """The same for these layouts alone."""
         if self.held is None:
-            return TwoReaders(self.costs[np.ix_(made, needed)])
-        return TwoReaders(self.costs[:, needed], self.held[made])
+            return type(self)(self.costs[np.ix_(made, needed)])
+        return type(self)(self.costs[:, needed], self.held[made])
+
+
+@dataclass(eq=False)
+class ThreeReaders(TwoReaders):
+    """A value with three readers: two of them may share a move, or all, or none."""
+
+    def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
+        """The least cost for each layout of one end, without what this one adds.
+
+        >>> value = ThreeReaders(np.array([[0.0, 5.0], [5.0, 0.0]]))  # made in layout 0; all readers need layout 1
+        >>> value.least_at([np.array([0.0, NEVER]), *[np.array([NEVER, 0.0])] * 3], 0)[:1]
+        array([5.])
+        """
+        made, *needed = ends
+        if slot == 0:
+            return self._by_maker(*needed)
+        del needed[slot - 1]
+        a, b = self.costs + needed[0], self.costs + needed[1]
+        both = a + needed[1]
+        alone_a, alone_b = _least(a, 1), _least(b, 1)
+        if self.held is not None:
+            made = _least(self.held + made[:, None], 0)
+        found = self.costs + np.minimum(alone_a + alone_b, _least(both, 1))[:, None]
+        a += alone_b[:, None]
+        b += alone_a[:, None]
+        for with_others in (a, b, both):
+            np.minimum(found, with_others, out=found)
+        found += made[:, None]
+        return _least(found, 0)
+
+    def _by_maker(self, *needed: np.ndarray) -> np.ndarray:
+        """The least cost for each layout in which the value is made."""
+        a, b, c = [self.costs + each for each in needed]
+        alone = [_least(each, 1) for each in (a, b, c)]
+        served = alone[0] + alone[1] + alone[2]
+        a += needed[1]  # the first and the second
+        b += needed[2]
+        c += needed[0]
+        for pair, other in ((a, alone[2]), (b, alone[0]), (c, alone[1])):
+            np.minimum(served, _least(pair, 1) + other, out=served)
+        a += needed[2]
+        np.minimum(served, _least(a, 1), out=served)
+        return served if self.held is None else _least(self.held + served, 1)
 
 
 @dataclass(eq=False)
@@ -95,7 +141,8 @@ class Readers:
         self._room: dict[tuple[int, ...], np.ndarray] = {}
 
     def least_at(self, ends: Sequence[np.ndarray], slot: int) -> np.ndarray:
-        """The least cost for each layout of one end. ends: what each adds, the maker's first; all readers' are as long.
+        """The least cost for each layout of one end, without what this one adds. ends: what each adds, the maker's
+        first; all readers' are as long.
 
         >>> value = Readers(np.array([[0.0, 5.0], [5.0, 0.0]]), 3)  # made in layout 0; all readers need layout 1
         >>> value.least_at([np.array([0.0, NEVER]), *[np.array([NEVER, 0.0])] * 3], 0)[:1]
@@ -104,15 +151,15 @@ class Readers:
         made, *needed = ends
         if slot == 0:
             served = self._parted(needed)[0][-1]
-            return (served if self.held is None else (self.held + served).min(1)) + made
-        mine = needed.pop(slot - 1)
+            return served if self.held is None else _least(self.held + served, 1)
+        del needed[slot - 1]
         least, adds = self._parted(needed)
         if self.held is not None:
-            made = (self.held + made[:, None]).min(0)
+            made = _least(self.held + made[:, None], 0)
         beside = (least[::-1] + made).T  # [made, set]: the readers that are not in the set
         found = self._least_sum(self.costs, beside)
         found += adds.T
-        return found.min(0) + mine
+        return _least(found, 0)
 
     def of(self, made: np.ndarray, needed: np.ndarray) -> Readers:
         """The same for these layouts alone."""
@@ -142,8 +189,8 @@ class Readers:
             self._room[shape] = np.empty(shape)
         room = self._room[shape]
         if apart:
-            return np.array([np.add(a, each[:, None], out=room).min(0) for each in b.T])
-        return np.add(a[:, None], b[:, :, None], out=room).min(0)
+            return np.array([_least(np.add(a, each[:, None], out=room), 0) for each in b.T])
+        return _least(np.add(a[:, None], b[:, :, None], out=room), 0)
 
 
 Moves = OneReader | TwoReaders | Readers
@@ -151,10 +198,10 @@ Moves = OneReader | TwoReaders | Readers
 
 def moves_of(costs: np.ndarray, held: np.ndarray | None, readers: int) -> Moves:
     """The moves of a value with so many readers."""
-    if readers > 2:
+    if readers > 3:
         return Readers(costs, readers, held)
-    if readers == 2:
-        return TwoReaders(costs, held)
+    if readers > 1:
+        return (ThreeReaders if readers == 3 else TwoReaders)(costs, held)
     return OneReader(costs if held is None else (held[:, :, None] + costs).min(1))
 
 

@@ -49,12 +49,13 @@ def decode(bound: Bound, order: Iterable[int] | None = None) -> list[int]:
         cost = bound.now(i)
         for port in bound.ports[i]:
             slot = port.slot
-            cost += port.share * slot.part.moves.least_at(ends[slot.part], slot.at)[port.at]
+            known = ends[slot.part]
+            cost += port.share * (slot.part.moves.least_at(known, slot.at) + known[slot.at])[port.at]
         best = int(cost.argmin())
         x[i] = int(bound.allowed[i][best])
         for port in bound.ports[i]:
             slot, layout = port.slot, port.at[best]
-            before = ends[slot.part][slot.at] if slot in taken else np.full(len(slot.potential), NEVER)
+            before = ends[slot.part][slot.at] if slot in taken else np.full(len(slot.end), NEVER)
             before[layout] = slot.part.ends[slot.at][layout]
             ends[slot.part][slot.at] = before
             taken.add(slot)

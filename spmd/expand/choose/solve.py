@@ -21,7 +21,9 @@ from spmd.expand.choose.problem import Problem
 from spmd.expand.choose.search import LESS, by_slack, decode, repair, settle, surest_first
 
 ROUNDS = 16
-SWEEPS = 4
+SWEEPS, FIRST_SWEEPS = 4, 8
+"""Sweeps of a round, and of the first one where a variable stands for many cells."""
+
 ENOUGH = 1e-3
 """The gap at which no more sweeps are made."""
 
@@ -73,12 +75,11 @@ def _solved(problem: Problem, starts: Sequence[Sequence[int]]) -> Solved:
         best.take(settle(problem, list(start)))
     bound = Bound(problem, [np.arange(len(w)) for w in problem.work])
     shared = max(problem.cells, default=1) > 1
-    quiet = QUIET if shared else PATIENT
-    at_least = _improve(bound, best, ROUNDS, ENOUGH, quiet)
+    at_least = _improve(bound, best, ROUNDS, ENOUGH, shared)
     if best.us - at_least > (FAIR_SHARED if shared else ENOUGH) * best.us:
         best.take(repair(problem, best.x, by_slack(bound, MOST_TRIALS)))
         bound.prune(best.us)
-        at_least = _improve(bound, best, ROUNDS, ENOUGH, quiet)
+        at_least = _improve(bound, best, ROUNDS, ENOUGH, shared)
     if not shared and sum(map(len, bound.cost)) <= SMALL:
         at_least = _improve(bound, best, ROUNDS, CLOSED)
         if not best.is_reached(at_least):
@@ -103,20 +104,25 @@ class _Best:
         return at_least >= self.us * (1 - CLOSED) - 1e-6
 
 
-def _improve(bound: Bound, best: _Best, rounds: int, enough: float, quiet: tuple[float, float] = PATIENT) -> float:
-    """Sweep, read assignments and drop options, until the gap is small or nothing moves. quiet: as `PATIENT`."""
+def _improve(bound: Bound, best: _Best, rounds: int, enough: float, shared: bool = False) -> float:
+    """Sweep, read assignments and drop options, until the gap is small or nothing moves. shared: whether a variable
+    stands for many cells. There the order of the surest is asked only where nothing else moves."""
     problem, before, options = bound.problem, -np.inf, sum(map(len, bound.cost))
-    for _ in range(rounds):
-        at_least, known = bound.improve(SWEEPS), best.us
+    fair, least_part = QUIET if shared else PATIENT
+    for number in range(rounds):
+        at_least, known = bound.improve(SWEEPS if number or not shared else FIRST_SWEEPS), best.us
         best.take(settle(problem, decode(bound)))
-        if best.us == known and best.us - at_least > max(enough, quiet[0]) * best.us:
+        if not shared and best.us == known and best.us - at_least > max(enough, fair) * best.us:
             best.take(settle(problem, decode(bound, surest_first(bound))))
         gap = best.us - at_least
-        if gap <= LESS + enough * best.us or (best.us == known and gap <= quiet[0] * best.us):
+        if gap <= LESS + enough * best.us or (best.us == known and gap <= fair * best.us):
             break
         left = bound.prune(best.us)
-        if at_least - before < quiet[1] * gap and (gap <= FAIR_SHARED * best.us or left == options):
-            break
+        if at_least - before < least_part * gap and (gap <= FAIR_SHARED * best.us or left == options):
+            if shared:
+                best.take(settle(problem, decode(bound, surest_first(bound))))
+            if not shared or best.us == known:
+                break
         before, options = at_least, left
     return bound.least
 
