@@ -5,8 +5,9 @@
 Four blocks, x + down(gelu(up(norm(x)))), of width d and hidden size 4 d, on 4 simulated ranks; T tokens of a rank, P
 the bytes of all parameters. The table has kinds, how many, and the bytes that a rank gives, of one step of SGD.
 Single numbers, such as the loss, are left out. Behind the gradients of data-parallel ranks is a number for each
-parameter, which says whether it was used: the formula is without. `tests/parallel/test_counted.py` compares formula and
-eager steps, and both with the table of `docs/design/counted.md`.
+parameter, which says whether it was used: the formula is without. Attention and experts are layers of their own
+(`counted_parts.py`), with the gradients of all that they are given. `tests/parallel/test_counted.py` compares formula
+and eager steps, and both with the table of `docs/design/counted.md`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import counted_parts
 import torch
 import torch.nn.functional as F
 from _table import table
@@ -90,6 +92,8 @@ COMPILED = {
 
 
 def formula(plan: str) -> Sent:
+    if plan in counted_parts.PARTS:
+        return counted_parts.formula(plan)
     tokens = BATCH * TIME * WIDTH * ITEM  # bytes of activations of the whole batch
     parameters = sum(p.numel() for p in model().parameters()) * ITEM
     if plan == "Megatron":
@@ -104,6 +108,8 @@ def formula(plan: str) -> Sent:
 
 
 def eager(plan: str) -> Sent:
+    if plan in counted_parts.PARTS:
+        return total(counted_parts.sent(plan, compiled=False))
     with LocalTensorMode(RANKS):
         mesh, x = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",)), torch.ones(BATCH, TIME, WIDTH)
         net = EAGER[plan](model(), mesh)
@@ -112,10 +118,12 @@ def eager(plan: str) -> Sent:
         own = x.chunk(RANKS)[0] if plan in ("ZeRO-3", "data parallel") else x
         with CommDebugMode() as comm:
             step(net, torch.optim.SGD(net.parameters(), 0.1), own)
-    return total((SHORT.get(c.kind, c.kind), c.nbytes) for c in comm.counted)
+    return total((c.kind, c.nbytes) for c in comm.counted)
 
 
 def compiled(plan: str) -> Sent:
+    if plan in counted_parts.PARTS:
+        return total(counted_parts.sent(plan, compiled=True))
     mesh = spmd.DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("a",))
     made = spmd.compile(step, mesh, **COMPILED[plan](mesh))
     net = model()
@@ -126,6 +134,7 @@ def compiled(plan: str) -> Sent:
 def total(found) -> Sent:
     count, nbytes = Counter(), Counter()
     for kind, n in found:
+        kind = SHORT.get(kind, kind)
         count[kind] += n > 2 * ITEM
         nbytes[kind] += n if n > 2 * ITEM else 0
     return {kind: (count[kind], nbytes[kind]) for kind in sorted(count) if count[kind]}
@@ -136,7 +145,8 @@ def said(sent: Sent) -> str:
 
 
 def rows() -> list[list[str]]:
-    return [[plan, said(formula(plan)), said(eager(plan)), said(compiled(plan))] for plan in EAGER]
+    plans = (*EAGER, *counted_parts.PARTS)
+    return [[plan, said(formula(plan)), said(eager(plan)), said(compiled(plan))] for plan in plans]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLANS = ("Megatron", "sequence parallel", "ZeRO-3", "data parallel")
+PLANS = ("Megatron", "sequence parallel", "ZeRO-3", "data parallel", "ring", "Ulysses", "GShard", "dropless")
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def counted():
         yield counted
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("counted", "_table"):
+        for name in ("counted", "counted_parts", "_table"):
             sys.modules.pop(name, None)
 
 
