@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.nodes import read_instead
 from spmd.expand.origins import GRADIENT_OF, SITES, moved_to
 from spmd.expand.phases import NEW_VALUE
 from spmd.expand.state import Slot
@@ -18,12 +19,16 @@ RETURNS_OPERAND = {aten.detach.default, aten.alias.default, aten.lift_fresh.defa
 
 def remove_noops(graph: fx.Graph) -> None:
     """Remove profiler marks, ops that return their operand, and dead code."""
+    operands = {n: n.args[0] for n in graph.nodes if n.target in RETURNS_OPERAND}
+    values: dict[fx.Node, fx.Node] = {}
+    for node, operand in operands.items():
+        values[node] = values.get(operand, operand)
+    read_instead(values)
     for node in reversed(graph.nodes):
         if node.target in _torch.PROFILER_OPS:
             graph.erase_node(node)
-        elif node.target in RETURNS_OPERAND:
-            moved_to(node, node.args[0], (NEW_VALUE, SITES, GRADIENT_OF))
-            node.replace_all_uses_with(node.args[0])
+        elif node in operands:
+            moved_to(node, operands[node], (NEW_VALUE, SITES, GRADIENT_OF))
             graph.erase_node(node)
         elif not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
             graph.erase_node(node)

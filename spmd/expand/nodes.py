@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -68,6 +68,12 @@ def graph_copied(graph: fx.Graph) -> fx.Graph:
         else:
             copies[node] = copied(new, node, copies.__getitem__)
     return new
+
+
+def read_instead(new: Mapping[fx.Node, fx.Node]) -> None:
+    """Let the readers of nodes read others. Each reader is written once: an output of many values is read by many."""
+    for reader in dict.fromkeys(user for node in new for user in node.users):
+        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda n: new.get(n, n))
 
 
 def line_of(node: fx.Node) -> str:

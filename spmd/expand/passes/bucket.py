@@ -18,6 +18,7 @@ from math import inf
 
 from torch import fx
 
+from spmd.expand.nodes import read_instead
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
@@ -152,12 +153,14 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
     with graph.inserting_after(after):
         sent = graph.create_node("call_function", bucket, ([n.args[0] for n in members],), name="bucket")
     sent.meta["spec"] = bucket.after
-    last = sent
+    last, items = sent, {}
     for i, member in enumerate(members):
         with graph.inserting_after(last):
             last = graph.create_node("call_function", operator.getitem, (sent, i), name=f"{member.name}_of")
         last.meta |= member.meta
-        member.replace_all_uses_with(last)
+        items[member] = last
+    read_instead(items)
+    for member in members:
         graph.erase_node(member)
 
 

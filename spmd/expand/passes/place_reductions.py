@@ -68,26 +68,35 @@ class _Terms:
     made: set[fx.Node] = field(default_factory=set)
     summed: set[fx.Node] = field(default_factory=set)
     kept: set[fx.Node] = field(default_factory=set)
+    _linear: dict[tuple, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph, owed: Owed) -> _Terms:
         """All of them. What needs the sum of a value can leave its readers without terms, so it is asked again."""
         barred: set[fx.Node] = set()
+        known: dict[tuple, bool] = {}
+        ops = cls(graph, owed)._ops()
         while True:
-            found = cls(graph, owed)
-            new = found._scan(barred)
+            found = cls(graph, owed, _linear=known)
+            new = found._scan(ops, barred)
             if not new:
                 return found
             barred |= new
 
     # ---- what the values are ------------------------------------------------------------------
-    def _scan(self, barred: set[fx.Node]) -> set[fx.Node]:
+    def _ops(self) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
+        """The nodes that are no moves of these sums, each with the values that it reads."""
+        return [
+            (node, tuple(dict.fromkeys(map(self.base, node.all_input_nodes))))
+            for node in self.graph.nodes
+            if not self._is_move(node)
+        ]
+
+    def _scan(self, ops: Sequence[tuple[fx.Node, tuple[fx.Node, ...]]], barred: set[fx.Node]) -> set[fx.Node]:
         """Go through the graph once. barred: values whose readers get the sum. Returns further ones."""
         clash: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            if self._is_move(node):
-                continue
-            read = tuple(dict.fromkeys(b for x in node.all_input_nodes if (b := self.base(x)) in self.sources))
+        for node, values in ops:
+            read = tuple(b for b in values if b in self.sources)
             free = tuple(b for b in read if b not in barred)
             if free and self._is_linear(node, free):
                 self.sources[node] = free
@@ -113,7 +122,7 @@ class _Terms:
             (self.kept if self._reads_terms(node, b) else self.summed).add(b)
 
     def _reads_terms(self, node: fx.Node, value: fx.Node) -> bool:
-        return value in node.all_input_nodes and self._owes(value)
+        return node in value.users and self._owes(value)
 
     def _owes(self, node: fx.Node) -> bool:
         spec = node.meta.get("spec")
@@ -135,8 +144,13 @@ class _Terms:
             node = node.args[0]
         return node
 
-    def _is_linear(self, node: fx.Node, read: Sequence[fx.Node]) -> bool:
+    def _is_linear(self, node: fx.Node, read: tuple[fx.Node, ...]) -> bool:
         """Whether the op gives terms if these operands are terms, and the sum if all operands are sums."""
+        if (node, read) not in self._linear:
+            self._linear[node, read] = self._found_linear(node, read)
+        return self._linear[node, read]
+
+    def _found_linear(self, node: fx.Node, read: tuple[fx.Node, ...]) -> bool:
         spec = node.meta.get("spec")
         if not isinstance(node.target, _torch.OpOverload) or not isinstance(spec, Spec) or self.terms(spec) is None:
             return False
