@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,18 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 def in_backward() -> bool:
     """Whether this thread is in a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_called_by_engine(frame: types.FrameType) -> bool:
+    """Whether the frame, which has called an op, is of the engine, and not of Python code that the engine runs."""
+    while frame.f_code.co_filename.endswith(_OF_DYNAMO) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code is _RUN_BACKWARD
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_OF_DYNAMO = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
+"""What torch puts around each mode."""
 
 
 def after_backward(run: Callable[[], None]) -> None:

@@ -8,13 +8,27 @@ from collections.abc import Callable, Iterator
 import torch
 from torch._subclasses import functional_tensor
 
+from spmd._torch.modes import no_function_modes, no_modes
+
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode
 
 
 def to_functional(x: torch.Tensor) -> torch.Tensor:
     """x under functionalisation; a FunctionalTensorMode must be active."""
-    return FunctionalTensor.to_functional(x)
+    mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    if mode is None or x.requires_grad:
+        return FunctionalTensor.to_functional(x)
+    # What torch does in a third of the time: no mode needs to hear of the questions after sizes and devices.
+    with no_function_modes(), no_modes():
+        return FunctionalTensor(torch._to_functional_tensor(x), mode)
+
+
+def same_value(x: torch.Tensor) -> torch.Tensor:
+    """Another functional tensor for the value of x, without autograd: a write into the one is one into the other."""
+    mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    with no_function_modes(), no_modes(), torch.no_grad():
+        return FunctionalTensor(x.elem, mode)
 
 
 def as_parameter(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:

@@ -21,6 +21,9 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Inside, ops are not seen by the modes around.
 no_modes = _python_dispatch._disable_current_modes
 
+# Inside, functions of torch are not seen by the modes around, nor by subclasses.
+no_function_modes = torch._C.DisableTorchFunction
+
 # Inside, an op on a subclass runs on the tensor that torch has for it: of a wrapper without data, its shape alone.
 no_dispatch = torch._C._DisableTorchDispatch
 

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
-from torch.utils import _python_dispatch
 
+from spmd._torch.fakes import empty_fake
+from spmd._torch.modes import no_function_modes, no_modes
 from spmd._torch.tensors import memory_of
 
 # The mode that records the ops of this thread, with its `tracer`; None outside a make_fx.
@@ -50,10 +51,12 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
     """Fake tensors like these, each in memory of its own, for which the nodes stand in the trace."""
     if not likes:
         return []
-    with _python_dispatch._disable_current_modes(), likes[0].fake_mode:
-        made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in likes]
-    for new, node in zip(made, nodes, strict=True):
-        proxy_tensor.track_tensor(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
+    mode = likes[0].fake_mode
+    with no_function_modes(), no_modes():
+        made = [empty_fake(mode, x.shape, x.stride(), x.dtype, x.device) for x in likes]
+    with no_function_modes():
+        for new, node in zip(made, nodes, strict=True):
+            proxy_tensor.track_tensor(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
     return made
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
@@ -366,8 +366,9 @@ class _FlatFunction:
                 paths = {id(p): path for path, p in self.state.parameters().items()}
                 steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
-                constants = self.state.constants()
-                python = PythonState(self.state.submodules(), hooks_of(self._replaced().values()))
+                with _torch.no_function_modes():
+                    constants = self.state.constants()
+                    python = PythonState(self.state.submodules(), hooks_of(self._replaced().values()))
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
@@ -378,12 +379,14 @@ class _FlatFunction:
                         result = self.call(passed)
                     self.unmade, self.stepped = frozenset(steps.left), tuple(sorted(steps.stepped))
                     self.ignores_gradients = gradients.ignored(self.state.parameters().values())
-                    after = self.state.tensors()
+                    with _torch.no_function_modes():
+                        after = self.state.tensors()
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     self._note_changes(constants, python, numbers)
                 finally:
                     python.restore()
-                self._check_state(after)
+                with _torch.no_function_modes():
+                    self._check_state(after)
         now, written = opened(passed), self._written_arguments(given, wrapped)
         changed = {name: x for name, x in now.items() if name in written or differs(arguments[name], x)}
         return self._flat_outputs((opened(result), changed), after | skipped.new_state | self.new_numbers)
@@ -412,8 +415,8 @@ class _FlatFunction:
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":
             return x
-        parameter = nn.Parameter(x, requires_grad=self.slots[slot].requires_grad)
-        mark_gradient(parameter, slot.path)
+        parameter = _torch.as_parameter(x, self.slots[slot].requires_grad)
+        mark_gradient(parameter, slot.path, self.phases.note, self.origins.note)
         copy_hooks(parameter, self.slots[slot])
         return parameter
 

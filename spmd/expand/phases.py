@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spmd import _torch
+from spmd.expand.nodes import added
 
 NEW_VALUE = "new value of"
 
@@ -47,10 +48,48 @@ def mark(gradient: torch.Tensor, path: str) -> torch.Tensor:
     return _Marked.apply(gradient, path) if path else gradient
 
 
-def mark_gradient(parameter: torch.Tensor, path: str) -> None:
-    """Mark each gradient that a backward pass makes of this parameter. It may be a traced tensor alone."""
+def mark_gradient(parameter: torch.Tensor, path: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Mark each gradient that a backward pass makes of this parameter. It may be a traced tensor alone.
+
+    before, after: what is called around each op of the trace.
+    """
+
+    def marked(gradient: torch.Tensor) -> torch.Tensor:
+        new = _node_like(gradient, path, before) if path and not torch.is_grad_enabled() else None
+        if new is None:
+            return mark(gradient, path)
+        after()
+        return _torch.to_functional(new)
+
     if parameter.requires_grad:
-        parameter.register_hook(lambda gradient: mark(gradient, path))
+        parameter.register_hook(marked)
+
+
+def _node_like(gradient: torch.Tensor, path: str, before: Callable[[], None]) -> torch.Tensor | None:
+    """The marked gradient in a trace: its op, written without being dispatched. None where that may differ."""
+    mode = _torch.proxy_mode() if isinstance(gradient, _torch.FunctionalTensor) else None
+    value = None if mode is None else _torch.from_functional(gradient)
+    proxy = value if value is None else _torch.proxy_of(value, mode.tracer)
+    if not isinstance(proxy, fx.Proxy) or not _is_dense(value):
+        return None
+    before()
+    op = torch.ops.spmd.gradient.default
+    node = added(mode.tracer.graph, "call_function", op, (proxy.node, path), {}, "gradient")
+    (new,) = _torch.stand_ins([value], [node], mode.tracer)
+    node.meta["val"] = new
+    return new
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, so that a clone of it lies as it does."""
+    if not all(type(n) is int for n in (*x.shape, *x.stride())):
+        return False
+    expected = 1
+    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+        if n == 0 or (n > 1 and step != expected):
+            return False
+        expected *= n
+    return True
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from spmd.expand.keep_products import TRACED_AS
 from spmd.expand.origins import Origins
 from spmd.expand.outs import write_out
 from spmd.expand.phases import Phases
+from spmd.expand.stamp.watch import unwatched
 from spmd.expand.trace_errors import ONLY_CHECKS
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.tensor.rules.lists import list_decompositions
@@ -37,8 +39,13 @@ class Normalise(_torch.TorchDispatchMode):
         self.phases, self.origins, self.numbering = phases, origins, Numbering()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        with unwatched(op):
+            return self._normalised(op, args, kwargs or {})
+
+    def _normalised(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.phases.note()
+        if op is torch.ops.aten.detach.default and _is_kept_by_engine(args[0]):
+            return _torch.same_value(args[0])
         _check_written(op, args)
         with self.numbering.drawing(op, args, kwargs):
             out = write_out(op, args, kwargs)
@@ -53,6 +60,13 @@ class Normalise(_torch.TorchDispatchMode):
                 f"keep sizes, such as torch.where{at_user_line(current_frames())}"
             )
         return out
+
+
+def _is_kept_by_engine(x: torch.Tensor) -> bool:
+    """Whether autograd's engine itself, and no code that it runs, keeps a gradient that it has made."""
+    if type(x) is not _torch.FunctionalTensor or torch.is_grad_enabled() or not _torch.in_backward():
+        return False
+    return _torch.is_called_by_engine(sys._getframe(3))  # by whom the op came to `Normalise`
 
 
 def _check_written(op, args: tuple) -> None:

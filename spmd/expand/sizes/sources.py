@@ -67,8 +67,8 @@ class Sizes:
 
     def _empty(self, t: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
         device = self._mesh.device_type if t.is_meta and self._mesh is not None else t.device  # is made on the mesh
-        with self._mode:
-            return torch.empty_strided(shape, stride, dtype=t.dtype, device=device)
+        with _torch.no_function_modes(), _torch.no_modes():
+            return _torch.empty_fake(self._mode, shape, stride, t.dtype, device)
 
 
 def _identifier(path: str) -> str:

@@ -49,11 +49,13 @@ def updates_stamped() -> Iterator[None]:
         if mode is not None and id(optimizer) in narrowed:
             raise Coupled("a step calls a step of the same optimiser")
         if mode is not None and _is_of_torch_alone(optimizer, args, kwargs):
-            narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer)
+            with _torch.no_function_modes():
+                narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer)
 
     def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() == thread and id(optimizer) in narrowed:
-            narrowed.pop(id(optimizer)).stamp()
+            with _torch.no_function_modes():
+                narrowed.pop(id(optimizer)).stamp()
 
     handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
     try:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd.expand.nodes import added
+
 Env = dict[fx.Node, fx.Node]
 
 
@@ -134,5 +136,5 @@ def stamp(part: Part, graph: fx.Graph, env: Env) -> None:
 
     for n in part.nodes:
         args, kwargs = fx.map_arg(n.args, mapped), fx.map_arg(n.kwargs, mapped)
-        new = env[n] = graph.create_node(n.op, n.target, args, kwargs)
+        new = env[n] = added(graph, n.op, n.target, args, kwargs, n.name)
         new.meta = dict(n.meta)

@@ -128,6 +128,30 @@ class Watch:
 _BUILTINS = sys.modules["builtins"]
 
 
+class unwatched:
+    """Inside, where one of torch's own ops is traced, no code of the user's runs: a watch sleeps, which would look at a
+    thousand calls of the trace's own code."""
+
+    __slots__ = ("hook",)
+
+    def __init__(self, op: Any) -> None:
+        hook = sys.getprofile()
+        sleeps = hook is not None and type(getattr(hook, "__self__", None)) is Watch and op.namespace in _OWN_OPS
+        self.hook = hook if sleeps else None
+
+    def __enter__(self) -> None:
+        if self.hook is not None:
+            sys.setprofile(None)
+
+    def __exit__(self, *error: Any) -> None:
+        if self.hook is not None:
+            sys.setprofile(self.hook)
+
+
+_OWN_OPS = {"aten", "prims", "prim", "spmd", "_c10d_functional"}
+"""The namespaces of ops of torch's and spmd's own."""
+
+
 def kind_of(frame: types.FrameType) -> int:
     """Whose code runs in a frame."""
     file = frame.f_code.co_filename
