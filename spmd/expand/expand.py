@@ -46,13 +46,13 @@ from spmd.expand.nodes import (
 )  # fmt: skip
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
-from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first
+from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first, widened
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
 from spmd.tensor.cache import Cache, frozen
 from spmd.tensor.call import READS_VALUE, SCALAR, Call
-from spmd.tensor.lower import Lowering, lower
+from spmd.tensor.lower import Lowering, lower, rows_as_given
 from spmd.tensor.recipes import MADE_IN_SHARDS
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
@@ -354,11 +354,14 @@ class _Expander:
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
         repeats = first_positions(self._operands(node))
-        rows, place = self._rows(node), self._place(node)
-        key = (node.target, frozen(args), frozen(kwargs), repeats, rows, place)
-        return self.lowerings.get(
-            key, lambda: lowered(Call(node.target, args, dict(kwargs), result_metadata(node), repeats), rows, place)
-        )
+        rows, place, as_given = self._rows(node), self._place(node), widened(node)
+        key = (node.target, frozen(args), frozen(kwargs), repeats, rows, place, as_given)
+
+        def by_rows() -> Lowering:
+            call = Call(node.target, args, dict(kwargs), result_metadata(node), repeats)
+            return lowered(call, (rows_as_given(call) if as_given else None) or rows, place)
+
+        return self.lowerings.get(key, by_rows)
 
     def _place(self, node: fx.Node) -> Spec | None:
         """Where a gradient goes that the node makes, or that is computed from what it makes alone."""

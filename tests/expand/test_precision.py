@@ -1,14 +1,19 @@
 """Mixed precision: what is kept, computed with and reduced in which dtype."""
 
+from math import prod
+
 import pytest
 import torch
 from torch import nn, optim
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from spmd import FullyShard, MixedPrecision
+import spmd
+from spmd import FullyShard, MeshTopoInfo, MixedPrecision
 from spmd.expand.precision import computed_in
-from tests.expand.places.trained import Odd, on_ranks, plain_step, planned, steps, train_step
-from tests.expand.side_by_side import seeded
+from spmd.mesh.layout import HostGrid
+from tests.expand.places.trained import Odd, on_ranks, plain_step, planned, steps
+from tests.expand.places.trained import train_step as odd_step
+from tests.expand.side_by_side import INPUTS, NET, Net, seeded, train_step
 
 NARROW = MixedPrecision(torch.float32, torch.float64)
 
@@ -28,7 +33,7 @@ def alone(fn, precision) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "axes, fn, said",
     [
-        ({"dp": 2}, train_step, {"fully_shard": "dp"}),
+        ({"dp": 2}, odd_step, {"fully_shard": "dp"}),
         ({"dp": 2}, plain_step, {"fully_shard": FullyShard("dp", 1)}),
         ({"dp": 2}, plain_step, {}),
     ],
@@ -54,6 +59,25 @@ def test_shards_are_cast_before_they_are_gathered(reduce_dtype, sent):
     assert program.places["model.up.weight"].computed.dtype == torch.bfloat16
     state = {spec.dtype for name, spec in program.outputs if spec is not None and "exp_avg" in name}
     assert state == {torch.float32}
+
+
+@pytest.mark.parametrize("choose", ["op", "program"])
+@pytest.mark.parametrize("shape, said", [((4, 1), {}), ((2, 2), {"params": NET}), ((2, 2), {"fully_shard": "dp"})])
+def test_large_gradients_are_reduced_in_the_dtype_for_it(shape, said, choose):
+    """Though in the dtype in which they are made half the bytes would be sent."""
+    mesh = spmd.DeviceMesh("cpu", torch.arange(4).view(shape).tolist(), mesh_dim_names=("dp", "tp"))
+    mesh = mesh.with_topology(MeshTopoInfo(HostGrid(shape), "hopper"))
+    wide = MixedPrecision(torch.bfloat16, torch.float32)
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, passes=(), choose=choose, mixed_precision=wide, **said)
+    with torch.device("meta"):
+        model = Net(512, 2048, 512)
+    batch = torch.empty(16384, 512), torch.empty(16384, dtype=torch.long)
+    program = step.program_for(model, optim.SGD(model.parameters(), 0.1), *batch)
+    weights = [p.numel() // c for p in (model.up.weight, model.down.weight) for c in (1, 2)]
+    owed = [c.spec for c in program.collectives if "sum@dp" in str(c.spec)]
+    sums = [spec for spec in owed if prod(spec.local_shape((0, 0))) in weights]
+    assert len(sums) == 2
+    assert {spec.dtype for spec in sums} == {torch.float32}
 
 
 def test_outputs_and_inputs_are_cast():

@@ -22,12 +22,14 @@ from spmd.expand.choose.following import END, UPDATE, Following
 from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
 from spmd.expand.places.places import Places
-from spmd.expand.places.roles import MARK, Roles, gradient_places
+from spmd.expand.places.roles import MARK, Roles, before_widened, gradient_places
 from spmd.mesh import DeviceMesh
 from spmd.tensor.lower import lower
 from spmd.tensor.spec import Spec
 
 OutputSpec = Callable[[int, Spec], Spec]
+NEVER_US = 1e7
+"""The price of a reduction in a narrower dtype than the gradient is to be reduced in: ten seconds for one move."""
 
 
 class Model:
@@ -52,6 +54,7 @@ class Model:
         self._admit_given()
         self.ways.find_options(self.choosers)
         self.holds: list[tuple[int, Group]] = []
+        self.before_widened = before_widened(graph)
         self.problem = self._problem()
 
     # ---- what is given -------------------------------------------------------------------------
@@ -182,6 +185,10 @@ class Model:
         for place in dict.fromkeys(places):
             costs = costs.copy()
             costs[:, layouts.number(place)] = layouts.costs_as_gradient(place)
+        if group.members[0].value in self.before_widened:
+            owed = [frozenset(spec.partial) for spec in layouts.specs]
+            reduced = np.array([[not before <= after for after in owed] for before in owed])
+            costs = np.where(reduced, NEVER_US, costs)
         return costs
 
     def _may_be_held(self, value: Value, group: Group) -> bool:

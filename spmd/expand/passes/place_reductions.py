@@ -156,7 +156,7 @@ class _Terms:
             return False
         if PINNED in node.meta:
             return False
-        if spec.partial not in ((), self.owed) or _counts(node):
+        if spec.partial not in ((), self.owed) or _counts(node) or _casts(node):
             return False
         operands = {x: self.base(x) for x in node.all_input_nodes if isinstance(x.meta.get("spec"), Spec)}
         sums = {x: self.sum(b.meta["spec"]) for x, b in operands.items()}
@@ -332,6 +332,13 @@ class _Component:
 
 
 # ---- ops with other specs ---------------------------------------------------------------------
+
+
+def _casts(node: fx.Node) -> bool:
+    """Whether an op changes the dtype. Terms are added in the dtype in which the user has them added: a gradient that
+    is cast to float32 to be reduced is not reduced in bfloat16, though that would send half the bytes."""
+    specs = [x.meta.get("spec") for x in node.all_input_nodes]
+    return any(isinstance(s, Spec) and s.dtype != node.meta["spec"].dtype for s in specs)
 
 
 def _counts(node: fx.Node) -> bool:

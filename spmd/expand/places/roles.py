@@ -75,6 +75,36 @@ def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node,
     return found
 
 
+def widened(node: fx.Node) -> bool:
+    """Whether a node casts a gradient to a wider dtype, to be reduced in it.
+
+    Then its terms are cast, and not their sum, though the sum has fewer bytes to reduce: terms in bfloat16 that are
+    added in bfloat16 lose what the wider dtype is for.
+    """
+    if node.target is not torch.ops.aten._to_copy.default or not any(n.target is MARK for n in node.users):
+        return False
+    made, given = node.meta["val"].dtype, node.args[0].meta["val"].dtype
+    return made.is_floating_point and made.itemsize > given.itemsize
+
+
+def before_widened(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The values from which gradients are cast to a wider dtype, and those of which they are views for nobody else."""
+    found: set[fx.Node] = set()
+    for node in filter(widened, graph.nodes):
+        value = node.args[0]
+        found.add(value)
+        while len(value.users) == 1 and value.target in _VIEWS:
+            value = value.args[0]
+            found.add(value)
+    return frozenset(found)
+
+
+_VIEWS = {
+    torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.view.default,
+    torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.squeeze.dim,
+}  # fmt: skip
+
+
 def scattered_first(spec: Spec, final: Spec) -> tuple[Spec, ...]:
     """The specs that a gradient passes through on its way to its place: sums are scattered before others are reduced.
 

@@ -193,6 +193,23 @@ def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place
     return price(call, choice, axis, row)
 
 
+def rows_as_given(call: Call) -> tuple[Row, ...] | None:
+    """The rows by which a call takes its operands as they are, whatever comes of it; None where it cannot.
+
+    >>> from spmd.mesh import DeviceMesh
+    >>> from spmd.tensor.call import TensorMeta
+    >>> from spmd.tensor.spec import parse_spec
+    >>> terms = parse_spec("bf16[8, 4] +sum@dp", DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)))
+    >>> cast = Call(torch.ops.aten._to_copy.default, (terms,), {}, (TensorMeta((8, 4), (4, 1), torch.float32),))
+    >>> [row.outs for row in rows_as_given(cast)]
+    [(Partial(sum),)]
+    """
+    rule = rule_of(call)
+    given = [tuple([x.on(axis) for x in call.tensors]) for axis in range(call.mesh.ndim)]
+    found = [next((row for row in (rows(rule) if rule else ()) if row.ins == ins), None) for ins in given]
+    return None if None in found or not _are_right(call, rule, found) else tuple(found)
+
+
 def _keeps_target(row: Row, moved: bool, have: Placement) -> bool:
     """Whether an in-place op may run by this row.
 
