@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from spmd.expand.passes.bucket import KINDS, bucketed
+from spmd.expand.passes.chunks import PIECES, chunked
 from spmd.expand.passes.fewer_moves import fewer_moves
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.report import Figures, Noted, Report
@@ -102,6 +103,31 @@ class FewerMoves:
 
 
 @dataclass(frozen=True)
+class Chunks:
+    """Cuts products and the collectives beside them into pieces that overlap, where the replay says it pays.
+
+    pieces: how many are tried; one takes backward products apart. Each row is made of what it was made of, but the
+    kernel for a product of fewer rows may be another one.
+    """
+
+    pieces: tuple[int, ...] = PIECES
+    name: ClassVar[str] = "chunks"
+    same_bits: ClassVar[bool] = False
+    judged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.pieces or min(self.pieces) < 1:
+            raise ValueError(f"{self}: give the numbers of pieces that are tried, such as (2, 4), each at least 1")
+
+    def __call__(self, program: Program) -> Program:
+        return self.noted(program).program
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and what was cut."""
+        return chunked(program, self.pieces)
+
+
+@dataclass(frozen=True)
 class Overlap:
     """Buckets and a schedule together, or a schedule alone: whichever is the fastest within the memory.
 
@@ -131,9 +157,9 @@ class Overlap:
 NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
-Pass = FewerMoves | NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
+Pass = FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
 
-PASSES: dict[str, Pass] = {each.name: each() for each in (FewerMoves, NumbersLate, Buckets, Schedule, Overlap)}
+PASSES: dict[str, Pass] = {each.name: each() for each in (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap)}
 """The passes that have a name."""
 
 
