@@ -196,13 +196,14 @@ def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place
 def rows_as_given(call: Call) -> tuple[Row, ...] | None:
     """The rows by which a call takes its operands as they are, whatever comes of it; None where it cannot.
 
+    >>> import torch
     >>> from spmd.mesh import DeviceMesh
     >>> from spmd.tensor.call import TensorMeta
     >>> from spmd.tensor.spec import parse_spec
     >>> terms = parse_spec("bf16[8, 4] +sum@dp", DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",)))
     >>> cast = Call(torch.ops.aten._to_copy.default, (terms,), {}, (TensorMeta((8, 4), (4, 1), torch.float32),))
     >>> [row.outs for row in rows_as_given(cast)]
-    [(Partial(sum),)]
+    [(Partial(),)]
     """
     rule = rule_of(call)
     given = [tuple([x.on(axis) for x in call.tensors]) for axis in range(call.mesh.ndim)]
