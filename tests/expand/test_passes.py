@@ -13,7 +13,9 @@ import spmd
 from spmd import MeshTopoInfo
 from spmd.expand.passes.list_scheduler import WINDOW, Start, Ways, listed
 from spmd.expand.passes.passes import PASSES, Buckets, Schedule, checked_passes, with_passes
-from spmd.expand.timeline.replay import step_us
+from spmd.expand.passes.schedule import WAYS
+from spmd.expand.timeline.least import least_us
+from spmd.expand.timeline.replay import bound_us, critical_us, step_us
 from spmd.expand.timeline.work import Sending, Task, Work
 from spmd.mesh.layout import HostGrid
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, seeded, tokens, train_step
@@ -149,6 +151,40 @@ def test_any_order_is_one_that_the_tasks_allow(ways):
         at = {i: place for place, i in enumerate(order)}
         for i, task in enumerate(work.tasks):
             assert all(at[b] < at[i] for b in (*task.reads, *task.follows)), (seed, i)
+
+
+def test_no_order_is_faster_than_the_bound():
+    """Random tasks in the orders that are found, and in random ones; the bound is never below the simple one."""
+    tight = 0
+    for seed in range(60):
+        work, r = random_work(seed), random.Random(seed)
+        least = least_us(work)
+        steps = [step_us(work, listed(Start(work), 1 << 40, way)) for way in WAYS]
+        steps += [step_us(work, any_order(work, r)) for _ in range(20)]
+        assert critical_us(work) <= least + 1e-6 and least <= min(steps) + 1e-6, seed
+        tight += least > max(bound_us(work), 1e-9) * (1 + 1e-6)
+    assert tight > 5  # it sees more than the busiest stream and the longest chain
+
+
+def any_order(work, r):
+    """An order that the tasks allow, at random."""
+    left, order, done = list(range(len(work.tasks))), [], set()
+    while left:
+        i = r.choice([i for i in left if done.issuperset((*work.tasks[i].reads, *work.tasks[i].follows))])
+        left.remove(i)
+        order.append(i)
+        done.add(i)
+    return order
+
+
+def test_a_first_gather_and_a_last_reduction_are_not_hidden():
+    """Ten ops of 10 us that read a gather of 50 and are summed in 30: at least 180 us; they alone take 100."""
+    tasks = [Task("w", (), (), (), 0.0, 0, 0, None, "", False)]
+    tasks.append(Task("gather", (0,), (), (), 0.0, 0, 1, Sending("a", 50.0, (), 0.0, 1), "", True))
+    tasks += [Task(f"t{i}", (1,), (1,), (), 10.0, 0, i + 2, None, "", True) for i in range(10)]
+    tasks.append(Task("sum", tuple(range(2, 12)), (), (), 0.0, 0, 12, Sending("a", 30.0, (), 0.0, 1), "", True))
+    work = Work(tuple(tasks), 0)
+    assert (bound_us(work), least_us(work), step_us(work)) == (100.0, 180.0, 180.0)
 
 
 def test_launches_that_wait_in_a_long_program_are_found():

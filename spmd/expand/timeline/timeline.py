@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd.expand.timeline.least import least_us
 from spmd.expand.timeline.replay import COMPUTE, START, Ran, busy_us, critical_us, replay
 from spmd.expand.timeline.work import Work
 from spmd.mesh import MeshTopoInfo
@@ -55,6 +57,7 @@ class Timeline:
     events: in the order in which they were issued. memory: the bytes that are alive, with the time from which on.
     critical_path: the events that the end waited for, one after the other, in order. critical_us: the longest chain of
     events that read each other. busy_us: for each stream, and each level of links, how long it is busy at least.
+    work: what was replayed.
     """
 
     events: tuple[Event, ...]
@@ -62,6 +65,7 @@ class Timeline:
     critical_path: tuple[Event, ...]
     critical_us: float
     busy_us: Mapping[str, float]
+    work: Work = field(default=Work((), 0), repr=False, compare=False)
 
     @property
     def us(self) -> float:
@@ -88,9 +92,14 @@ class Timeline:
         """The stream, or level of links, that is busy longest."""
         return max(self.busy_us, key=self.busy_us.__getitem__)
 
-    @property
+    @cached_property
     def bound_us(self) -> float:
-        """What the step takes at least, in whatever order: the larger of critical path and busiest stream."""
+        """What the step takes at least, in whatever order: the larger of critical path and busiest stream, or what must
+        come before and behind what the busiest stream does (`least.py`)."""
+        return max(self._simple_bound_us, least_us(self.work))
+
+    @property
+    def _simple_bound_us(self) -> float:
         return max(self.critical_us, self.busy_us[self.busiest])
 
     @property
@@ -100,6 +109,8 @@ class Timeline:
 
     def __str__(self):
         why = "the critical path" if self.critical_us >= self.busy_us[self.busiest] else f"{self.busiest} is busy"
+        if self.bound_us > self._simple_bound_us * (1 + 1e-9):
+            why = "a stream, with what must come before and behind it"
         lines = [("step", f"{self.us:,.1f} us, of which {self.exposed_us:,.1f} wait for what is sent")]
         lines += [(name, f"{us:,.1f} us busy") for name, us in self.busy_us.items()]
         lines += [("bound", f"{self.bound_us:,.1f} us: {why}; the step is {self.gap:.1%} above it")]
@@ -121,7 +132,7 @@ def timeline_of(program: Program, topology: MeshTopoInfo | None = None) -> Timel
     ran = replay(work)
     events = [_event(work, each) for each in ran]
     path = tuple(events[i] for i in _path(ran))
-    return Timeline(tuple(events), tuple(_memory(work, ran)), path, critical_us(work), busy_us(work))
+    return Timeline(tuple(events), tuple(_memory(work, ran)), path, critical_us(work), busy_us(work), work)
 
 
 def _event(work: Work, ran: Ran) -> Event:
