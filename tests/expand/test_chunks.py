@@ -10,6 +10,7 @@ from torch import nn, optim
 
 import spmd
 from spmd import MeshTopoInfo, Shard
+from spmd._torch import pytree
 from spmd.expand.passes.chunks import in_pieces
 from spmd.expand.passes.passes import Chunks, with_passes
 from spmd.mesh.layout import HostGrid
@@ -63,14 +64,22 @@ def in_one(program):
     return in_pieces(program, 1)
 
 
-@pytest.mark.parametrize("inputs", [INPUTS, IN_SEQUENCE], ids=["reduced", "gathered"])
+@pytest.mark.parametrize(
+    "rows, inputs", [(8, INPUTS), (8, IN_SEQUENCE), (2, INPUTS)], ids=["reduced", "gathered", "time"]
+)
 @pytest.mark.parametrize("cut", [in_one, in_two])
-def test_pieces_give_what_the_whole_gives(inputs, cut):
-    """Forward and backward, on simulated ranks."""
-    both = [ways.on_ranks(lambda p=p: trained(8, inputs, p), 4) for p in ((), (cut,))]
+def test_pieces_give_what_the_whole_gives(rows, inputs, cut):
+    """Forward and backward, on simulated ranks. With one sequence a rank, time is cut, here into pieces of two rows:
+    products of so few have another kernel."""
+    both = [ways.on_ranks(lambda p=p: trained(rows, inputs, p), 4) for p in ((), (cut,))]
     for (*alone, few), (*passed, many) in zip(*both, strict=True):
-        assert ways.same(alone, passed)
+        assert ways.same(alone, passed) if rows > 2 or cut is in_one else close(alone, passed)
         assert many > few or cut is in_one
+
+
+def close(a, b):
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return all(torch.allclose(x, y, rtol=1e-6, atol=1e-7) for x, y in pairs)
 
 
 def test_pieces_give_what_the_whole_gives_on_gloo(gloo4):

@@ -4,14 +4,15 @@
     y = linear(all_gather(x), w)      ->    g0, g1 = all_gather(x0), all_gather(x1); y = stack of linear(g, w) of each
     dx, dw = linear_backward(...)     ->    dx0 = all_reduce(linear(dy0, w.t())); dx1 = ...; dw = linear_backward(...)
 
-The first dim of the tokens is cut, which no product sums over: so every row is made of what it was made of. While one
-piece is sent, the next one is computed. A backward product whose input's gradient is reduced is taken apart, too: the
-gradient of the weight is computed while that of the input is sent. How many pieces is decided by the replay, for all
-equal products at once; what does not make the program faster, or makes it bigger, is left alone.
+The first dim of the tokens is cut of which a rank has more than one index. No product sums over it, so every row is
+made of what it was made of. While one piece is sent, the next one is computed. A backward product whose input's
+gradient is reduced is taken apart, too: the gradient of the weight is computed while that of the input is sent. How
+many pieces is decided by the replay, for all equal products at once; what does not make the program faster, or makes it
+bigger, is left alone.
 
 A dim in shards is cut on each rank, so that the pieces are in shards as well: f32[8@dp, k] in two pieces of
 f32[4@dp, k]. That needs shards of one length, and rows enough; all others are left alone, and the report says so. Left
-alone, too, are collectives that cut or join the first dim themselves, products whose gathered operand others read, and
+alone, too, are collectives that cut or join that dim themselves, products whose gathered operand others read, and
 buckets.
 """
 
@@ -84,7 +85,7 @@ def in_pieces(program: Program, pieces: int) -> Program:
 def _cut(program: Program, before: Figures, sites: Sequence[Site], pieces: Sequence[int]) -> tuple:
     """The program with these sites in the number of pieces that is fastest, its figures, and what was done."""
     best, figures, many = program, before, 0
-    why = "the first dim of no rank has rows enough, or its shards are not of one length"
+    why = "a rank has too few rows, or shards are not of one length"
     for n in pieces:
         if (n == 1 and not sites[0].gradient) or not _divides(program, sites[0], n):
             continue
@@ -140,8 +141,9 @@ def _reads_first(reader: fx.Node, value: fx.Node) -> bool:
 def _why_not(node: fx.Node, value: fx.Node) -> str:
     """Why a collective is not cut; empty if it can be."""
     step = node.target
-    if step.before.dims[0] != step.after.dims[0] or step.before.ndim < 2:
-        return "the collective cuts or joins the first dim"
+    dim = _cut_dim(step.before)
+    if step.before.dims[dim] != step.after.dims[dim] or step.before.ndim < 2:
+        return "the collective cuts or joins the dim of the tokens"
     if isinstance(step.move, AllGather):
         return "" if all(_reads_first(u, node) for u in node.users) and len(node.users) == 1 else "others read it, too"
     return "" if len(value.users) == 1 else "others read it before it is reduced"
@@ -150,15 +152,22 @@ def _why_not(node: fx.Node, value: fx.Node) -> str:
 # ---- pieces -----------------------------------------------------------------------------------
 
 
-def _ranks(spec: Spec) -> int:
-    return prod([spec.mesh.shape[a] for a in spec.dims[0]])
+def _ranks(spec: Spec, dim: int) -> int:
+    return prod([spec.mesh.shape[a] for a in spec.dims[dim]])
+
+
+def _cut_dim(spec: Spec) -> int:
+    """The first dim of tokens of which a rank has more than one index; pieces of it need no copies."""
+    dims = range(max(1, spec.ndim - 1))
+    return next((d for d in dims if spec.shape[d] != _ranks(spec, d)), 0)
 
 
 def _divides(program: Program, site: Site, pieces: int) -> bool:
-    """Whether each rank has as many rows of the first dim as the others, in this number of equal pieces."""
+    """Whether each rank has as many indices of the dim that is cut as the others, in this number of equal pieces."""
     (node,) = [n for n in program.graph.nodes if n.name == site.sent]
     spec = node.target.before
-    return spec.units[0] == 1 and spec.shape[0] % (_ranks(spec) * pieces) == 0
+    dim = _cut_dim(spec)
+    return spec.units[dim] == 1 and spec.shape[dim] % (_ranks(spec, dim) * pieces) == 0
 
 
 def _written(program: Program, sites: Sequence[Site], pieces: int) -> Program:
@@ -166,7 +175,7 @@ def _written(program: Program, sites: Sequence[Site], pieces: int) -> Program:
     nodes = {node.name: node for node in program.graph.nodes}
     for site in sites:
         product, sent = nodes[site.product], nodes[site.sent]
-        writer = _Writer(program.graph, product, pieces)
+        writer = _Writer(program.graph, product, pieces, _cut_dim(sent.target.before))
         if site.gradient:
             writer.take_apart(nodes[site.gradient], sent)
         elif isinstance(sent.target.move, AllGather):
@@ -178,11 +187,12 @@ def _written(program: Program, sites: Sequence[Site], pieces: int) -> Program:
 
 @dataclass
 class _Writer:
-    """Writes a product in pieces. Nodes are written in front of `product`."""
+    """Writes a product in pieces of a dim. Nodes are written in front of `product`."""
 
     graph: fx.Graph
     product: fx.Node
     pieces: int
+    dim: int
 
     def cut_reduced(self, sent: fx.Node) -> None:
         """The pieces of a product, each reduced as soon as it is there."""
@@ -228,21 +238,26 @@ class _Writer:
         return node
 
     def _move(self, step: Step, piece: fx.Node) -> fx.Node:
-        after = step.after.with_tensor((piece.meta["spec"].shape[0], *step.after.shape[1:]))
+        after = self._piece(step.after)
         return self._op(Step(step.move, piece.meta["spec"], after), (piece,), after)
 
     def _piece(self, spec: Spec) -> Spec:
-        return spec.with_tensor((spec.shape[0] // self.pieces, *spec.shape[1:]))
+        d, shape = self.dim, spec.shape
+        return spec.with_tensor((*shape[:d], shape[d] // self.pieces, *shape[d + 1 :]))
 
     def _apart(self, spec: Spec) -> tuple[Spec, int]:
-        """The tensor with its first dim as one of ranks, if it is in shards, one of pieces, and one of rows; and which
-        of them is that of pieces."""
-        ranks, (rows, *rest) = _ranks(spec), spec.shape
-        head = ((ranks, spec.dims[0]),) if ranks > 1 else ()
-        split = (*head, (self.pieces, ()), (rows // ranks // self.pieces, ()))
-        shape, dims = (*[n for n, _ in split], *rest), (*[axes for _, axes in split], *spec.dims[1:])
-        units = (1,) * len(split) + tuple(spec.units[1:])
-        return Spec.of(spec.mesh, shape, spec.dtype, dims=dims, units=units, partial=spec.partial), len(head)
+        """The tensor with the dim that is cut as one of ranks, if it is in shards, one of pieces, and one of rows; and
+        which of them is that of pieces."""
+        d, ranks = self.dim, _ranks(spec, self.dim)
+        head = ((ranks, spec.dims[d]),) if ranks > 1 else ()
+        split = (*head, (self.pieces, ()), (spec.shape[d] // ranks // self.pieces, ()))
+
+        def with_split(whole: Sequence, middle: Sequence) -> tuple:
+            return (*whole[:d], *middle, *whole[d + 1 :])
+
+        shape, dims = (with_split(x, [s[i] for s in split]) for i, x in enumerate((spec.shape, spec.dims)))
+        units = with_split(spec.units, (1,) * len(split))
+        return Spec.of(spec.mesh, shape, spec.dtype, dims=dims, units=units, partial=spec.partial), d + len(head)
 
     def _cut(self, x: fx.Node) -> list[fx.Node]:
         """The pieces of a value. Nothing is copied."""
@@ -251,13 +266,13 @@ class _Writer:
         value = self._view(x, apart)
         one = _without(apart, at)
         made = [self._op(aten.select.int, (value, at, i), one) for i in range(self.pieces)]
-        return [self._view(piece, self._piece(spec)) if at else piece for piece in made]
+        return [self._view(piece, self._piece(spec)) if at > self.dim else piece for piece in made]
 
     def _joined(self, pieces: Sequence[fx.Node], spec: Spec, before: fx.Node | None = None) -> fx.Node:
         """The value of its pieces."""
         apart, at = self._apart(spec)
         one = _without(apart, at)
-        rows = [self._view(piece, one, before) if at else piece for piece in pieces]
+        rows = [self._view(piece, one, before) if at > self.dim else piece for piece in pieces]
         return self._view(self._op(aten.stack.default, (rows, at), apart, before), spec, before)
 
     def _view(self, x: fx.Node, spec: Spec, before: fx.Node | None = None) -> fx.Node:
