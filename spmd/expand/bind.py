@@ -8,7 +8,8 @@ on where the rank's block begins. Axes become the names of this rank's groups, a
 result has only torch ops and functional collectives: no mesh, no spec, no process group object. It can be run as it is
 or given to Inductor. Only a draw of random numbers keeps its spec, because it needs the rank's tiles.
 
-A collective is launched at its move and waited for just before its first reader.
+A collective is launched at its move and waited for just before its first reader; a bucket of reduce-scatters before
+the next one is launched, at the latest.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class _Binder:
         self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem] = {}
         self.traces: dict[LocalMapOp, tuple[BlockTrace, dict[fx.Node, fx.Node]]] = {}
         self.constants = dict(program.constants)
+        self.scattered: list[fx.Node] = []  # the last bucket of reduce-scatters
 
     def bound(self, passes: Sequence[Callable[[fx.Graph], object]]) -> fx.GraphModule:
         for node in self.program.graph.nodes:
@@ -122,6 +124,10 @@ class _Binder:
             written.meta[LINE] = line
 
     def _launch(self, node: fx.Node) -> _Launch:
+        if isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter":
+            for earlier in self.scattered:  # what comes is freed: where terms are exchanged, those of all ranks
+                self._ready(earlier)
+            self.scattered = [node]
         blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
         self.transport.move = node.name
         handle = node.target.start(blocks, self.coordinate, self.transport)

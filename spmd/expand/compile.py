@@ -89,8 +89,8 @@ def compile(
     or DTensors; the sizes need not be divisible.
     mixed_precision: a `MixedPrecision`, or torch's `MixedPrecisionPolicy`: the dtype to compute with and the one to
     reduce gradients in. Parameters and optimiser state keep theirs.
-    bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes; None
-    sends each one alone.
+    bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes, and
+    so are gathers and reduce-scatters of what is stored in shards; None sends each one alone.
     choose: "program" chooses the placements of all values together, for the least modelled cost, which is never more
     than with "op", where every op takes what is cheapest for itself.
     outputs: placements of the tensors that fn returns, by path: "loss", "0.logits", "result" for one tensor alone.
@@ -100,8 +100,9 @@ def compile(
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
     passes: what is done to each program, in this order: passes by name ("fewer_moves", "chunks", "numbers_late",
     "buckets", "schedule", "overlap"), such a pass with its sizes, or functions from `Program` to `Program`. By default
-    all-reduces are sent in buckets of `bucket_mb`; on GPUs "overlap" chooses buckets and order, so that what is sent
-    runs beside what is computed, unless `bucket_mb` is None.
+    all-reduces are sent in buckets of `bucket_mb`, gathers and reduce-scatters in those that need no more memory; on
+    GPUs "overlap" chooses buckets and order, so that what is sent runs beside what is computed, unless `bucket_mb` is
+    None.
     memory_budget: bytes that may be alive on a rank at one time: parameters, gradients, optimiser state, buckets and
     activations. What does not fit is freed after the forward and computed again in the backward, with the same numbers,
     random ones too, in the least modelled time; `program.reports` say what and at what cost. The error of a budget that

@@ -50,6 +50,8 @@ def bucketed(
     What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise the same if
     the transport reduces an element in the same way wherever it is in the buffer.
     """
+    if not any(isinstance(n.target, Step) and n.target.kind in kinds for n in program.graph.nodes):
+        return program
     alive = program.work.memory(range(len(program.work.tasks)))
     program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -125,6 +127,8 @@ class _Packer:
         if self.open[key].members and not self._fits(self.open[key], node):
             self._close(key)
         bucket = self.open[key]
+        if bucket.members:
+            self.room.take(self.places[bucket.members[-1]], self.places[node], bucket.held)
         bucket.add(node)
         self.waiting[node] = key
         if bucket.nbytes >= bucket.limit:
@@ -169,17 +173,31 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
 
 @dataclass
 class _Gathers:
-    """Gathers that are to be made together, where the first of them stands."""
+    """Gathers that are to be made together, where the first of them stands. held: bytes of what they send and of what
+    comes for all of them, which are there until it is cut for the first reader."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
     moved: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
+    held: int = 0
 
     def add(self, node: fx.Node, before: Sequence[fx.Node]) -> None:
         self.members.append(node)
         self.moved += [n for n in before if n not in self.moved]
         self.nbytes += node.target.after.local_nbytes
+        self.held += _held(node)
+
+    def fits(self, node: fx.Node, places: dict[fx.Node, int], room: Room) -> bool:
+        """Whether a further gather can be made with them."""
+        first, nbytes = self.members[0], node.target.after.local_nbytes
+        since, cut = places[first], min([places[n] for n in first.users], default=places[first]) + 1
+        held = nbytes + self.held + _held(node)
+        return room.has(since, max(cut, since), held) and room.has(since, places[node], nbytes)
+
+
+def _held(gather: fx.Node) -> int:
+    return gather.target.before.local_nbytes + gather.target.after.local_nbytes
 
 
 def _join_gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> None:
@@ -204,7 +222,7 @@ def _gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: R
         if before is None:
             continue
         nbytes, since = step.after.local_nbytes, places[open_[key].members[0]] if key in open_ else places[node]
-        if key in open_ and (open_[key].nbytes >= open_[key].limit or not room.has(since, places[node], nbytes)):
+        if key in open_ and (open_[key].nbytes >= open_[key].limit or not open_[key].fits(node, places, room)):
             yield open_.pop(key)
             since = places[node]
         if key not in open_:

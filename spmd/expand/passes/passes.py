@@ -151,7 +151,7 @@ class Overlap:
             alone = best_order(work, limit)
             if alone is not None and (together is None or alone.us < together.us * (1 - NO_DIFFERENCE)):
                 return reordered(program, alone.order)
-        return program if together is None else reordered(packed, together.order, own=True)
+        return program if together is None else reordered(packed, together.order, own=packed is not program)
 
 
 NO_DIFFERENCE = 5e-3
@@ -183,12 +183,15 @@ def _checked(one: Pass | str) -> Pass:
 def usual_passes(device_type: str, bucket_mb: float | None, keeps_memory: bool = False) -> tuple[Pass, ...]:
     """The passes where none are given. keeps_memory: whether they may not need more memory than the program as it came.
 
-    Where a device sends beside its computing, buckets and order are chosen by the replay; elsewhere all-reduces are
-    sent in buckets.
+    Where a device sends beside its computing, buckets and order are chosen by the replay. Elsewhere all-reduces are
+    sent in buckets, and so are the gathers and reduce-scatters of parameters in shards as far as there is memory.
     """
-    if device_type == "cuda" and bucket_mb is not None:
+    if bucket_mb is None:
+        return ()
+    if device_type == "cuda":
         return (Overlap(),)
-    return () if bucket_mb is None else (NumbersLate(), Buckets(bucket_mb, 1.0, ("all_reduce",), keeps_memory))
+    sums = Buckets(bucket_mb, 1.0, ("all_reduce",), keeps_memory)
+    return NumbersLate(), sums, Buckets(bucket_mb, bucket_mb, ("reduce_scatter", "all_gather"), keeps_memory=True)
 
 
 def with_passes(program: Program, passes: Sequence[Pass]) -> Program:
