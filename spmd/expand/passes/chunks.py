@@ -19,8 +19,8 @@ buckets.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import inf, prod
 
 import torch
 from torch import fx
@@ -47,13 +47,14 @@ LEAST_GAIN = 1e-3
 @dataclass(frozen=True)
 class Site:
     """A product and the collective beside it, by their names. key: what equal sites have in common. us: of the
-    collective. gradient: of a backward product, the result that is reduced."""
+    collective. gradient: of a backward product, the result that is reduced. most: how many pieces there may be."""
 
     product: str
     sent: str
     key: Hashable
     us: float
     gradient: str = ""
+    most: float = inf
 
     def __str__(self):
         return f"{self.product} and {self.sent}"
@@ -120,7 +121,17 @@ def _sites(node: fx.Node) -> Iterator[Site | str]:
     else:
         return
     why = _why_not(node, value)
+    if not why and not _keeps_rows(step):
+        why = "the collective cuts or joins the dim of the tokens"
+        if site.gradient:  # it can be taken apart, though it cannot be cut
+            why, site = "", replace(site, most=1)
     yield f"{site}: {why}" if why else site
+
+
+def _keeps_rows(step: Step) -> bool:
+    """Whether a collective leaves the dim of the tokens alone that would be cut."""
+    dim = _cut_dim(step.before)
+    return step.before.dims[dim] == step.after.dims[dim] and step.before.ndim > 1
 
 
 def _key(product: fx.Node) -> Hashable:
@@ -140,11 +151,7 @@ def _reads_first(reader: fx.Node, value: fx.Node) -> bool:
 
 def _why_not(node: fx.Node, value: fx.Node) -> str:
     """Why a collective is not cut; empty if it can be."""
-    step = node.target
-    dim = _cut_dim(step.before)
-    if step.before.dims[dim] != step.after.dims[dim] or step.before.ndim < 2:
-        return "the collective cuts or joins the dim of the tokens"
-    if isinstance(step.move, AllGather):
+    if isinstance(node.target.move, AllGather):
         return "" if all(_reads_first(u, node) for u in node.users) and len(node.users) == 1 else "others read it, too"
     return "" if len(value.users) == 1 else "others read it before it is reduced"
 
@@ -167,7 +174,8 @@ def _divides(program: Program, site: Site, pieces: int) -> bool:
     (node,) = [n for n in program.graph.nodes if n.name == site.sent]
     spec = node.target.before
     dim = _cut_dim(spec)
-    return spec.units[dim] == 1 and spec.shape[dim] % (_ranks(spec, dim) * pieces) == 0
+    even = spec.units[dim] == 1 and spec.shape[dim] % (_ranks(spec, dim) * pieces) == 0
+    return pieces == 1 or (pieces <= site.most and even)
 
 
 def _written(program: Program, sites: Sequence[Site], pieces: int) -> Program:
