@@ -54,6 +54,10 @@ class _SymbolSafeFakes(FakeTensorMode):
 
     running = 0
 
+    def from_tensor(self, tensor, *args, **kwargs):
+        own = type(tensor) is fake_tensor.FakeTensor and tensor.fake_mode is self  # an input that is made here already
+        return tensor if own and not _has_symbolic_size(tensor) else super().from_tensor(tensor, *args, **kwargs)
+
     def dispatch(self, func, types, args=(), kwargs=None):
         if func in _SHAPES:
             with self:

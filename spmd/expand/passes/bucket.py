@@ -52,14 +52,19 @@ def bucketed(
     """
     if not any(isinstance(n.target, Step) and n.target.kind in kinds for n in program.graph.nodes):
         return program
-    alive = program.work.memory(range(len(program.work.tasks)))
+    room = _room(program) if mb is None or keeps_memory else Room([], inf)
     program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
-    room = Room(alive, max(alive) if mb is None or keeps_memory else inf)
     if "all_gather" in kinds:
         _join_gathers(program.graph, sizes, places, room)
     _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room).pack()
     return program
+
+
+def _room(program: Program) -> Room:
+    """Room for what leaves the most bytes that are alive what they are."""
+    alive = program.work.memory(range(len(program.work.tasks)))
+    return Room(alive, max(alive))
 
 
 @dataclass(frozen=True)

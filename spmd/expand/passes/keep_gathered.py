@@ -26,6 +26,8 @@ def keep_gathered(program: Program) -> Program:
     """The same program with fewer gathers, as the places of its parameters allow."""
     if all(places.reshard is True for places in program.places.values()):
         return program
+    if not any(_moved(set(_parameters(program)), program.graph)):
+        return program
     program = copied(program)
     parameters = _parameters(program)
     _keep_all({n for n, name in parameters.items() if program.places[name].reshard is False}, program.graph)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -25,11 +26,11 @@ class Room:
 
     def has(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether so many bytes more can be alive from one place to before another."""
-        if stop <= start or not nbytes:
+        if stop <= start or not nbytes or self.limit == inf:
             return True
         return int(self.alive[start:stop].max()) + nbytes <= self.limit
 
     def take(self, start: int, stop: int, nbytes: int) -> None:
         """Note that they are."""
-        if nbytes and stop > start:
+        if nbytes and stop > start and self.limit < inf:
             self.alive[start:stop] += nbytes

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.nodes import added
 from spmd.expand.sizes.size import Size
 from spmd.tensor.call import TensorMeta
 
@@ -86,7 +87,7 @@ def _renumbered(graph: fx.Graph) -> fx.Graph:
             continue
         name = re.sub(r"_\d+$", "", node.name) if node.op == "call_function" else node.name
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-        copies[node] = new.create_node(node.op, node.target, args, kwargs, name, node.type)
+        copies[node] = added(new, node.op, node.target, args, kwargs, name)
         copies[node].meta = node.meta
     return new
 
