@@ -47,6 +47,7 @@ from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
 from spmd.expand.stamp.optimizers import updates_stamped
 from spmd.expand.stamp.parts import Coupled
+from spmd.expand.stamp.repeats import repeated
 from spmd.expand.stamp.step import reach_of_step
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
@@ -251,6 +252,14 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 
 def _trace(blocks: bool, *given: Any) -> Captured:
     """With stamps, or without those that cannot be shown to be right. blocks: whether those of blocks are tried."""
+    _, _, _, state, *_ = given
+    if not blocks or not repeated(state.modules.values()):
+        return _stamped_trace(False, *given)
+    with tracing_lock:  # no other trace changes what is put back here
+        return _stamped_trace(True, *given)
+
+
+def _stamped_trace(blocks: bool, *given: Any) -> Captured:
     updates = updates_stamped
     fn, _, _, state, *_ = given
     before = reach_of_step(fn, state) if blocks else None

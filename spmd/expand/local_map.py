@@ -49,7 +49,7 @@ from spmd.tensor.placement import REPLICATE
 from spmd.tensor.spec import Spec, spec_of
 
 Coordinate = tuple[int, ...]
-tracing_lock = threading.Lock()
+tracing_lock = threading.RLock()
 """make_fx patches torch while it traces, and simulated ranks are threads: only one of them may trace at a time."""
 
 
