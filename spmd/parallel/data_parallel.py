@@ -28,13 +28,19 @@ FIRST_MB, MB = 1.0, 2**20
 
 @dataclass
 class _Bucket:
-    """Parameters of one dtype whose gradients are sent together. waiting: how many have none yet in this pass."""
+    """Parameters of one dtype whose gradients are sent together.
+
+    waiting: the places of those that have none yet in this pass. memory: the gradients one after the other, and which
+    there are; views: of it, where this pass has begun to fill it. late: whether a gradient came after it was sent.
+    """
 
     parameters: list[nn.Parameter]
     waiting: set[int] = field(default_factory=set)
     memory: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
     sent: torch.Tensor | None = None
     used: list[bool] = field(default_factory=list)
+    late: bool = False
 
 
 def data_parallel(
@@ -73,12 +79,13 @@ class _Gradients:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float):
         self.mesh, self.syncs, self.next, self.is_running = mesh, True, 0, False
+        self.share = 1 / mesh.size()
         trained = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
         self.buckets = list(_buckets(trained[::-1], cap_mb))
         for bucket in self.buckets:
-            bucket.waiting = set(map(id, bucket.parameters))
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(self._hook(bucket))
+            bucket.waiting = set(range(len(bucket.parameters)))
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(self._hook(bucket, i))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -89,17 +96,30 @@ class _Gradients:
         finally:
             self.syncs = before
 
-    def _hook(self, bucket: _Bucket) -> Any:
+    def _hook(self, bucket: _Bucket, i: int) -> Any:
         def made(p: nn.Parameter) -> None:
             if not self.syncs:
                 return
             if not self.is_running:
                 self.is_running = True
                 _torch.after_backward(self._end)
-            bucket.waiting.discard(id(p))
-            self._send_full()
+            if bucket.sent is not None:
+                bucket.late = True
+                return
+            self._take(bucket, i, p)
+            if not bucket.waiting:
+                self._send_full()
 
         return made
+
+    def _take(self, bucket: _Bucket, i: int, p: nn.Parameter) -> None:
+        """Move a gradient into the bucket, while it is in the cache. Its memory is free for the next one then."""
+        if not bucket.views:
+            _open(bucket)
+        gradient = _block(p.grad.detach() if torch.is_grad_enabled() else p.grad)  # as in a pass that makes a graph
+        _put(bucket.views[i], gradient, self.share, i not in bucket.waiting)
+        bucket.waiting.discard(i)
+        p.grad = None
 
     def _send_full(self) -> None:
         """Send the buckets that are full, up to the first that is not: the order is the same on all ranks."""
@@ -109,29 +129,42 @@ class _Gradients:
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
-        bucket.used = [p.grad is not None for p in bucket.parameters]
-        gradients = [_block(p.grad) for p in bucket.parameters]
-        flat = _flat([_block(p) for p in bucket.parameters], gradients, self.mesh.size(), bucket.memory)
-        bucket.memory = flat
-        for p in bucket.parameters:
-            p.grad = None  # its memory may be freed now
+        for i, p in enumerate(bucket.parameters):
+            if i in bucket.waiting and p.grad is not None:  # from a pass that sent nothing
+                self._take(bucket, i, p)
+        if not bucket.views:
+            _open(bucket)
+        bucket.used = [i not in bucket.waiting for i in range(len(bucket.parameters))]
+        _say_used(bucket.views, bucket.used)
+        bucket.sent = bucket.memory
         if self.mesh.size() > 1:
             everywhere = transport().group(self.mesh, tuple(range(self.mesh.ndim)))
-            flat = transport().all_reduce_(flat, "sum", everywhere)
-        bucket.sent = flat
+            bucket.sent = transport().all_reduce_(bucket.memory, "sum", everywhere)
 
     @torch.no_grad()
     def _end(self) -> None:
         for bucket in self.buckets[self.next :]:
             self._send(bucket)
         for bucket in self.buckets:
-            received = transport().wait_tensor(bucket.sent) if self.mesh.size() > 1 else bucket.sent
-            counts, *views = _split(received, [_block(p) for p in bucket.parameters])
-            used = bucket.used if all(bucket.used) else _positive(counts)
-            for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
-                p.grad = _like(p, view) if is_used else None
-            bucket.sent, bucket.waiting = None, set(map(id, bucket.parameters))
+            self._receive(bucket)
         self.next, self.is_running = 0, False
+        late = [bucket for bucket in self.buckets if bucket.late]
+        for bucket in late:
+            bucket.late = False
+            self._send(bucket)
+        for bucket in late:
+            self._receive(bucket)
+
+    def _receive(self, bucket: _Bucket) -> None:
+        """Wait, and give the parameters their gradients, beside those that came late."""
+        if self.mesh.size() > 1:
+            transport().wait_tensor(bucket.sent)
+        *views, counts = bucket.views
+        used = bucket.used if all(bucket.used) else _positive(counts)
+        for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
+            if is_used:
+                p.grad = _like(p, view) if p.grad is None else p.grad + _like(p, view)
+        bucket.sent, bucket.views, bucket.waiting = None, [], set(range(len(views)))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
@@ -160,29 +193,36 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
     return DTensor(block, p._spec) if isinstance(p, DTensor) else block
 
 
-@per_rank
-def _flat(
-    like: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], n: int, memory: torch.Tensor | None
-) -> torch.Tensor:
-    """The gradients as one vector, each an n-th of it, zeros for those that are missing, and behind which there are.
+def _open(bucket: _Bucket) -> None:
+    """Begin to fill it."""
+    bucket.memory, *bucket.views = _memory([_block(p.detach()) for p in bucket.parameters], bucket.memory)
 
-    memory: what it was in the last pass. It is written again if nobody has gradients of that pass any more.
+
+@per_rank
+def _memory(like: Sequence[torch.Tensor], before: torch.Tensor | None) -> list[torch.Tensor]:
+    """One vector for gradients and behind them which there are, and views of it for each, and for the last.
+
+    before: what it was in the last pass. It is written again if nobody has gradients of that pass any more.
     """
-    flat = memory
+    flat = before
     if flat is None or _torch.is_memory_shared(flat):
         flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
     *parts, used = flat.split([*(p.numel() for p in like), len(like)])
-    for part, p, g in zip(parts, like, gradients, strict=True):
-        part.zero_() if g is None else torch.mul(g, 1 / n, out=part.view(p.shape))
-    used.copy_(torch.tensor([float(g is not None) for g in gradients]))
-    return flat
+    return [flat, *(part.view(p.shape) for part, p in zip(parts, like, strict=True)), used]
 
 
 @per_rank
-def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """How many ranks had each gradient, and the averages as views."""
-    *parts, counts = flat.split([*(p.numel() for p in like), len(like)])
-    return [counts, *(part.view(p.shape) for part, p in zip(parts, like, strict=True))]
+def _put(into: torch.Tensor, gradient: torch.Tensor, scale: float, adds: bool) -> None:
+    into.add_(gradient, alpha=scale) if adds else torch.mul(gradient, scale, out=into)
+
+
+@per_rank
+def _say_used(views: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
+    """Zeros for gradients that there are not, and behind all which there are."""
+    for view, is_used in zip(views, used, strict=False):
+        if not is_used:
+            view.zero_()
+    views[-1].copy_(torch.tensor([float(x) for x in used]))
 
 
 @per_rank

@@ -9,6 +9,7 @@ import pytest
 import torch
 import ways
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import spmd
 from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor
@@ -173,3 +174,29 @@ def test_blocks_are_joined_in_one_memory_only():
     assert one.data_ptr() + 16 == other.data_ptr()
     assert [len(x) for x in neighbours([one[:2], one[2:], other])] == [2, 2, 4]
     assert [len(x) for x in neighbours([other[:1], other[1:1], other[1:], one[::2]])] == [4, 2]
+
+
+class Tied(nn.Module):
+    """A weight that is used in a checkpoint that is a backward pass of its own, and outside of it, before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.tied, self.last = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        x = self.tied(self.first(x))
+        x = checkpoint(lambda y: self.tied(y).sin(), x, use_reentrant=True)
+        return self.last(checkpoint(self.first, x, use_reentrant=True))
+
+
+@pytest.mark.parametrize("cap", [25.0, 1e-5])
+def test_gradients_that_come_after_their_bucket_was_sent_are_sent_again(cap):
+    torch.manual_seed(0)
+    net, x = Tied().double(), torch.randn(4, 3, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    want(x).square().mean().backward()
+    with LocalTensorMode(2):
+        mesh = mesh_of({"dp": 2})
+        net = data_parallel(localize(net), mesh, bucket_cap_mb=cap)
+        net(part_on(mesh)(x)).square().mean().backward()
+        equal(seen(net), seen(want))
