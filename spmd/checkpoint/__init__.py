@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
+from spmd.checkpoint.read_pretrained import LoadedKeys, load_pretrained
 from spmd.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -31,8 +32,9 @@ from spmd.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from spmd.checkpoint.write_pretrained import save_pretrained
 
 __all__ = [
-    "StateDictOptions", "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
-    "set_optimizer_state_dict", "set_state_dict",
+    "LoadedKeys", "StateDictOptions", "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict",
+    "load_pretrained", "save_pretrained", "set_model_state_dict", "set_optimizer_state_dict", "set_state_dict",
 ]  # fmt: skip

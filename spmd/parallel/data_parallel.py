@@ -24,23 +24,47 @@ from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.eager.dtensor import DTensor
 
 FIRST_MB, MB = 1.0, 2**20
+CACHED_MB = 0.5
+"""How much is copied into a bucket at once: as few calls as it is in the cache for."""
 
 
 @dataclass
 class _Bucket:
     """Parameters of one dtype whose gradients are sent together.
 
-    waiting: the places of those that have none yet in this pass. memory: the gradients one after the other, and which
-    there are; views: of it, where this pass has begun to fill it. late: whether a gradient came after it was sent.
+    waiting: the places of those that have none yet in this pass; came: of those that have one, which is not copied yet,
+    and whether it is added to one that is; nbytes: of these. memory: the gradients one after the other, and which there
+    are; views: of it, where this pass has begun to fill it. late: whether a gradient came after it was sent.
     """
 
     parameters: list[nn.Parameter]
     waiting: set[int] = field(default_factory=set)
+    came: dict[int, bool] = field(default_factory=dict)
+    nbytes: int = 0
     memory: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
     sent: torch.Tensor | None = None
     used: list[bool] = field(default_factory=list)
     late: bool = False
+
+    def note(self, i: int, nbytes: int) -> None:
+        """A parameter has a gradient."""
+        if i in self.waiting:
+            self.waiting.discard(i)
+            self.came[i] = False
+        else:
+            self.came.setdefault(i, True)
+        self.nbytes += nbytes
+
+    def take(self, share: float) -> None:
+        """Copy gradients into the bucket while they are in the cache. Their memory is free for the next ones then."""
+        if not self.views:
+            self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters], self.memory)
+        parameters = [self.parameters[i] for i in self.came]
+        _put([self.views[i] for i in self.came], [_block(p.grad) for p in parameters], share, list(self.came.values()))
+        for p in parameters:
+            p.grad = None
+        self.came, self.nbytes = {}, 0
 
 
 def data_parallel(
@@ -85,7 +109,7 @@ class _Gradients:
         for bucket in self.buckets:
             bucket.waiting = set(range(len(bucket.parameters)))
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(self._hook(bucket, i))
+                p.register_post_accumulate_grad_hook(self._hook(bucket, i, _bytes(p)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -96,7 +120,7 @@ class _Gradients:
         finally:
             self.syncs = before
 
-    def _hook(self, bucket: _Bucket, i: int) -> Any:
+    def _hook(self, bucket: _Bucket, i: int, nbytes: int) -> Any:
         def made(p: nn.Parameter) -> None:
             if not self.syncs:
                 return
@@ -106,20 +130,13 @@ class _Gradients:
             if bucket.sent is not None:
                 bucket.late = True
                 return
-            self._take(bucket, i, p)
+            bucket.note(i, nbytes)
+            if not bucket.waiting or bucket.nbytes >= CACHED_MB * MB:
+                bucket.take(self.share)
             if not bucket.waiting:
                 self._send_full()
 
         return made
-
-    def _take(self, bucket: _Bucket, i: int, p: nn.Parameter) -> None:
-        """Move a gradient into the bucket, while it is in the cache. Its memory is free for the next one then."""
-        if not bucket.views:
-            _open(bucket)
-        gradient = _block(p.grad.detach() if torch.is_grad_enabled() else p.grad)  # as in a pass that makes a graph
-        _put(bucket.views[i], gradient, self.share, i not in bucket.waiting)
-        bucket.waiting.discard(i)
-        p.grad = None
 
     def _send_full(self) -> None:
         """Send the buckets that are full, up to the first that is not: the order is the same on all ranks."""
@@ -129,11 +146,9 @@ class _Gradients:
 
     @torch.no_grad()
     def _send(self, bucket: _Bucket) -> None:
-        for i, p in enumerate(bucket.parameters):
-            if i in bucket.waiting and p.grad is not None:  # from a pass that sent nothing
-                self._take(bucket, i, p)
-        if not bucket.views:
-            _open(bucket)
+        for i in [i for i in bucket.waiting if bucket.parameters[i].grad is not None]:
+            bucket.note(i, 0)  # of a pass that sent nothing
+        bucket.take(self.share)
         bucket.used = [i not in bucket.waiting for i in range(len(bucket.parameters))]
         _say_used(bucket.views, bucket.used)
         bucket.sent = bucket.memory
@@ -193,11 +208,6 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
     return DTensor(block, p._spec) if isinstance(p, DTensor) else block
 
 
-def _open(bucket: _Bucket) -> None:
-    """Begin to fill it."""
-    bucket.memory, *bucket.views = _memory([_block(p.detach()) for p in bucket.parameters], bucket.memory)
-
-
 @per_rank
 def _memory(like: Sequence[torch.Tensor], before: torch.Tensor | None) -> list[torch.Tensor]:
     """One vector for gradients and behind them which there are, and views of it for each, and for the last.
@@ -212,8 +222,10 @@ def _memory(like: Sequence[torch.Tensor], before: torch.Tensor | None) -> list[t
 
 
 @per_rank
-def _put(into: torch.Tensor, gradient: torch.Tensor, scale: float, adds: bool) -> None:
-    into.add_(gradient, alpha=scale) if adds else torch.mul(gradient, scale, out=into)
+def _put(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float, adds: Sequence[bool]) -> None:
+    with torch.no_grad():  # a pass that makes a graph has it on
+        for part, gradient, is_second in zip(into, gradients, adds, strict=True):
+            part.add_(gradient, alpha=scale) if is_second else torch.mul(gradient, scale, out=part)
 
 
 @per_rank

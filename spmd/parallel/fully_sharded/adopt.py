@@ -72,16 +72,23 @@ def _check(m: Managed, elsewhere: str | None) -> None:
 def buckets_of(
     managed: Sequence[Managed], over: Over, placement: ShardPlacement | None, policies: Policies
 ) -> list[Bucket]:
-    """The parameters in buckets, a bucket for each dtype; they are DTensors then, and what they were before."""
+    """The parameters in buckets, a bucket for each dtype; they are DTensors then, and what they were before.
+
+    Those on the meta device have buckets of their own: nothing is made of them yet.
+    """
     joined: dict[int, DeviceMesh] = {}
     placed = [_placed(m, over, placement, joined) for m in managed]
     check_can_become("fully_shard", [(m.name, m.parameter) for m in managed])
     made = []
-    for dtype in dict.fromkeys(m.parameter.dtype for m in managed):
-        mine = [(m, *place) for m, place in zip(managed, placed, strict=True) if m.parameter.dtype is dtype]
+    for kind in dict.fromkeys(map(_kind, managed)):
+        mine = [(m, *place) for m, place in zip(managed, placed, strict=True) if _kind(m) == kind]
         ms, stored, computed, axes, dims = (list(column) for column in zip(*mine, strict=True))
         made.append(_bucket(ms, over, Layout(stored, computed, axes, dims, over.n), policies))
     return made
+
+
+def _kind(m: Managed) -> tuple[torch.dtype, bool]:
+    return m.parameter.dtype, m.parameter.is_meta
 
 
 def _bucket(managed: list[Managed], over: Over, layout: Layout, policies: Policies) -> Bucket:
