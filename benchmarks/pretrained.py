@@ -35,6 +35,7 @@ from spmd.checkpoint import load_pretrained
 from spmd.parallel import plan_for
 
 RANKS = 4
+SMALL = argparse.Namespace(width=64, layers=1, vocab=64)
 MESHES = {"tp": {"tp": 4}, "fully sharded": {"dp": 4}, "both": {"dp": 2, "tp": 2}}
 
 
@@ -95,12 +96,9 @@ def on_rank(rank: int, port: int, folder: str, axes, args: argparse.Namespace, a
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    small = argparse.Namespace(width=64, layers=1, vocab=64)
-    with tempfile.TemporaryDirectory() as other:
-        written(other, small)
-        loss_of(read(other, axes, small))
+    loss_of(read(f"{folder}/small", axes, SMALL))
     watch, start = Watch(), time.perf_counter()
-    model = read(folder, axes, args)
+    model = read(f"{folder}/large", axes, args)
     seconds, most = time.perf_counter() - start, watch.end()
     found = torch.tensor([*most, seconds, loss_of(model)], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
@@ -127,9 +125,10 @@ def main() -> int:
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
-        model = written(folder, args)
+        written(f"{folder}/small", SMALL)
+        model = written(f"{folder}/large", args)
         sizes, loss = [p.nbytes / 2**20 for p in model.parameters()], loss_of(model)
-        files = len(list(Path(folder).glob("*.safetensors")))
+        files = len(list(Path(folder, "large").glob("*.safetensors")))
         found = {name: run(folder, axes, args) for name, axes in MESHES.items()}
     most = sum(sizes) / RANKS + max(sizes) / RANKS + 16
     apart = {name: abs(x[3] - loss) / loss for name, x in found.items()}
