@@ -34,6 +34,7 @@ from torch.utils import _pytree as pytree
 
 from spmd._torch.autograd import (
     after_backward,
+    backward_number,
     backward_under,
     below_autograd,
     has_custom_functions,

@@ -32,6 +32,11 @@ _OF_DYNAMO = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 """What torch puts around each mode."""
 
 
+def backward_number() -> int:
+    """The number of the backward pass that this thread is in: one that is started within another has its own."""
+    return torch._C._current_graph_task_id()
+
+
 def after_backward(run: Callable[[], None]) -> None:
     """Call `run` when the backward pass that this thread is in has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(run)

@@ -345,6 +345,54 @@ def test_a_checkpointed_block_is_gathered_again():
         assert not any(bucket.is_whole for bucket in net._fully_sharded_group.buckets)
 
 
+class Checkpointed(nn.Module):
+    """Blocks in reentrant checkpoints, one of them twice; a frozen layer or none before, and one behind."""
+
+    def __init__(self, first: nn.Module):
+        super().__init__()
+        self.first, self.blocks, self.head = first, nn.ModuleList(Block(4, 6) for _ in range(2)), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("said", [None, True])
+@pytest.mark.parametrize("sharded", ["", "blocks.0 blocks.1", "blocks.0.up blocks.1.up"])
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(4, 4).requires_grad_(False)])
+def test_passes_within_the_backward_pass_bring_gradients_one_after_the_other(first, sharded, said):
+    """Of a group of the whole model, of blocks, or of layers in them; two backward passes."""
+    torch.manual_seed(0)
+    net, x = Checkpointed(first()).double(), torch.randn(4, 4, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    for _ in range(2):
+        want(x.clone().requires_grad_()).square().mean().backward()
+    with LocalTensorMode(2):
+        over = mesh_of({"dp": 2})
+        for name in (*sharded.split(), ""):
+            fully_shard(net.get_submodule(name), mesh=over, reshard_after_forward=said)
+        for _ in range(2):
+            net(part_on(over)(x).requires_grad_()).square().mean().backward()
+        equal(seen(net), seen(want))
+        groups = [m._fully_sharded_group for m in net.modules()]
+        assert not any(bucket.is_whole for group in groups for bucket in group.buckets)
+
+
+def test_users_see_parameters_while_the_whole_ones_stay_in_memory():
+    with LocalTensorMode(2):
+        net = fully_shard(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), mesh=mesh_of({"dp": 2}))
+        held = dict(net.named_parameters())
+        net.set_reshard_after_backward(False)
+        with CommDebugMode() as comm:
+            for _ in range(2):
+                net(torch.ones(1, 2)).sum().backward()
+                assert {name: id(p) for name, p in net.named_parameters()} == {k: id(p) for k, p in held.items()}
+        counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
+        assert counts == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
+
+
 def test_other_methods_and_prefetches():
     with LocalTensorMode(2):
         over = mesh_of({"dp": 2})

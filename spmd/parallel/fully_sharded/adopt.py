@@ -16,6 +16,7 @@ from spmd.comm import transport
 from spmd.comm.chunk import split_unit
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.fully_sharded.bucket import Bucket, Managed, Over, Policies
+from spmd.parallel.fully_sharded.group import MANAGED
 from spmd.parallel.fully_sharded.memory import Layout, own_blocks
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become
@@ -23,9 +24,6 @@ from spmd.tensor.placement import Replicate, Shard
 from spmd.tensor.spec import Spec, spec_of
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
-
-MANAGED = "_fully_sharded_group"
-"""The attribute of a module that says by which group its parameters are gathered."""
 
 
 def managed_by(roots: Sequence[nn.Module], ignored: Set[int]) -> list[Managed]:

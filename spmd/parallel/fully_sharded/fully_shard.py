@@ -20,9 +20,9 @@ from torch import nn
 
 from spmd import _torch
 from spmd.mesh import DeviceMesh, current_mesh, init_device_mesh, world_size
-from spmd.parallel.fully_sharded.adopt import MANAGED, ShardPlacement, buckets_of, managed_by
+from spmd.parallel.fully_sharded.adopt import ShardPlacement, buckets_of, managed_by
 from spmd.parallel.fully_sharded.bucket import Over, Policies
-from spmd.parallel.fully_sharded.group import Group
+from spmd.parallel.fully_sharded.group import MANAGED, Group
 from spmd.parallel.fully_sharded.policies import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -188,6 +188,7 @@ class FSDPModule:
         run.on_the_way, run.is_ending = None, False
         run.order.clear()
         for group in run.groups:
+            group.postponed.clear()
             for bucket in group.buckets:
                 bucket.unreduced = bucket.uncopied = None
             group.end_backward()
@@ -283,7 +284,7 @@ def _begin(group: Group, module: nn.Module) -> None:
 def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     group = group_of(module)
     _begin(group, module)
-    group.before_forward()
+    group.before_forward((args, kwargs))
     policy = group.policies.precision
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         args, kwargs = _torch.pytree.tree_map(lambda x: _cast(x, policy.param_dtype), (args, kwargs))

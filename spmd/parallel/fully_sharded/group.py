@@ -4,6 +4,11 @@
     backward    gather, fetch the group before, compute, free, reduce
 
 The groups of a model share a `Run`: the order in which they were computed, and the reductions that are on their way.
+
+A reentrant checkpoint is a backward pass within the backward pass. One around a module of a group computes it again,
+and then its backward, as above. Those inside a module bring the gradients of a bucket one after the other: they are
+added, and reduced when the gradients of the module's inputs are there, or when the pass ends. Whether there are such is
+seen in the first forward, on all ranks alike: a module of the group is called without gradients inside one with them.
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from torch import nn
 from spmd import _torch
 from spmd.mesh import DeviceMesh
 from spmd.parallel.fully_sharded.bucket import Bucket, Policies, Reduction
+
+MANAGED = "_fully_sharded_group"
+"""The attribute of a module that says by which group its parameters are gathered."""
 
 
 @dataclass
@@ -69,7 +77,11 @@ class Group:
         self.backward_prefetch: list[Group] | None = None  # None: the group that was computed before
         self.fewer: tuple[DeviceMesh, int] | None = None  # the mesh and axis of the ranks that gather in the backward
         self.in_backward = False
-        self.running = 0  # how many modules of the group are in their forward
+        self.number = -1  # of the backward pass in which it computes
+        self.has_passes_within: bool | None = None  # None: not seen yet
+        self.looking: Any = None  # the handle of the hook that sees it
+        self.postponed: list[Bucket] = []  # which wait for the passes within
+        self.inputs: Any = None  # the handle that tells when the gradients of the inputs are there
 
     # ---- whole and sharded --------------------------------------------------------------------
     @property
@@ -101,30 +113,48 @@ class Group:
             bucket.free()
 
     # ---- forward ------------------------------------------------------------------------------
-    def before_forward(self) -> None:
+    def before_forward(self, inputs: Any = ()) -> None:
         self.unshard()
         self.show()
+        if torch.is_grad_enabled() and not _torch.in_backward():
+            if self.has_passes_within:
+                self._expect_gradients_of(inputs)
+            elif self.has_passes_within is None and self.looking is None:
+                self.looking = nn.modules.module.register_module_forward_pre_hook(self._look)
         for group in self.forward_prefetch:
             group.launch()
 
     def after_forward(self, output: Any) -> Any:
         """Free what is not to stay. Returns the output, which tells when its gradient comes."""
         recomputed = _torch.in_backward()
+        if self.looking is not None:
+            self.looking.remove()
+            self.looking, self.has_passes_within = None, bool(self.has_passes_within)
         if torch.is_grad_enabled() and not recomputed:
             self.run.order.append(self)
             for x in _torch.pytree.tree_leaves(output):
                 if isinstance(x, torch.Tensor) and x.requires_grad:
                     x.register_hook(self.before_backward)
+        if recomputed and torch.is_grad_enabled() and not self.in_backward:
+            self._enter_backward()  # a checkpoint around it: its backward is next
         if not self.in_backward and not self.stays_whole:
             self.reshard()
         return output
+
+    def _look(self, module: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled() and module.__dict__.get(MANAGED) is self:
+            self.has_passes_within = True
+
+    def _expect_gradients_of(self, inputs: Any) -> None:
+        found = [x for x in _torch.pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        if found and self.inputs is None:
+            self.inputs = torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._finish_postponed())
 
     # ---- backward -----------------------------------------------------------------------------
     def before_backward(self, _: torch.Tensor) -> None:
         if self.in_backward:
             return
-        self.in_backward = True
-        self.run.expect_end()
+        self._enter_backward()
         if self.unshard_in_backward:
             self.unshard()
             for bucket in self.buckets:
@@ -134,6 +164,10 @@ class Group:
             if group.unshard_in_backward and not group.in_backward:
                 group.launch()
 
+    def _enter_backward(self) -> None:
+        self.in_backward, self.number = True, _torch.backward_number()
+        self.run.expect_end()
+
     def _next_in_backward(self) -> Sequence[Group]:
         if self.backward_prefetch is not None:
             return self.backward_prefetch
@@ -142,30 +176,60 @@ class Group:
         return order[at - 1 : at]
 
     def reduce(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A bucket has its gradients."""
+        """A bucket has gradients."""
         self.run.expect_end()
+        if self.in_backward and self.number != _torch.backward_number():
+            self.has_passes_within = True
+        if not self.in_backward or not self.has_passes_within:
+            self._finish(bucket, gradients)
+            return
+        self._keep(bucket, gradients)
+        if bucket not in self.postponed:
+            self.postponed.append(bucket)
+
+    def _finish_postponed(self) -> None:
+        postponed, self.postponed = self.postponed, []
+        for bucket in postponed:
+            self._finish(bucket, [None] * len(bucket.managed))
+
+    def _finish(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A bucket has all of its gradients."""
         self.in_backward = False
         self._leave_backward(bucket)
-        gradients = bucket.added(gradients)
         if not self.requires_gradient_sync:
-            bucket.unreduced = [_reduced_as(g, self.policies.precision.reduce_dtype) for g in gradients]
+            self._keep(bucket, gradients)
             return
+        gradients = bucket.added(gradients)
         self.run.arrive()  # before there is memory for the next one
         self.run.on_the_way = bucket.reduced(gradients, self.divide_factor), self.requires_all_reduce
 
+    def _keep(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add the gradients to those that were not sent."""
+        dtype = self.policies.precision.reduce_dtype
+        bucket.unreduced = [_reduced_as(g, dtype) for g in bucket.added(gradients)]
+
     def end_backward(self) -> None:
-        """Free what the backward pass has left whole: groups whose parameters no gradient reached."""
-        self.in_backward = False
+        """End what a backward pass has left: sums that wait, and groups whose parameters no gradient reached."""
+        self._finish_postponed()
+        if self.inputs is not None:
+            self.inputs.remove()
+        self.in_backward, self.number, self.inputs = False, -1, None
         for bucket in self.buckets:
             bucket.kept = bucket.arriving = None
             bucket.shown = ()
             self._leave_backward(bucket)
 
     def _leave_backward(self, bucket: Bucket) -> None:
-        if self.reshard_after_backward or not self.stays_whole:
-            bucket.hide()
+        bucket.hide()  # also where the whole ones stay in memory: users see parameters
         if self.reshard_after_backward:
             bucket.free()
+
+    def reduce_kept(self) -> None:
+        """Reduce the gradients that were not sent, out of a backward pass, and wait for them."""
+        for bucket in self.buckets:
+            if bucket.unreduced is not None:
+                self._finish(bucket, [None] * len(bucket.managed))
+        self.run.arrive()
 
 
 def _reduced_as(gradient: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
