@@ -272,7 +272,8 @@ class _Scheduler:
         if not self.tasks[i].sends:
             return False
         sending = self.tasks[i].sends
-        return self.streams[sending.stream].free > self.clock and self._needed(i) > self.ideal[i] + 2 * sending.us
+        stands = max(self.streams[sending.stream].free, self._arrival(i)) > self.clock
+        return stands and self._needed(i) > self.ideal[i] + 2 * sending.us
 
     # ---- ops ----------------------------------------------------------------------------------
     def _next_op(self, due: int) -> int:
@@ -362,7 +363,9 @@ class _Scheduler:
     def _ready_on(self, stream: _Stream) -> int | None:
         """What is ready to be sent, needed first, and fits into the memory if it is launched earlier than it was."""
         for _, c in heapq.nsmallest(MOST_BEFORE_LAUNCH, stream.ready):
-            if not self.is_done[c] and self.room.has(self.at, self.rank[c], self.tasks[c].makes):
+            if self.is_done[c] or self._arrival(c) > self.clock:  # what it reads is still on its way
+                continue
+            if self.room.has(self.at, self.rank[c], self.tasks[c].makes):
                 return c
         return None
 
