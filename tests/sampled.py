@@ -93,6 +93,7 @@ ONE_IN = {
     "mesh/test_device_mesh.py::test_a_pickled_mesh_is_found_in_the_tables_of_another_process": 0,
     "mesh/test_topology.py::test_a_pickled_topology_is_found_under_another_hash_seed": 0,
     "parallel/test_context_parallel.py::test_a_compiled_step_sends_what_is_asked_for": 5,
+    "parallel/test_layers.py::test_a_layer_is_that_of_one_device": 12,
     "parallel/test_fully_shard.py::test_beside_tensor_parallelism": 3,
     "parallel/test_fully_shard.py::test_gradients_of_several_passes_add_up": 3,
     "parallel/test_fully_shard.py::test_it_learns_as_one_device": 2,

@@ -69,7 +69,7 @@ def distributed(loss, *leaves):
 
 CASES = [
     *[(mesh, "uneven", said) for mesh in ("both", "classes") for said in SAID],
-    *[(mesh, sizes, "z") for mesh, sizes in itertools.product(MESHES, SIZES)],
+    ("classes", "empty", "probabilities"), *[(mesh, sizes, "z") for mesh, sizes in itertools.product(MESHES, SIZES)],
 ]  # fmt: skip
 
 

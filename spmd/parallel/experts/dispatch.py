@@ -165,5 +165,5 @@ def _ids_of_slots(have: Sequence[int], capacity: int, mesh: DeviceMesh, device: 
 def _combined(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """For each token the weighted sum of its rows. order: the places of the rows in the flat weights."""
     weighted = rows * weights.flatten().index_select(0, order).unsqueeze(1)
-    out = weighted.new_zeros(len(weights), rows.shape[1])
+    out = weighted.new_zeros(weights.shape[0], rows.shape[1])
     return out.index_add(0, order // weights.shape[1], weighted).to(rows.dtype)

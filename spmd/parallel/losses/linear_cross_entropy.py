@@ -167,7 +167,7 @@ class _Distributed:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    return x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
 
 
 def _flat_target(target: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def unfolded(call: Call) -> Rule:
     """`x.unfold(dim, size, step)`: windows along a dim. The elements of a window are a new last dim."""
     n = call.tensors[0].ndim
     inner, outer = _unfolded_dims(call, call["dimension"], call.tensors[0].shape, call.outs[0].shape[:n])
-    return Rule((inner,), ((*outer, None),), laws=COPIES, nonempty=_units(inner))
+    return Rule((inner,), ((*outer, None),), laws=COPIES, nonempty=_windowed(inner, call["dimension"]))
 
 
 def _unfolded_dims(call: Call, dim: int, image: Sequence[int], pieces: Sequence[int]) -> tuple[Dims, Dims]:
@@ -163,12 +163,12 @@ def folded(call: Call) -> Rule:
     """The gradient of `unfold`: each window is added to the place that it was taken from."""
     shape = call.outs[0].shape
     inner, outer = _unfolded_dims(call, call["dim"], shape, call.tensors[0].shape[: len(shape)])
-    return Rule(((*outer, None),), (inner,), laws=LINEAR, sizes="input_sizes", nonempty=_units(inner))
+    return Rule(((*outer, None),), (inner,), laws=LINEAR, sizes="input_sizes", nonempty=_windowed(inner, call["dim"]))
 
 
-def _units(dims: Dims) -> frozenset:
-    """The factors of more than one index: there is no window in an empty block."""
-    return frozenset(f.name for f in dims if f and f.unit > 1)
+def _windowed(dims: Dims, dim: int) -> frozenset:
+    """The factor of the dim that has windows: there is none in an empty block, also of a single index."""
+    return frozenset(dims[d].name for d in dims_of(dim, len(dims)) if dims[d])
 
 
 def scattered_into(call: Call) -> Rule:
