@@ -16,6 +16,7 @@ Every other module imports them from here, so that one place shows what a new ve
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
     optimizers              hooks of an optimiser's step
+    updates                 fused kernels of optimisers
     ops                     schemas and overloads
     simulated_distributed   torch.distributed in a simulation
     checkpoints             torch.distributed.checkpoint
@@ -198,3 +199,4 @@ from spmd._torch.traces import (
     track,
     without_layouts,
 )
+from spmd._torch.updates import fused_adamw_

@@ -30,6 +30,7 @@ from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower.follows import why_not
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
+from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw
 from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.plan import Step
@@ -66,7 +67,7 @@ def verify_graph(
     results; not for a program that this version of torch was asked about before, for it takes a second to be ready.
 
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
-    draw, blocks, output, partial output, home.
+    update, draw, blocks, output, partial output, home.
     """
     given, known = iter(inputs), set()
     for node in graph.nodes:
@@ -136,6 +137,8 @@ def _call(node: fx.Node, ask_torch: bool) -> Found:
     for kind, check in _CHECKS.items():
         if isinstance(node.target, kind):
             return _op(node, ask_torch) if check is _op else check(node)
+    if node.target is adamw:
+        return _update(node)
     return _item(node) if node.target is operator.getitem else iter(())
 
 
@@ -191,6 +194,18 @@ def _local_map(node: fx.Node) -> Found:
 def _local_map_gradient(node: fx.Node) -> Found:
     of = node.target.of
     return _given_specs(node, (*of.outs, *of.cotangents), of.grads, "blocks")
+
+
+def _update(node: fx.Node) -> Found:
+    """Whether the tensors of a fused update lie alike, and the ranks have counted the same steps."""
+    *tensors, step = map(_spec, node.args[:TENSORS])
+    outs = tuple([tensors[i] for i in WRITTEN])
+    yield from _given_specs(node, tuple(map(_spec, _operands(node))), outs, "update")
+    first = tensors[0]
+    if first.partial or not all(_same(x, first) for x in tensors):
+        yield "update", f"its tensors must lie alike and owe no sum, and are {_text(tensors)}"
+    if not step.is_replicated:
+        yield "update", f"the number of steps is {step}, which no rank has whole"
 
 
 def _draw(node: fx.Node) -> Found:

@@ -23,6 +23,7 @@ from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.passes.aliasing import Memory, base_of, memory_of, written_into
 from spmd.expand.verify import ProgramFault
+from spmd.tensor.recipes.updates import WRITTEN, adamw_
 from spmd.tensor.redistribute.all_ranks import of_rank
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
@@ -150,21 +151,33 @@ class _Bound:
     # ---- memory -------------------------------------------------------------------------------
     def overwritten(self) -> Found:
         for node in self.graph.nodes:
-            if writes(node) and node.name not in self.written:
-                yield from self._write(node)
+            if node.name not in self.written:
+                positions = WRITTEN if node.target is adamw_ else (0,) if writes(node) else ()
+                for i in positions:
+                    yield from self._write(node, node.args[i])
 
-    def _write(self, node: fx.Node) -> Found:
-        memory, at = memory_of(node.args[0]), self.position[node]
+    def _write(self, node: fx.Node, target: fx.Node) -> Found:
+        memory, at = memory_of(target), self.position[node]
         if memory.base.op == "get_attr" or (memory.base in self._is_owned and not self._is_owned[memory.base]):
             yield "write", node, f"it writes into {memory.base.name}, which is not the program's to change"
         for reader, operand in self.reads.get(memory.base, ()):
-            stale = self.position[operand] < at < self.position[reader]
+            stale = self.position[operand] < at < self.position[reader] and not self._is_updated(operand, at)
             named = reader if reader.target is operator.getitem else operand  # an item is all that is read of its tuple
             if stale and memory_of(named).overlaps(memory):
                 yield "write", node, f"{reader.name} reads {operand.name} after it"
         for launch, sent, wait in self.under_way.get(memory.base, ()):
             if self.position[launch] < at < self.position[wait] and memory_of(sent).overlaps(memory):
                 yield "write", node, f"{launch.name} still sends {memory.base.name}"
+
+    def _is_updated(self, node: fx.Node, at: int) -> bool:
+        """Whether a fused update at this place has written into the node: its readers mean the new value."""
+        update = self._updates.get(node)
+        return update is not None and self.position[update] == at
+
+    @cached_property
+    def _updates(self) -> Mapping[fx.Node, fx.Node]:
+        """The fused update of each operand that one writes into."""
+        return {n.args[i]: n for n in self.graph.nodes if n.target is adamw_ for i in WRITTEN}
 
     @cached_property
     def _is_owned(self) -> Mapping[fx.Node, bool]:

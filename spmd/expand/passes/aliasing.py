@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.tensor.recipes.updates import adamw
 
 UNDECLARED_ALIASES = {torch.ops.aten._unsafe_view.default}
 """Ops whose results alias their operand although their schemas do not say so."""
@@ -23,7 +24,7 @@ SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, 
 """Calls that split a tensor into pieces without a common element."""
 
 
-MAKE_NEW = {torch.cat, torch.mm, "sum"}
+MAKE_NEW = {torch.cat, torch.mm, adamw, "sum"}
 """Functions and methods, of those that the code of moves and kernels calls, that make a new tensor."""
 
 
@@ -77,7 +78,7 @@ class Memory(NamedTuple):
 
 def _makes_several(node: fx.Node) -> bool:
     """Whether the results of a node are new tensors, each with memory of its own."""
-    return isinstance(node.target, _torch.OpOverload) and not _may_alias(node.target)
+    return node.target is adamw or (isinstance(node.target, _torch.OpOverload) and not _may_alias(node.target))
 
 
 def memory_of(node: fx.Node) -> Memory:

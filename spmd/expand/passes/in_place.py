@@ -9,6 +9,8 @@ The rewrite is legal when
 - the old value has memory of its own: it is an owned input, or a value that this pass has written into one;
 - the op has an in-place variant whose result has the same shape and dtype;
 - nothing after the op reads the old value or a view of it.
+
+A fused update (`spmd.tensor.recipes.updates`) writes into the parameter and both averages, if that is legal of all.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.passes.aliasing import base_of, may_read_operand
+from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw, adamw_
 
 
 def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
@@ -33,6 +36,10 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
     writable = {n for n, o in zip(placeholders, owned, strict=True) if o}
     changed = 0
     for node in list(graph.nodes):
+        if node.target is adamw and _updates_alone(node, writable, last_read, order):
+            _update_in_place(graph, node, last_read)
+            changed += 1
+            continue
         variant = _variant(node, writable)
         if variant is None or last_read[node.args[0]] > order[node]:
             continue
@@ -40,6 +47,25 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
         writable.add(node)
         changed += 1
     return changed
+
+
+def _updates_alone(
+    node: fx.Node, writable: set[fx.Node], last_read: dict[fx.Node, int], order: dict[fx.Node, int]
+) -> bool:
+    """Whether a fused update may write into its operands: each has memory of its own, which nothing reads later."""
+    targets, tensors = [node.args[i] for i in WRITTEN], [base_of(x) for x in node.args[:TENSORS]]
+    alone = len(set(tensors)) == len(tensors)
+    return alone and all(x in writable and last_read[x] <= order[node] for x in targets)
+
+
+def _update_in_place(graph: fx.Graph, node: fx.Node, last_read: dict[fx.Node, int]) -> None:
+    """Let a fused update write into its operands, which those read who read its results."""
+    node.target = adamw_
+    for result in list(node.users):
+        operand = node.args[WRITTEN[result.args[1]]]
+        last_read[operand] = last_read[result]
+        result.replace_all_uses_with(operand)
+        graph.erase_node(result)
 
 
 def _variant(node: fx.Node, writable: set[fx.Node]):

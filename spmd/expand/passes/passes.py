@@ -20,6 +20,7 @@ from typing import ClassVar
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.chunks import PIECES, chunked
 from spmd.expand.passes.fewer_moves import fewer_moves
+from spmd.expand.passes.fused_updates import fused
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.report import Figures, Noted, Report
 from spmd.expand.passes.schedule import best_order, reordered, schedule
@@ -154,12 +155,29 @@ class Overlap:
         return program if together is None else reordered(packed, together.order, own=packed is not program)
 
 
+@dataclass(frozen=True)
+class FusedUpdates:
+    """Makes one op of the chain that updates a parameter, where there is a kernel for it: AdamW and Adam on the CPU."""
+
+    name: ClassVar[str] = "fused_updates"
+    same_bits: ClassVar[bool] = False
+    judged: ClassVar[bool] = True
+
+    def __call__(self, program: Program) -> Program:
+        return self.noted(program).program
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and how many updates were fused."""
+        return fused(program)
+
+
 NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
-Pass = FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | Callable[[Program], Program]
+Pass = FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | Callable[[Program], Program]
 
-PASSES: dict[str, Pass] = {each.name: each() for each in (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap)}
+NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates)
+PASSES: dict[str, Pass] = {each.name: each() for each in NAMED}
 """The passes that have a name."""
 
 

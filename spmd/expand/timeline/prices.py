@@ -24,6 +24,7 @@ from spmd.mesh import DeviceMesh, MeshTopoInfo
 from spmd.mesh.cost import link_shares
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
+from spmd.tensor.recipes.updates import adamw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.moves import Parts
 from spmd.tensor.redistribute.plan import Step
@@ -92,7 +93,7 @@ class Prices:
         op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
         if isinstance(op, _torch.OpOverload) and (is_free(op) or op in SAFE_LOCALLY.values()):
             return self.times.view_us
-        if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)):
+        if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)) or op is adamw:
             return self.times.bytes_us(self._nbytes(node)) if self.times.is_known else self._roofline_us(node)
         if not isinstance(op, _torch.OpOverload):
             return 0.0

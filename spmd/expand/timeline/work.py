@@ -24,6 +24,7 @@ from spmd.expand.local_ops import SAFE_LOCALLY
 from spmd.expand.nodes import line_of
 from spmd.expand.timeline.prices import Prices, Sending
 from spmd.mesh import MeshTopoInfo
+from spmd.tensor.recipes.updates import WRITTEN, adamw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
@@ -158,6 +159,8 @@ class _Reader:
         """Find the ops that will write into their first operand, and the readers that they must come behind."""
         writable = self._owned(nodes)
         for node in nodes:
+            if node.target is adamw:
+                self._find_update(node, writable)
             if (target := self._overwritten(node, writable)) is None:
                 continue
             readers = [r for r in self._readers(target) if r is not node]
@@ -165,6 +168,16 @@ class _Reader:
                 self.overwrites[node] = tuple(readers)
                 self.shows[node] = self.shows[target]
                 writable.add(node)
+
+    def _find_update(self, node: fx.Node, writable: set[fx.Node]) -> None:
+        """Find whether a fused update will write into its operands."""
+        targets = [node.args[i] for i in WRITTEN]
+        readers = [r for target in targets for r in self._readers(target) if r is not node]
+        if writable.issuperset(targets) and all(self.places[r] < self.places[node] for r in readers):
+            self.overwrites[node], self.shows[node] = tuple(readers), self.shows[targets[0]]
+            for result in node.users:
+                self.shows[result] = self.shows[targets[result.args[1]]]
+                writable.add(result)
 
     def _owned(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """The inputs that the program may overwrite: state that has a new value among the outputs."""

@@ -1,0 +1,16 @@
+"""Fused kernels of optimisers."""
+
+from __future__ import annotations
+
+import torch
+
+
+def fused_adamw_(
+    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: torch.Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, decay: float,
+) -> None:  # fmt: skip
+    """One step of AdamW, in place, in one pass over the memory. The tensors lie alike, on the CPU."""
+    torch._fused_adamw_(
+        [p], [g], [m], [v], [], [step], lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False,
+        maximize=False,
+    )  # fmt: skip

@@ -1,0 +1,73 @@
+"""A fused update is the chain of ops that it stands for, in one op, in place where the chain was."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import spmd
+from spmd import LocalTensorMode, Shard
+from spmd.expand.passes.passes import FusedUpdates
+
+ADAM, ADAMW = (lambda ps: optim.Adam(ps, weight_decay=0.1)), optim.AdamW
+FOREACH = lambda ps: optim.AdamW(ps, foreach=True)  # noqa: E731
+
+
+def train_step(model, optimizer, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def averaged_step(model, optimizer, x):
+    """Reads the old parameters after the update."""
+    old = [p.detach().clone() * 1 for p in model.parameters()]
+    before = [p.detach() for p in model.parameters()]
+    loss = train_step(model, optimizer, x)
+    return loss, sum((p.detach() - q).abs().sum() for p, q in zip(model.parameters(), old, strict=True)), len(before)
+
+
+def trained(step, make, dtype, shape, said, passes):
+    """The losses, parameters and state of three steps on simulated ranks; and how many updates were fused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 3)).to(dtype)
+    optimizer, given = make(model.parameters()), torch.randn(8, 6, dtype=dtype)
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        compiled = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, passes=passes, **said)
+        losses = [compiled(model, optimizer, given) for _ in range(3)]
+        state = [x for p in model.parameters() for x in (p, *map(optimizer.state[p].get, ("exp_avg", "exp_avg_sq")))]
+        found = [x.full_tensor().reconcile().detach().clone() for x in state]
+        fused = sum(getattr(n.target, "__name__", "") == "adamw" for n in compiled.program.graph.nodes)
+    first = [x[0] if isinstance(x, tuple) else x for x in losses]
+    return [x.full_tensor().reconcile() for x in first], found, fused
+
+
+SHARDED = {"fully_shard": "dp"}
+SPLIT = {"params": {"0.weight": {"tp": Shard(0)}, "0.bias": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}}
+
+
+@pytest.mark.parametrize(
+    "step, make, dtype, shape, said",
+    [
+        (train_step, ADAMW, torch.float64, (2, 2), SPLIT),
+        (train_step, ADAM, torch.float32, (4, 1), SHARDED),  # rows that 4 ranks do not divide
+        (train_step, FOREACH, torch.float64, (4, 1), {}),
+        (averaged_step, ADAMW, torch.float64, (4, 1), {}),
+    ],
+    ids=["AdamW", "Adam in shards", "foreach", "old values read"],
+)
+def test_fused_updates_train_as_chains_do(step, make, dtype, shape, said):
+    losses, state, fused = trained(step, make, dtype, shape, said, [FusedUpdates()])
+    want_losses, want, none = trained(step, make, dtype, shape, said, [])
+    assert fused == 4 and none == 0
+    near = {torch.float64: 1e-14, torch.float32: 1e-6}[dtype]
+    torch.testing.assert_close(losses, want_losses, rtol=near, atol=near)
+    torch.testing.assert_close(state, want, rtol=near, atol=near)
+
+
+def test_deterministic_mode_keeps_the_chains():
+    with spmd.deterministic():
+        *_, fused = trained(train_step, ADAMW, torch.float32, (4, 1), {}, [FusedUpdates()])
+    assert fused == 0
