@@ -29,8 +29,8 @@ from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 __all__ = [
-    "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "GlobalBatchNorm",
-    "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
+    "CPUOffloadPolicy", "ColwiseParallel", "ExpertParallel", "FSDPModule", "GlobalBatchNorm", "MixedPrecisionPolicy",
+    "OffloadPolicy", "ParallelStyle", "PipelineStage", "PrepareModuleInput", "PrepareModuleInputOutput",
     "PrepareModuleOutput", "ReadyPlan", "RowwiseParallel", "SequenceParallel", "UnshardHandle", "clip_grad_norm_",
     "context_parallel", "context_parallel_shard", "context_parallel_unshard", "data_parallel", "from_torch",
     "fully_shard", "linear_cross_entropy", "load_balancing_loss", "loss_parallel", "parallelize_module",
@@ -38,8 +38,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-_LATER = {"from_torch": "spmd.parallel.exchange", "to_torch": "spmd.parallel.exchange"}
-"""Where names are that are imported when they are first asked for: torch's own DTensor takes a second."""
+_LATER = {
+    "PipelineStage": "spmd.parallel.pipelines", "from_torch": "spmd.parallel.exchange",
+    "to_torch": "spmd.parallel.exchange",
+}  # fmt: skip
+"""Where names are that are imported when they are first asked for: torch's own DTensor and pipelines take a second."""
 
 
 def __getattr__(name: str):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 import spmd
 from spmd import DTensor
-from spmd.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+from spmd.parallel import ColwiseParallel, RowwiseParallel, data_parallel, fully_shard, parallelize_module
+from spmd.parallel import PipelineStage as OwnStage
+from spmd.parallel.data_parallel import _Gradients
+from spmd.parallel.fully_sharded.bucket import Bucket
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -32,8 +37,16 @@ def made() -> tuple[list[Part], torch.Tensor, torch.Tensor]:
     return parts, torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
 
 
-def trained(rank: int, name: str, how: str) -> tuple[int, dict[str, torch.Tensor], list[float]]:
-    """This rank's stage, its parameters after two steps of four micro-batches, and the losses at the last stage."""
+SENDERS = {"fully sharded": (Bucket, "reduced"), "data parallel": (_Gradients, "_send")}
+REDUCTIONS = {"fully sharded": (4, 1), "data parallel": (4, 1), "tensor parallel": (0, 0)}
+"""Of parameters' gradients in a step of four micro-batches: with torch's stage, and with ours."""
+
+
+def trained(
+    rank: int, schedule_name: str, how: str, is_own: bool
+) -> tuple[int, dict[str, torch.Tensor], list[float], int]:
+    """This rank's stage, its parameters after two steps of four micro-batches, the losses at the last stage, and how
+    many reductions of gradients a step had."""
     mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
     parts, x, y = made()
     at = mesh.get_local_rank("pp")
@@ -41,17 +54,19 @@ def trained(rank: int, name: str, how: str) -> tuple[int, dict[str, torch.Tensor
     if how == "tensor parallel":
         parallelize_module(part, mesh["inner"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     else:
-        fully_shard(part, mesh=mesh["inner"])
+        data_parallel(part, mesh["inner"]) if how == "data parallel" else fully_shard(part, mesh=mesh["inner"])
         x, y = (t.chunk(2)[mesh.get_local_rank("inner")] for t in (x, y))
     optimizer = torch.optim.AdamW(part.parameters(), 0.1)
-    stage = PipelineStage(part, at, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule = SCHEDULES[name](stage, n_microbatches=4, loss_fn=F.mse_loss)
+    stage = (OwnStage if is_own else PipelineStage)(part, at, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+    schedule = SCHEDULES[schedule_name](stage, n_microbatches=4, loss_fn=F.mse_loss)
     found: list[torch.Tensor] = []
     for _ in range(2):
         optimizer.zero_grad()
-        schedule.step(*([x] if at == 0 else []), **({"target": y, "losses": found} if at else {}))
+        kind, name = SENDERS.get(how, (Bucket, "reduced"))
+        with mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) as sent:
+            schedule.step(*([x] if at == 0 else []), **({"target": y, "losses": found} if at else {}))
         optimizer.step()
-    return at, {k: _whole(p) for k, p in part.state_dict().items()}, [x.item() for x in found]
+    return at, {k: _whole(p) for k, p in part.state_dict().items()}, [x.item() for x in found], sent.call_count
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
@@ -71,15 +86,21 @@ def alone() -> tuple[list[dict[str, torch.Tensor]], float]:
     return [part.state_dict() for part in parts], loss.item()
 
 
-@pytest.mark.parametrize("how", ["tensor parallel", "fully sharded"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_stage_of_a_pipeline_is_parallel_inside(name, how, gloo4):
+CASES = [
+    ("gpipe", "tensor parallel", False), ("1f1b", "tensor parallel", False), ("gpipe", "fully sharded", False),
+    ("1f1b", "fully sharded", True), ("gpipe", "fully sharded", True), ("1f1b", "data parallel", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, how, is_own", CASES)
+def test_a_stage_of_a_pipeline_is_parallel_inside(name, how, is_own, gloo4):
     want, loss = alone()
-    results = gloo4.run(trained, name, how)
-    for at, got, _ in results:
+    results = gloo4.run(trained, name, how, is_own)
+    for at, got, _, sent in results:
+        assert sent == REDUCTIONS[how][is_own]
         assert got.keys() == want[at].keys()
         for key, p in got.items():
             torch.testing.assert_close(p, want[at][key], rtol=1e-10, atol=1e-10)
-    last = [losses[-4:] for at, _, losses in results if at == 1]
+    last = [losses[-4:] for at, _, losses, _ in results if at == 1]
     assert len(last) == 2 and all(len(each) == 4 for each in last)
     assert sum(map(sum, last)) / 8 == pytest.approx(loss, rel=1e-10)

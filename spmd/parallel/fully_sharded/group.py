@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Group:
         self.has_passes_within: bool | None = None  # None: not seen yet
         self.looking: Any = None  # the handle of the hook that sees it
         self.postponed: list[Bucket] = []  # which wait for the passes within
-        self.inputs: Any = None  # the handle that tells when the gradients of the inputs are there
+        self.inputs: list[Any] = []  # the hooks that tell when the gradients of the inputs are there
 
     # ---- whole and sharded --------------------------------------------------------------------
     @property
@@ -147,8 +148,15 @@ class Group:
 
     def _expect_gradients_of(self, inputs: Any) -> None:
         found = [x for x in _torch.pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        if found and self.inputs is None:
-            self.inputs = torch.autograd.graph.register_multi_grad_hook(found, lambda _: self._finish_postponed())
+        left = set(range(len(found)))
+
+        def came(_: torch.Tensor, i: int) -> None:
+            left.discard(i)
+            if not left:
+                self._finish_postponed()
+
+        if found and not self.inputs:
+            self.inputs = [x.register_hook(partial(came, i=i)) for i, x in enumerate(found)]
 
     # ---- backward -----------------------------------------------------------------------------
     def before_backward(self, _: torch.Tensor) -> None:
@@ -211,9 +219,9 @@ class Group:
     def end_backward(self) -> None:
         """End what a backward pass has left: sums that wait, and groups whose parameters no gradient reached."""
         self._finish_postponed()
-        if self.inputs is not None:
-            self.inputs.remove()
-        self.in_backward, self.number, self.inputs = False, -1, None
+        for hook in self.inputs:
+            hook.remove()
+        self.in_backward, self.number, self.inputs = False, -1, []
         for bucket in self.buckets:
             bucket.kept = bucket.arriving = None
             bucket.shown = ()
