@@ -171,13 +171,13 @@ class _Bound:
 
     def _is_updated(self, node: fx.Node, at: int) -> bool:
         """Whether a fused update at this place has written into the node: its readers mean the new value."""
-        update = self._updates.get(node)
-        return update is not None and self.position[update] == at
+        return (node, at) in self._updates
 
     @cached_property
-    def _updates(self) -> Mapping[fx.Node, fx.Node]:
-        """The fused update of each operand that one writes into."""
-        return {n.args[i]: n for n in self.graph.nodes if n.target is adamw_ for i in WRITTEN}
+    def _updates(self) -> frozenset[tuple[fx.Node, int]]:
+        """The operands that fused updates write into, each with the place of the update."""
+        updates = [n for n in self.graph.nodes if n.target is adamw_]
+        return frozenset((n.args[i], self.position[n]) for n in updates for i in WRITTEN)
 
     @cached_property
     def _is_owned(self) -> Mapping[fx.Node, bool]:

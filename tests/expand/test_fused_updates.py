@@ -20,6 +20,10 @@ def train_step(model, optimizer, x):
     return loss.detach()
 
 
+def two_steps(model, optimizer, x):
+    return train_step(model, optimizer, x), train_step(model, optimizer, x)
+
+
 def averaged_step(model, optimizer, x):
     """Reads the old parameters after the update."""
     old = [p.detach().clone() * 1 for p in model.parameters()]
@@ -55,13 +59,14 @@ SPLIT = {"params": {"0.weight": {"tp": Shard(0)}, "0.bias": {"tp": Shard(0)}, "2
         (train_step, ADAM, torch.float32, (4, 1), SHARDED),  # rows that 4 ranks do not divide
         (train_step, FOREACH, torch.float64, (4, 1), {}),
         (averaged_step, ADAMW, torch.float64, (4, 1), {}),
+        (two_steps, ADAMW, torch.float64, (4, 1), {}),
     ],
-    ids=["AdamW", "Adam in shards", "foreach", "old values read"],
+    ids=["AdamW", "Adam in shards", "foreach", "old values read", "twice"],
 )
 def test_fused_updates_train_as_chains_do(step, make, dtype, shape, said):
     losses, state, fused = trained(step, make, dtype, shape, said, [FusedUpdates()])
     want_losses, want, none = trained(step, make, dtype, shape, said, [])
-    assert fused == 4 and none == 0
+    assert fused == (8 if step is two_steps else 4) and none == 0
     near = {torch.float64: 1e-14, torch.float32: 1e-6}[dtype]
     torch.testing.assert_close(losses, want_losses, rtol=near, atol=near)
     torch.testing.assert_close(state, want, rtol=near, atol=near)

@@ -75,10 +75,10 @@ def fused(program: Program) -> Noted:
     if deterministic.is_on():
         return Noted(program, left=(f"{len(_chains(program.graph))} updates: deterministic mode keeps the bits",))
     program = copied(program)
-    chains = _chains(program.graph)
-    for end, found in chains.items():
-        _replace(program.graph, end, found)
-    return Noted(program, (f"{len(chains)} updates are one op each",))
+    ends = list(_chains(program.graph))
+    for end in ends:
+        _replace(program.graph, end, _chain(end))  # asked again: what it reads may be the result of another update
+    return Noted(program, (f"{len(ends)} updates are one op each",))
 
 
 def _chains(graph: fx.Graph) -> dict[fx.Node, dict[str, Any]]:
