@@ -492,19 +492,19 @@ WINDOWS: dict[str, tuple[Callable, tuple[int, ...] | None]] = {
     "conv2d, stride 2": (lambda x, w: F.conv2d(x, w, stride=2, padding=1), (4, 3, 3, 3)),
     "conv2d, dilated": (lambda x, w: F.conv2d(x, w, padding=2, dilation=2), (4, 3, 3, 3)),
     "conv2d, by channel": (lambda x, w: F.conv2d(x, w, padding=1, groups=3), (3, 1, 3, 3)),
-    "max_pool2d": (lambda x, w: F.max_pool2d(x, 3, stride=1, padding=1) * w.sum(), (1,)),
-    "avg_pool2d": (lambda x, w: F.avg_pool2d(x, 2, stride=2, ceil_mode=True) * w.sum(), (1,)),
-    "unfold": (lambda x, w: x.unfold(2, min(2, x.shape[2]), 1) * w.sum(), (1,)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 3, stride=1, padding=1), None),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2, stride=2, ceil_mode=True), None),
+    "unfold": (lambda x: x.unfold(2, min(2, x.shape[2]), 1), None),
 }
 
 
-def windowed(fn: Callable, shape: tuple[int, ...], world: World) -> Step:
+def windowed(fn: Callable, shape: tuple[int, ...] | None, world: World) -> Step:
     """Images: batch over dp and rep, rows over the last axis."""
     batch = world.size(world.shape[0]) if len(world.shape) > 1 else 2
     x = world.place(world.draw("image", batch, 3, world.ax, 4), dp=0, ax=2).requires_grad_()
-    w = world.place(world.draw("kernel", *shape)).requires_grad_()
-    out = fn(x, w)
-    return {"out": whole(out)} | stepped((out * out.detach().cos()).sum(), {"x": x, "w": w})
+    leaves = {"x": x} | ({"w": world.place(world.draw("kernel", *shape)).requires_grad_()} if shape else {})
+    out = fn(*leaves.values())
+    return {"out": whole(out)} | stepped((out * out.detach().cos()).sum(), leaves)
 
 
 # ---- all --------------------------------------------------------------------------------------
