@@ -47,7 +47,7 @@ def test_each_pass_and_every_pair_is_verified(program):
     for names in [(a,) for a in PASSES] + list(itertools.permutations(PASSES, 2)) + [("schedule", "schedule")]:
         after = with_passes(program, checked_passes(names))
         assert [r.name for r in after.reports] == list(names)
-        assert all(r.same_bits != (r.name == "chunks") for r in after.reports)
+        assert all(r.same_bits != (r.name in ("chunks", "fused_updates")) for r in after.reports)
         assert sum(c.nbytes for c in after.collectives) == sum(c.nbytes for c in program.collectives)
     after.memory()  # it is bound, and the code of the rank is verified
     assert str(program) == text
@@ -79,9 +79,10 @@ def trained(passes):
 
 
 def test_results_are_the_same_to_the_bit():
-    """A training with all passes and with none, on simulated ranks."""
+    """A training with all passes and with none, on simulated ranks; but for fused updates, whose kernel rounds."""
+    names = tuple(name for name in PASSES if name != "fused_updates")[::-1]
     for (*alone, _), (*passed, reports) in zip(
-        ways.on_ranks(lambda: trained(()), 4), ways.on_ranks(lambda: trained(tuple(PASSES)[::-1]), 4), strict=True
+        ways.on_ranks(lambda: trained(()), 4), ways.on_ranks(lambda: trained(names), 4), strict=True
     ):
         assert {"buckets", "overlap"} <= {r.name for r in reports if r.taken}
         assert ways.same(alone, passed)
