@@ -52,7 +52,7 @@ def test_shards_are_cast_before_they_are_gathered(reduce_dtype, sent):
     model = seeded(Odd)
     x = torch.zeros(4, 4, dtype=torch.int64)
     policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-    said = {"fully_shard": "dp", "mixed_precision": policy}
+    said = {"fully_shard": "dp", "mixed_precision": policy, "passes": ()}
     program = planned(plain_step, model, optim.AdamW(model.parameters()), {"dp": 2}, (x, x), **said)
     assert {c.spec.dtype for c in program.collectives if c.kind == "all_gather"} == {torch.bfloat16}
     assert {c.spec.dtype for c in program.collectives if c.kind == "reduce_scatter"} == {sent}
