@@ -423,7 +423,7 @@ class _Expander:
             self.local[node] = value
         elif node in self.choice.held:
             spec = self._spec(node)
-            self.local[node] = self.move(self._current(node), plan(spec, placed(spec, self.choice.held[node])))
+            self.local[node] = self.move(self._current(node), plan(spec, self.choice.spec_of(node, spec)))
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:

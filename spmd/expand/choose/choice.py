@@ -1,6 +1,6 @@
 """What a choice for a program says, and how the expander follows it.
 
-    Choice({linear: Pin((row on dp, row on tp))}, {grad: (Shard(0), Replicate())})
+    Choice({linear: Pin((row on dp, row on tp))}, {grad: f32[8@dp, 16]})
 
 A choice names rows and not specs, because specs follow from what really flows: the order of axes on a dim and the units
 of shards are those of the operands. Where a row is not right for what flows, the op is lowered by itself.
@@ -57,10 +57,17 @@ class Pin:
 @dataclass(frozen=True)
 class Choice:
     """pins: how ops run; an op without a pin is lowered by itself. held: values that are moved as soon as they are
-    made, with the placements that all their readers meet."""
+    made, with the specs in which all their readers meet them."""
 
     pins: dict[fx.Node, Pin] = field(default_factory=dict)
-    held: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    held: dict[fx.Node, Spec] = field(default_factory=dict)
+
+    def spec_of(self, node: fx.Node, made: Spec) -> Spec:
+        """Where a value is held that is made so. Nothing is owed there that was not owed before, and axes that shard a
+        dim in an order of their own keep it, unless another one was chosen."""
+        held = self.held[node]
+        dims = [own if sorted(own) == list(new) else new for own, new in zip(made.dims, held.dims, strict=True)]
+        return made.moved_to(dims, held.units, [each for each in held.partial if each in made.partial])
 
 
 BY_OP = Choice()

@@ -221,6 +221,15 @@ class Choosers:
     def _outs(self, chooser: Chooser) -> list[Layouts | None]:
         return chooser.op.outs if chooser.op else [self.layouts(v) for v in chooser.cell.writes]
 
+    def admit_orders(self) -> None:
+        """Let several axes shard a dim in an order that is given for a dim of this size: what is computed from a tensor
+        has the order of its axes, as a product with a weight and the sum of a gradient."""
+        known = list(self.kinds.values())
+        given = dict.fromkeys([each for layouts in known for each in layouts.reordered_dims])
+        for layouts in known:
+            for size, order in given:
+                layouts.admit_order(size, order)
+
     def find_options(self, choosers: Sequence[Chooser]) -> None:
         """The options of all classes; those that choose from the same share them."""
         known = list(self.kinds.values())

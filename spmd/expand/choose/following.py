@@ -10,6 +10,7 @@ be moved. A reader does not take the shards for terms of a sum either: that sum 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 
 from torch import fx
 
@@ -64,8 +65,15 @@ class Following:
                 yield node, given[node]
 
     def may_take(self, row: Row, operands: Sequence[fx.Node]) -> bool:
-        """Whether a reader may have its operands so."""
-        return not any(p.is_partial() for p, n in zip(row.ins, operands, strict=True) if n in self.of)
+        """Whether a reader may have its operands so. What is smaller than another operand may be a term of a sum, as a
+        bias that is added to a product: the sum is of the other one's size, and owed by it, too."""
+        most = max([_size(n) for n in operands], default=0)
+        terms = [n for p, n in zip(row.ins, operands, strict=True) if p.is_partial()]
+        return not any(n in self.of and _size(n) == most for n in terms)
+
+
+def _size(node: fx.Node) -> int:
+    return prod(node.meta["val"].shape)
 
 
 def _follows(node: fx.Node, operand: fx.Node) -> bool:

@@ -101,9 +101,21 @@ class Layouts:
         return found
 
     @property
+    def reordered_dims(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The sizes of dims that axes shard in an order that is not that of the mesh, with these orders."""
+        return [(spec.shape[d], axes) for spec in self.extra
+                for d, axes in enumerate(spec.dims) if list(axes) != sorted(axes)]  # fmt: skip
+
+    def admit_order(self, size: int, order: tuple[int, ...]) -> None:
+        """Let these axes shard the dims of this size in this order, where some row shards them."""
+        for d, n in enumerate(self.shape):
+            if n == size and Shard(d) in self.alphabet:
+                self.admit(self._bare.with_layout([order if k == d else () for k in range(len(self.shape))]))
+
+    @property
     def orders(self) -> list[tuple[int, ...]]:
         """The orders of axes on a dim that are not that of the mesh."""
-        return list(dict.fromkeys(axes for spec in self.extra for axes in spec.dims if list(axes) != sorted(axes)))
+        return list(dict.fromkeys(order for _, order in self.reordered_dims))
 
     @property
     def packings(self) -> list[Packing]:

@@ -73,6 +73,7 @@ class Model:
 
         for value, spec in self.following.reordered(self.sources, lambda *of: lower(self.ways.call(*of)[0]).outs[0]):
             self.ways.layouts(value).admit(spec)
+        self.ways.admit_orders()
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that update read a parameter that is stored elsewhere; else nothing."""
@@ -125,7 +126,7 @@ class Model:
         for value, group in parts:
             if value.kind in held:
                 self.holds.append((len(values), group))
-                value = replace(value, held=value.costs)
+                value = replace(value, held=self._costs_to_hold(value.costs, group))
             values.append(value)
         return Problem(self.work, values, self.count)
 
@@ -197,6 +198,12 @@ class Model:
         ends += sum(end.variable == FIXED for end in value.readers)
         free = value.maker.variable != FIXED and group.members[0].value not in self.following
         return free and ends > 1 and self._may_owe(self._layouts_of(group), value.maker)
+
+    def _costs_to_hold(self, costs: np.ndarray, group: Group) -> np.ndarray:
+        """The costs from where a value is made to where it is held: as it is made, or with nothing owed. A program with
+        part of the sums reduced sends more, because there what one reader has reduced is there for all that follow."""
+        owed = np.array([bool(spec.partial) for spec in self._layouts_of(group).specs])
+        return np.where(owed & ~np.eye(len(costs), dtype=bool), np.inf, costs)
 
     def _layouts_of(self, group: Group) -> Layouts:
         return self.ways.layouts(group.members[0].value)
@@ -275,8 +282,7 @@ class Model:
         held = {}
         for v, group in self.holds:
             spec = self._layouts_of(group).specs[self.problem.values[v].held_at(x)]
-            if not spec.partial:
-                held |= dict.fromkeys([member.value for member in group.members], spec.placements)
+            held |= dict.fromkeys([member.value for member in group.members], spec)
         return Choice(pins, held)
 
     def _pins(self, chooser: Chooser, option: int) -> list[Pin]:

@@ -22,6 +22,7 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.call import Call
 from spmd.tensor.lower.price import fullest
 from spmd.tensor.placement import Placement, Shard
+from spmd.tensor.recipes import RECIPES
 from spmd.tensor.rules.rule import Row
 
 
@@ -143,6 +144,8 @@ def rows_worth_taking(op: Op, rows: Sequence[Row], mesh: DeviceMesh) -> list[Row
 def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofline) -> Options:
     """All combinations of one way for each axis."""
     digits = np.indices([len(each) for each in ways]).reshape(len(ways), -1) if ways else np.zeros((0, 1), int)
+    if op.call is not None and op.call.op in RECIPES:
+        digits = digits[:, _go_together(ways, digits)]
     n = digits.shape[1]
 
     def numbers(layouts: Layouts, of: Callable[[Row], Placement]) -> np.ndarray:
@@ -161,6 +164,16 @@ def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofl
     for each, d in zip(ways, digits, strict=True):
         us = us + np.array([w.us for w in each])[d]
     return Options([numbers(*each) for each in ins], [numbers(*each) for each in outs], us, ways, digits, [None] * n)
+
+
+def _go_together(ways: list[list[Way]], digits: np.ndarray) -> np.ndarray:
+    """The combinations that a recipe runs by: for what arrives on one axis it takes no terms of a sum on another."""
+    arrives = takes_terms = np.zeros(digits.shape[1], bool)
+    for each, d in zip(ways, digits, strict=True):
+        arrives = arrives | np.array([w.arrives for w in each])[d]
+        terms = [not w.arrives and any(p.is_partial() for p in w.row.ins) for w in each]
+        takes_terms = takes_terms | np.array(terms)[d]
+    return ~(arrives & takes_terms)
 
 
 def _work(op: Op, ins, outs, ways, digits, axes, roofline: Roofline) -> np.ndarray:

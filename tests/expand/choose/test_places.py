@@ -10,7 +10,9 @@ from torch import nn
 
 import spmd
 from spmd import FullyShard, Shard
+from spmd.expand.choose.choice import Choice
 from spmd.expand.choose.price import program_cost
+from spmd.tensor.spec import parse_spec
 from tests.expand.places.trained import check, train_step
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -55,6 +57,33 @@ def test_few_words_are_moved_to_the_weights():
     few, by_op = program(16), program(16, "op")
     assert gathers(few) == 0 < gathers(by_op)
     assert sum(c.nbytes for c in few.collectives) < sum(c.nbytes for c in by_op.collectives) / 4
+
+
+def test_what_is_computed_from_a_weight_has_the_order_of_its_axes():
+    """Few words come to weights that tp and then dp share out, and the gradients of weights and biases are made where
+    they go. The bias that is added to what is owed is a term of it, and so nothing but the result is reduced."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 64))
+    params = {"model.0.*": {"tp": Shard(0)}, "model.2.weight": {"tp": Shard(1)}}
+    said = {"fully_shard": "dp", "params": params, "inputs": {"x": {"dp": Shard(0)}}}
+    step = spmd.compile(step_of, mesh, choose="program", bucket_mb=None, **said)
+    found = step.program_for(model, torch.optim.SGD(model.parameters(), 0.1), torch.randn(64, 64))
+    assert [(c.kind, c.axis) for c in found.collectives] == [("all_gather", "dp"), ("all_reduce", "dp,tp")]
+    assert program_cost(found).us == pytest.approx(found.certificate.solved)
+
+
+def test_values_are_held_as_they_are_chosen():
+    """A value that owes sums may be held with a part of them; where less is owed than was foreseen no more is."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    node = torch.fx.Graph().placeholder("x")
+
+    def held(made: str, of: str) -> str:
+        return str(Choice(held={node: parse_spec(of, mesh)}).spec_of(node, parse_spec(made, mesh)))
+
+    assert held("f32[8, 8] +sum@dp +sum@tp", "f32[8, 8] +sum@tp") == "f32[8, 8] +sum@tp"
+    assert held("f32[8, 8] +sum@dp", "f32[8, 8@dp] +sum@tp") == "f32[8, 8@dp]"
+    assert held("f32[8@tp,dp, 8]", "f32[8@dp,tp, 8]") == "f32[8@tp,dp, 8]"
+    assert held("f32[8, 8] +sum@dp +sum@tp", "f32[8@tp,dp, 8]") == "f32[8@tp,dp, 8]"
 
 
 def test_what_is_kept_is_priced_once():
