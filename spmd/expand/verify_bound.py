@@ -21,7 +21,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.comm import Transport
-from spmd.expand.passes.aliasing import Memory, base_of, memory_of, written_into
+from spmd.expand.passes.aliasing import Memory, base_of, may_alias_operand, memory_of, written_into
 from spmd.expand.verify import ProgramFault
 from spmd.tensor.recipes.updates import WRITTEN, adamw_
 from spmd.tensor.redistribute.all_ranks import of_rank
@@ -187,9 +187,12 @@ class _Bound:
     def reads(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node]]]:
         """For each node with memory of its own: the reads of this memory, as (reader, operand)."""
         found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
+        bases: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            for operand in node.all_input_nodes:
-                found.setdefault(base_of(operand), []).append((node, operand))
+            operands = node.all_input_nodes
+            bases[node] = bases[operands[0]] if operands and may_alias_operand(node) else node
+            for operand in operands:
+                found.setdefault(bases[operand], []).append((node, operand))
         return found
 
     @cached_property

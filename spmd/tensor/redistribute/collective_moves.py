@@ -10,6 +10,7 @@ moves send blocks as they are. If all that the ranks of a group would send is em
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -296,12 +297,12 @@ class ReduceScatter(_Reduction):
         """What this rank sends: a row for each rank."""
         pieces, row = self._pieces(ctx), self.row(ctx)
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
-        marked = wire.marks_nan(ctx.before.dtype, op)
-        if marked or any(volume(piece) != row for piece in pieces):
-            rows = [_padded(cut(x, ctx.shape_before(), [piece]), volume(piece), row) for piece in pieces]
-            flat = torch.cat([wire.with_marks(r, ctx.before.dtype, op) for r in rows] if marked else rows, 0)
+        shape = ctx.shape_before()
+        if wire.marks_nan(ctx.before.dtype, op):
+            rows = [_padded(cut(x, shape, [piece]), volume(piece), row) for piece in pieces]
+            flat = torch.cat([wire.with_marks(r, ctx.before.dtype, op) for r in rows], 0)
         else:
-            flat = cut(x, ctx.shape_before(), pieces)
+            flat = _rows(x, shape, pieces, row)
         return _cast(flat, ctx.before.dtype, dtype).contiguous()
 
     def sent(self, flat, row: int, ctx: MoveContext):
@@ -404,6 +405,22 @@ def from_wire(y, dtype: torch.dtype):
 
 def _cast(x, has: torch.dtype, wanted: torch.dtype):
     return x if has is wanted else x.to(wanted)
+
+
+def _rows(x, shape: Sequence[int], pieces: Sequence[Box], row: int):
+    """A row of this length for each piece of a tensor of this shape, one behind the other.
+
+    Ranks may be many more than a dim is long: the whole rows in front are cut at once, and the empty ones behind are
+    padding of the last one.
+    """
+    sizes = [volume(piece) for piece in pieces]
+    whole = next((i for i, size in enumerate(sizes) if size != row), len(sizes))
+    filled = max(i + 1 for i, size in enumerate(sizes) if size)
+    parts = [_padded(cut(x, shape, [pieces[i]]), sizes[i], row) for i in range(whole, filled)]
+    if whole:
+        parts.insert(0, cut(x, shape, pieces[:whole]))
+    flat = torch.cat(parts, 0) if len(parts) > 1 else parts[0]
+    return _padded(flat, filled * row, len(pieces) * row)
 
 
 def _padded(flat, size: int, to: int):
