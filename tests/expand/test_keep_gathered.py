@@ -9,6 +9,7 @@ from torch import nn, optim
 import spmd
 from spmd import FullyShard, Program, Shard
 from spmd.expand.passes.keep_gathered import gathered_bytes, keep_gathered
+from spmd.expand.passes.passes import Buckets
 from tests.expand.places.trained import check, plain_step, train_step
 
 WIDTH, LAYERS = 16, 4
@@ -47,7 +48,8 @@ def program(reshard: bool | str, wide: int = 1) -> Program:
     mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     over = {"dp": Shard(0)}
     said = FullyShard("dp", 3, reshard)
-    compiled = spmd.compile(step, mesh, inputs={"x": over, "y": over}, fully_shard=said)
+    sums = "numbers_late", Buckets(25.0, 1.0, ("all_reduce",))  # `gathered_bytes` knows no buckets of gathers
+    compiled = spmd.compile(step, mesh, inputs={"x": over, "y": over}, fully_shard=said, passes=sums)
     return compiled.program_for(model, optim.SGD(model.parameters(), 0.1), *batch)
 
 

@@ -365,7 +365,7 @@ class _Scheduler:
         for _, c in heapq.nsmallest(MOST_BEFORE_LAUNCH, stream.ready):
             if self.is_done[c] or self._arrival(c) > self.clock:  # what it reads is still on its way
                 continue
-            if self.room.has(self.at, self.rank[c], self.tasks[c].makes):
+            if self.room.has(self.at, self.rank[c], self._brings(c)):
                 return c
         return None
 
@@ -375,8 +375,12 @@ class _Scheduler:
         start, c = stream.early[stream.next]
         if start + late > until:
             return None
-        makes = self.tasks[c].makes + sum([self.tasks[i].makes for i in self.preludes[c] if not self.is_done[i]])
+        makes = self._brings(c) + sum([self.tasks[i].makes for i in self.preludes[c] if not self.is_done[i]])
         return c if self.room.has(self.at, self.rank[c], makes) else None
+
+    def _brings(self, c: int) -> int:
+        """The bytes that come by a collective: its own, or those of the tensors that are cut out of it."""
+        return self.tasks[c].makes + sum([self.tasks[i].makes for i in self.pieces.get(c, ())])
 
     def _launch(self, c: int) -> None:
         if self.is_done[c]:
@@ -387,7 +391,7 @@ class _Scheduler:
         self._wait(c)
         task = self.tasks[c]
         if self.rank[c] > self.at:
-            self.room.take(self.at, self.rank[c], task.makes)
+            self.room.take(self.at, self.rank[c], self._brings(c))
         self.clock += task.us
         stream = self.streams[task.sends.stream]
         start = max(self.clock, stream.free)

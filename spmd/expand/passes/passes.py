@@ -128,6 +128,11 @@ class Chunks:
         return chunked(program, self.pieces)
 
 
+TOGETHER = (KINDS, tuple([kind for kind in KINDS if kind != "reduce_scatter"]))
+"""What `Overlap` sends in buckets; the second where the first does not fit into the memory, since the terms of
+reductions wait beside what was gathered."""
+
+
 @dataclass(frozen=True)
 class Overlap:
     """Buckets and a schedule together, or a schedule alone: whichever is the fastest within the memory.
@@ -145,9 +150,12 @@ class Overlap:
             return program
         work = program.work
         limit = max(work.memory(range(len(work.tasks)))) if self.memory is None else self.memory
-        late = compute_numbers_late(program)
-        packed = bucketed(late, own=late is not program)
-        together = best_order(packed.work, limit)
+        for kinds in TOGETHER:
+            late = compute_numbers_late(program)
+            packed = bucketed(late, kinds=kinds, own=late is not program)
+            together = best_order(packed.work, limit)
+            if together is not None:
+                break
         if together is None or together.us > bound_us(work) * (1 + NO_DIFFERENCE):
             alone = best_order(work, limit)
             if alone is not None and (together is None or alone.us < together.us * (1 - NO_DIFFERENCE)):
@@ -201,8 +209,9 @@ def _checked(one: Pass | str) -> Pass:
 def usual_passes(device_type: str, bucket_mb: float | None, keeps_memory: bool = False) -> tuple[Pass, ...]:
     """The passes where none are given. keeps_memory: whether they may not need more memory than the program as it came.
 
-    Where a device sends beside its computing, buckets and order are chosen by the replay. Elsewhere all-reduces are
+    Where a device sends beside its computing, buckets and order are chosen by the replay. On the CPU all-reduces are
     sent in buckets, and so are the gathers and reduce-scatters of parameters in shards as far as there is memory.
+    Updates are fused by name only: where a gradient is next to nothing, Adam makes a whole step of a rounding.
     """
     if bucket_mb is None:
         return ()

@@ -122,7 +122,8 @@ class Prices:
         on_links = max(0.0, parts.sent - step.latency_over(self.topology))
         links = tuple((level, share * on_links) for level, share in shares)
         after = sum([s.local_nbytes for s in (step.after if isinstance(step, Bucket) else (step.after,))])
-        packed, joined = step.nbytes if parts.packed else 0, after if parts.joined else 0
+        cut = parts.joined or (isinstance(step, Bucket) and step.copies_out)
+        packed, joined = step.nbytes if parts.packed else 0, after if cut else 0
         return Sending(stream, parts.sent, links, parts.joined, step.nbytes, packed, joined)
 
 

@@ -233,7 +233,7 @@ def _shows_operand(node: fx.Node) -> bool:
     """Whether the result has the memory of its first operand."""
     op = node.target
     if op is operator.getitem:
-        return _is_piece(node) or _shows_operand(node.args[0])
+        return not node.args[0].target.copies_out if _is_piece(node) else _shows_operand(node.args[0])
     if isinstance(op, Step):
         return op.move.kind == "view"
     return isinstance(op, _torch.OpOverload) and (_torch.is_view(op) or op in SAFE_LOCALLY.values())
@@ -242,6 +242,8 @@ def _shows_operand(node: fx.Node) -> bool:
 def _made(node: fx.Node) -> int:
     """The bytes of the results of a node on the first rank."""
     if isinstance(node.target, Bucket):
+        if node.target.copies_out:  # what is cut out of it stands for its part of the bucket before
+            return 0
         return sum([step.after.local_nbytes for step in node.target.steps])
     specs = node.meta.get("spec")
     return sum([s.local_nbytes for s in (specs if isinstance(specs, tuple) else (specs,)) if isinstance(s, Spec)])

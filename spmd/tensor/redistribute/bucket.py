@@ -71,6 +71,11 @@ class Bucket:
         return sum(step.nbytes for step in self.steps)
 
     @property
+    def copies_out(self) -> bool:
+        """Whether its tensors are copied out of what comes, so that each has memory of its own."""
+        return isinstance(self.steps[0].move, AllGather)
+
+    @property
     def tensors(self) -> int:
         return len(self.steps)
 
