@@ -415,7 +415,7 @@ def _rows(x, shape: Sequence[int], pieces: Sequence[Box], row: int):
     """
     sizes = [volume(piece) for piece in pieces]
     whole = next((i for i, size in enumerate(sizes) if size != row), len(sizes))
-    filled = max(i + 1 for i, size in enumerate(sizes) if size)
+    filled = max((i + 1 for i, size in enumerate(sizes) if size), default=whole)
     parts = [_padded(cut(x, shape, [pieces[i]]), sizes[i], row) for i in range(whole, filled)]
     if whole:
         parts.insert(0, cut(x, shape, pieces[:whole]))

@@ -95,7 +95,7 @@ def test_new_values_have_the_places_of_their_parameters(level, gathers):
     check({"dp": 2}, OPTIMIZERS["sgd"], two_updates, 2, fully_shard=FullyShard("dp", level))
     model = seeded(Odd)
     batch = torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
-    said = {"fully_shard": FullyShard("dp", level)}
+    said = {"fully_shard": FullyShard("dp", level), "bucket_mb": None}
     program = planned(two_updates, model, optim.SGD(model.parameters(), 0.1), {"dp": 2}, batch, **said)
     found = [c for c in program.collectives if c.kind == "all_gather" and c.spec.shape == (10, 6)]
     assert len(found) == gathers
