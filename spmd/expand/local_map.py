@@ -34,6 +34,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.comm import wait
+from spmd.expand.nodes import is_collective
 from spmd.mesh import DeviceMesh, as_rank
 from spmd.mesh.rank import simulated_by
 from spmd.tensor.annotations.block_function import (
@@ -392,7 +393,7 @@ def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> tuple[fx.Gra
             leaves = [x.requires_grad_(want) for x, want in zip(wrapped, wants, strict=False)]
             out = _tensors(call(leaves)[0])
             _check_result_shapes(op, at, out)
-            sent.extend(n for n in _torch.proxy_mode().tracer.graph.nodes if _is_collective(n))
+            sent.extend(n for n in _torch.proxy_mode().tracer.graph.nodes if is_collective(n))
             grads = _gradients(op, leaves, out, wrapped[len(blocks) :]) if with_gradients else []
         if any(_torch.from_functional(x) is not b for x, b in zip(wrapped, blocks, strict=False)):
             raise RuntimeError(f"{fn}: writes into its argument; in a compiled step let it return the new value")
@@ -406,10 +407,6 @@ def _trace(op: LocalMapOp, at: Coordinate, with_gradients: bool) -> tuple[fx.Gra
             for shape, s in zip(shapes, op.cotangents, strict=False)
         ]
         return make_fx(run, tracing_mode="fake")(blocks, cotangents), sent
-
-
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _check_result_shapes(op: LocalMapOp, at: Coordinate, out: list[torch.Tensor]) -> None:

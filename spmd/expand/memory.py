@@ -26,7 +26,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.nodes import LINE
+from spmd.expand.nodes import LINE, is_collective
 from spmd.expand.passes.aliasing import may_alias_operand
 from spmd.tensor.call import READS_VALUE
 from spmd.tensor.recipes.random import Draw
@@ -193,19 +193,15 @@ class _Replay:
         """The name and the kind of memory that a node makes."""
         if node.op == "get_attr":
             return node.name, "constant"
-        return self.inputs.get(node) or (node.name, "sent" if may_send(node) or _is_overwritten(node) else "activation")
-
-
-def may_send(node: fx.Node) -> bool:
-    """Whether the node launches a collective, or waits for one."""
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+        sent = is_collective(node) or _is_overwritten(node)
+        return self.inputs.get(node) or (node.name, "sent" if sent else "activation")
 
 
 def _is_overwritten(node: fx.Node) -> bool:
     """Whether a collective writes its result into the memory of the node: what waits to be sent is sent memory, too."""
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if may_send(user):
+        if is_collective(user):
             return _torch.writes_first(user.target)
         if not may_alias_operand(user):
             return False
@@ -223,6 +219,6 @@ def _last_reads(graph: fx.Graph, holds_operands: bool) -> dict[fx.Node, list[fx.
     for node in graph.nodes:
         if node.op.startswith("call"):
             readers = [node, *node.users]
-            readers += [wait for user in node.users if holds_operands and may_send(user) for wait in user.users]
+            readers += [wait for user in node.users if holds_operands and is_collective(user) for wait in user.users]
             found.setdefault(max(readers, key=order.__getitem__), []).append(node)
     return found

@@ -70,6 +70,11 @@ def graph_copied(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node of a rank's graph calls a functional collective, or waits for one."""
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
 def read_instead(new: Mapping[fx.Node, fx.Node]) -> None:
     """Let the readers of nodes read others. Each reader is written once: an output of many values is read by many."""
     for reader in dict.fromkeys(user for node in new for user in node.users):

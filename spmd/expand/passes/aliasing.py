@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.nodes import is_collective
 from spmd.tensor.recipes.updates import adamw
 
 UNDECLARED_ALIASES = {torch.ops.aten._unsafe_view.default}
@@ -45,7 +46,7 @@ def _may_alias(op: _torch.OpOverload) -> bool:
 
 def may_read_operand(node: fx.Node) -> bool:
     """Whether the result may share memory with an operand, or still read it, as a collective does until its wait."""
-    return may_alias_operand(node) or getattr(node.target, "namespace", "") == "_c10d_functional"
+    return may_alias_operand(node) or is_collective(node)
 
 
 def base_of(node: fx.Node) -> fx.Node:
