@@ -70,15 +70,16 @@ TENSORS, NUMBERS = ("p", "g", "m", "v", "step"), ("lr", "beta1", "beta2", "eps",
 
 def fused(program: Program) -> Noted:
     """The same program with its updates fused, and how many."""
-    if program.mesh.device_type != "cpu" or not _chains(program.graph):
+    many = len(_chains(program.graph)) if program.mesh.device_type == "cpu" else 0
+    if not many:
         return Noted(program)
     if deterministic.is_on():
-        return Noted(program, left=(f"{len(_chains(program.graph))} updates: deterministic mode keeps the bits",))
+        return Noted(program, left=(f"{many} updates: deterministic mode keeps the bits",))
     program = copied(program)
     ends = list(_chains(program.graph))
     for end in ends:
         _replace(program.graph, end, _chain(end))  # asked again: what it reads may be the result of another update
-    return Noted(program, (f"{len(ends)} updates are one op each",))
+    return Noted(program, (f"{many} updates are one op each",))
 
 
 def _chains(graph: fx.Graph) -> dict[fx.Node, dict[str, Any]]:

@@ -80,8 +80,19 @@ class Schedule:
         return schedule(program, self.memory)
 
 
+class _Noting:
+    """A pass that says what it did, and what it left alone."""
+
+    def __call__(self, program: Program) -> Program:
+        return self.noted(program).program
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and what was done."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class FewerMoves:
+class FewerMoves(_Noting):
     """Leaves out what is moved twice, back and forth, round about, or for nobody.
 
     reductions: whether an all-reduce may become a reduce-scatter, say, which may add up in another order.
@@ -95,16 +106,13 @@ class FewerMoves:
     def same_bits(self) -> bool:
         return not self.reductions
 
-    def __call__(self, program: Program) -> Program:
-        return self.noted(program).program
-
     def noted(self, program: Program) -> Noted:
         """The program, and what was done."""
         return fewer_moves(program, self.reductions)
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(_Noting):
     """Cuts products and the collectives beside them into pieces that overlap, where the replay says it pays.
 
     pieces: how many are tried; one takes backward products apart. Each row is made of what it was made of, but the
@@ -119,9 +127,6 @@ class Chunks:
     def __post_init__(self) -> None:
         if not self.pieces or min(self.pieces) < 1:
             raise ValueError(f"{self}: give the numbers of pieces that are tried, such as (2, 4), each at least 1")
-
-    def __call__(self, program: Program) -> Program:
-        return self.noted(program).program
 
     def noted(self, program: Program) -> Noted:
         """The program, and what was cut."""
@@ -164,15 +169,12 @@ class Overlap:
 
 
 @dataclass(frozen=True)
-class FusedUpdates:
+class FusedUpdates(_Noting):
     """Makes one op of the chain that updates a parameter, where there is a kernel for it: AdamW and Adam on the CPU."""
 
     name: ClassVar[str] = "fused_updates"
     same_bits: ClassVar[bool] = False
     judged: ClassVar[bool] = True
-
-    def __call__(self, program: Program) -> Program:
-        return self.noted(program).program
 
     def noted(self, program: Program) -> Noted:
         """The program, and how many updates were fused."""
@@ -230,7 +232,7 @@ def with_passes(program: Program, passes: Sequence[Pass]) -> Program:
 
 def _after(program: Program, one: Pass) -> Program:
     name = getattr(one, "name", getattr(one, "__name__", type(one).__name__))
-    noted = one.noted(program) if hasattr(one, "noted") else Noted(one(program))
+    noted = one.noted(program) if isinstance(one, _Noting) else Noted(one(program))
     new = noted.program
     if not isinstance(new, Program):
         raise TypeError(f"the pass {name} returned a {type(new).__name__}, and must return a Program")
