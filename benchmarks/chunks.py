@@ -15,50 +15,23 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-import torch.nn.functional as F
 from _table import table
-from torch import nn
+from step_parts import train_step
 
 import spmd
 from spmd import MeshTopoInfo, Shard
 from spmd.expand.passes.passes import Chunks, Schedule, with_passes
 from spmd.mesh.layout import HostGrid
+from tests.expand.test_chunks import IN_SEQUENCE, PLAN, Net
 
-PLAN = {"*.up.weight": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}}
 INPUTS = {
     "whole": {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}},
-    "sequence": {"x": {"dp": Shard(0), "tp": Shard(1)}, "y": {"dp": Shard(0)}},
+    "sequence": IN_SEQUENCE,
 }
 PASSES = {"as it came": (), "schedule": (Schedule(),), "chunks": (Chunks(),), "both": (Chunks(), Schedule())}
-
-
-class Block(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(Block(width), Block(width)), nn.Linear(width, 3)
-
-    def forward(self, x):
-        return self.head(self.blocks(x).mean(1))
-
-
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def program_of(machine: str, shape: tuple[int, int], inputs: str, width: int):
