@@ -12,6 +12,7 @@ and eager steps, and both with the table of `docs/design/counted.md`.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from pathlib import Path
@@ -25,7 +26,7 @@ from _table import table
 from torch import nn
 
 import spmd
-from spmd import LocalTensorMode, Shard, init_device_mesh
+from spmd import FullyShard, LocalTensorMode, Shard, init_device_mesh
 from spmd.debug import CommDebugMode
 from spmd.parallel import (
     ColwiseParallel,
@@ -38,6 +39,7 @@ from spmd.parallel import (
 )
 
 RANKS, BLOCKS, WIDTH, BATCH, TIME, ITEM = 4, 4, 8, 4, 8, 4
+AXES = {"hybrid": {"r": 2, "a": 2}, "hybrid, state over all": {"r": 2, "a": 2}}  # of others, one of all ranks
 SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 Sent = dict[str, tuple[int, int]]
 """For each kind of collective how many, and the bytes that a rank gives to all of them."""
@@ -71,22 +73,28 @@ SEQUENCE = {
 }  # fmt: skip
 
 
-def groups(net: nn.Module, mesh) -> nn.Module:
+def groups(net: nn.Module, mesh, **said) -> nn.Module:
     for block in net:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True, **said)
     return net
 
 
+TENSOR_PARALLEL = ("Megatron", "sequence parallel")
 EAGER = {
     "Megatron": lambda net, mesh: parallelize_module(net, mesh, MEGATRON),
     "sequence parallel": lambda net, mesh: parallelize_module(net, mesh, SEQUENCE),
     "ZeRO-3": groups,
+    "hybrid": groups,
+    "hybrid, state over all": functools.partial(groups, state=("r", "a")),
     "data parallel": lambda net, mesh: data_parallel(net, mesh),
 }
 COMPILED = {
     "Megatron": lambda mesh: placements_of(model(), mesh, MEGATRON),
     "sequence parallel": lambda mesh: placements_of(model(), mesh, SEQUENCE) | {"inputs": {"x": {"a": Shard(1)}}},
     "ZeRO-3": lambda mesh: {"fully_shard": "a", "inputs": {"x": {"a": Shard(0)}}},
+    "hybrid": lambda mesh: {"fully_shard": "a", "inputs": {"x": {"r": Shard(0), "a": Shard(0)}}},
+    "hybrid, state over all": lambda mesh: {"fully_shard": FullyShard("a", state=("r", "a")),
+                                            "inputs": {"x": {"r": Shard(0), "a": Shard(0)}}},
     "data parallel": lambda mesh: {"inputs": {"x": {"a": Shard(0)}}},
 }  # fmt: skip
 
@@ -104,6 +112,12 @@ def formula(plan: str) -> Sent:
                 "reduce_scatter": (n, n * tokens)}  # fmt: skip
     if plan == "ZeRO-3":
         return {"all_gather": (2 * BLOCKS, 2 * parameters // RANKS), "reduce_scatter": (BLOCKS, parameters)}
+    if plan == "hybrid":
+        return {"all_gather": (2 * BLOCKS, 2 * parameters // 2), "all_reduce": (BLOCKS, parameters // 2),
+                "reduce_scatter": (BLOCKS, parameters)}  # fmt: skip
+    if plan == "hybrid, state over all":  # instead of each all-reduce a gather and a reduce-scatter
+        return {"all_gather": (3 * BLOCKS, parameters // RANKS + 2 * parameters // 2),
+                "reduce_scatter": (2 * BLOCKS, parameters + parameters // 2)}  # fmt: skip
     return {"all_reduce": (1, parameters)}
 
 
@@ -111,11 +125,12 @@ def eager(plan: str) -> Sent:
     if plan in counted_parts.PARTS:
         return total(counted_parts.sent(plan, compiled=False))
     with LocalTensorMode(RANKS):
-        mesh, x = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",)), torch.ones(BATCH, TIME, WIDTH)
+        axes, x = AXES.get(plan, {"a": RANKS}), torch.ones(BATCH, TIME, WIDTH)
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         net = EAGER[plan](model(), mesh)
         if plan == "sequence parallel":
             x = spmd.distribute_tensor(x, mesh, [Shard(1)])
-        own = x.chunk(RANKS)[0] if plan in ("ZeRO-3", "data parallel") else x
+        own = x if plan in TENSOR_PARALLEL else x.chunk(RANKS)[0]
         with CommDebugMode() as comm:
             step(net, torch.optim.SGD(net.parameters(), 0.1), own)
     return total((c.kind, c.nbytes) for c in comm.counted)
@@ -124,7 +139,8 @@ def eager(plan: str) -> Sent:
 def compiled(plan: str) -> Sent:
     if plan in counted_parts.PARTS:
         return total(counted_parts.sent(plan, compiled=True))
-    mesh = spmd.DeviceMesh("cpu", list(range(RANKS)), mesh_dim_names=("a",))
+    axes = AXES.get(plan, {"a": RANKS})
+    mesh = spmd.DeviceMesh("cpu", torch.arange(RANKS).view(*axes.values()), mesh_dim_names=tuple(axes))
     made = spmd.compile(step, mesh, **COMPILED[plan](mesh))
     net = model()
     program = made.program_for(net, torch.optim.SGD(net.parameters(), 0.1), torch.ones(BATCH, TIME, WIDTH))

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLANS = ("Megatron", "sequence parallel", "ZeRO-3", "data parallel", "ring", "Ulysses", "GShard", "dropless")
+PLANS = (
+    "Megatron", "sequence parallel", "ZeRO-3", "hybrid", "hybrid, state over all", "data parallel", "ring", "Ulysses",
+    "GShard", "dropless",
+)  # fmt: skip
+FLAGS = {
+    "ZeRO-3": {"reduce_scatter": 4}, "hybrid": {"reduce_scatter": 2, "all_reduce": 1},
+    "hybrid, state over all": {"reduce_scatter": 4 + 2}, "data parallel": {"all_reduce": 1},
+}  # fmt: skip
+"""How often a collective has a number for each parameter, which says whether it was used."""
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +38,8 @@ def test_a_plan_sends_what_its_paper_says(counted, plan):
     """Counts are equal, and bytes, but for a number a parameter behind gradients of data-parallel ranks."""
     said, sent = counted.formula(plan), counted.eager(plan)
     assert {kind: n for kind, (n, _) in sent.items()} == {kind: n for kind, (n, _) in said.items()}
-    used = 4 * len(list(counted.model().parameters()))
-    flags = {"ZeRO-3": {"reduce_scatter": counted.RANKS * used}, "data parallel": {"all_reduce": used}}.get(plan, {})
+    used = counted.ITEM * len(list(counted.model().parameters()))
+    flags = {kind: n * used for kind, n in FLAGS.get(plan, {}).items()}
     assert {kind: n - flags.get(kind, 0) for kind, (_, n) in sent.items()} == {kind: n for kind, (_, n) in said.items()}
     text = (ROOT / "docs" / "design" / "counted.md").read_text()
     assert f"| {plan} | {counted.said(said)} | {counted.said(sent)} |" in text

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import spmd
-from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
+from spmd import DeviceMesh, DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
 from spmd.comm.listen import listening
 from spmd.debug import CommDebugMode
 from spmd.parallel import (
@@ -142,13 +142,20 @@ def last_dim(p: nn.Parameter) -> Shard:
 SAID = {
     "kept": {"reshard_after_forward": False}, "freed": {"reshard_after_forward": True},
     "fewer": {"reshard_after_forward": 2}, "as it comes": {}, "last dim": {"shard_placement_fn": last_dim},
-    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()}, "state": {"state": ("rep", "dp")},
+    "state, last dim": {"state": ("rep", "dp"), "shard_placement_fn": last_dim},
 }  # fmt: skip
-MESHES = {"line": {"dp": 4}, "hybrid": {"rep": 2, "dp": 2}, "alone": {"dp": 1}}
+MESHES = {
+    "line": {"dp": 4}, "hybrid": {"rep": 2, "dp": 2}, "alone": {"dp": 1}, "two copies": {"rep": 2, "dp": 1},
+    "one copy": {"rep": 1, "dp": 2},
+}  # fmt: skip
 CASES = [
-    *[("line", said, "uneven") for said in SAID], *[("line", "as it comes", sizes) for sizes in ("even", "empty")],
+    *[("line", said, "uneven") for said in SAID if "state" not in said],
+    *[("line", "as it comes", sizes) for sizes in ("even", "empty")],
     *[("hybrid", "as it comes", sizes) for sizes in SIZES], ("hybrid", "last dim", "empty"),
     ("line", "last dim", "empty"), ("alone", "as it comes", "uneven"),
+    *[("hybrid", "state", sizes) for sizes in SIZES], ("hybrid", "state, last dim", "uneven"),
+    ("two copies", "state", "uneven"), ("one copy", "state", "empty"),
 ]  # fmt: skip
 
 
@@ -165,11 +172,14 @@ def test_it_learns_as_one_device(mesh, said, sizes):
         assert net.head.weight is net.words.weight and "FSDPOdd" in repr(type(net))
 
 
-BESIDE = [("flat", sizes) for sizes in SIZES] + [("cube", "uneven"), ("cube", "empty")]
+BESIDE = [
+    *[("flat", "as it comes", sizes) for sizes in SIZES], ("cube", "as it comes", "uneven"),
+    ("cube", "as it comes", "empty"), ("cube", "state", "uneven"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh, sizes", BESIDE)
-def test_beside_tensor_parallelism(mesh, sizes):
+@pytest.mark.parametrize("mesh, said, sizes", BESIDE)
+def test_beside_tensor_parallelism(mesh, said, sizes):
     """Parameters of the plan are on all axes, the others on those of data. In a cube there are copies of the shards."""
     want, over = alone(sizes), ("rep", "dp") if mesh == "cube" else ("dp",)
     with LocalTensorMode(2 ** (len(over) + 1)):
@@ -177,7 +187,7 @@ def test_beside_tensor_parallelism(mesh, sizes):
         net = parallelize_module(
             model(sizes), every["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         )
-        shard_all(net, every[over])
+        shard_all(net, every[over], **SAID[said])
         assert net.blocks[0].up.weight.device_mesh.axis_names == (*over, "tp")
         assert net.blocks[0].norm.weight.device_mesh.ndim == len(over)
         equal(train(net, sgd(net), part=part_on(every[over])), want)
@@ -194,7 +204,11 @@ def test_real_ranks_do_the_same(way, gloo4):
 def on_real_ranks():
     """Sharded over all, and over two of four with copies."""
     found = []
-    for axes, said in (({"dp": 4}, {"reshard_after_forward": 2}), ({"rep": 2, "dp": 2}, {})):
+    for axes, said in (
+        ({"dp": 4}, {"reshard_after_forward": 2}),
+        ({"rep": 2, "dp": 2}, {}),
+        (MESHES["hybrid"], SAID["state"]),
+    ):
         over = mesh_of(axes)
         net = shard_all(model("uneven"), over, **said)
         found.append(train(net, sgd(net), part=part_on(over)))
@@ -229,12 +243,12 @@ def in_flight(net, is_last):
 
 
 @pytest.mark.parametrize("between", [lambda *_: None, no_sync, no_all_reduce, stays_whole, in_flight])
-@pytest.mark.parametrize("mesh", ["line", "hybrid"])
-def test_gradients_of_several_passes_add_up(mesh, between):
+@pytest.mark.parametrize("mesh, said", [("line", "as it comes"), ("hybrid", "as it comes"), ("hybrid", "state")])
+def test_gradients_of_several_passes_add_up(mesh, said, between):
     want = accumulated(model("uneven"))
     with LocalTensorMode(4):
         over = mesh_of(MESHES[mesh])
-        net = shard_all(model("uneven"), over)
+        net = shard_all(model("uneven"), over, **SAID[said])
         equal(accumulated(net, part_on(over), between), want)
 
 
@@ -252,6 +266,28 @@ def test_a_block_is_gathered_in_one_collective_and_reduced_in_one(said):
             net(torch.ones(2, 4)).sum().backward()
     counts = {str(op).split(".")[-1]: n for op, n in comm.get_comm_counts().items()}
     assert counts == {"all_gather_into_tensor": 6 if said == "freed" else 3, "reduce_scatter_tensor": 3}
+
+
+def test_copies_gather_their_shards_once_after_each_update():
+    """With state over all ranks: of 8 numbers each has 2, and copies gather 4, which other passes read, too."""
+    sent: list[int] = []
+    with LocalTensorMode(4):
+        net = fully_shard(nn.Linear(1, 8, bias=False), mesh=mesh_of(MESHES["hybrid"]), **SAID["state"])
+        assert net.weight._spec.local_shape((0, 0)) == (2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with listening(lambda c: sent.append(c.nbytes // 4) if c.rank == 0 and "gather" in c.kind else None):
+            for _ in range(2):
+                for _ in range(2):
+                    net(torch.ones(2, 1)).sum().backward()
+                optimizer.step()
+    assert sent == [2, 4, 4, 2, 4, 4]
+
+
+def test_state_is_kept_over_axes_of_the_mesh():
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("rep", "dp"))
+    for state in ("rep", ("dp", "pp"), "tp"):
+        with pytest.raises(ValueError, match="give axes of the mesh, rep, dp, and with them dp"):
+            fully_shard(nn.Linear(4, 2), mesh=mesh, state=state)
 
 
 class Told(Block):

@@ -1,7 +1,8 @@
 """Which parameters a group takes, where their blocks lie, and how they become DTensors.
 
-A plain parameter becomes `[Shard(dim)]` on the mesh, or `[Replicate(), Shard(dim)]` on one of two axes. One that is a
-DTensor on another axis, as by tensor parallelism, becomes one on both: the blocks of that axis are shared out.
+A plain parameter becomes `[Shard(dim)]` on the mesh, or `[Replicate(), Shard(dim)]` on one of two axes; with state over
+both, its blocks are shared out once more, among the copies. One that is a DTensor on another axis, as by tensor
+parallelism, becomes one on both: the blocks of that axis are shared out.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from spmd.parallel.fully_sharded.group import MANAGED
 from spmd.parallel.fully_sharded.memory import Layout, own_blocks
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, check_can_become
-from spmd.tensor.placement import Replicate, Shard
-from spmd.tensor.spec import Spec, spec_of
+from spmd.tensor.placement import Shard
+from spmd.tensor.spec import Spec
 
 ShardPlacement = Callable[[nn.Parameter], Shard | None]
 
@@ -80,8 +81,9 @@ def buckets_of(
     made = []
     for kind in dict.fromkeys(map(_kind, managed)):
         mine = [(m, *place) for m, place in zip(managed, placed, strict=True) if _kind(m) == kind]
-        ms, stored, computed, axes, dims = (list(column) for column in zip(*mine, strict=True))
-        made.append(_bucket(ms, over, Layout(stored, computed, axes, dims, over.n), policies))
+        ms, stored, computed, dims = (list(column) for column in zip(*mine, strict=True))
+        layout = Layout(stored, computed, dims, over.stored, prod(over.mesh.shape[a] for a in over.stored))
+        made.append(_bucket(ms, over, layout, policies))
     return made
 
 
@@ -95,12 +97,12 @@ def _bucket(managed: list[Managed], over: Over, layout: Layout, policies: Polici
         blocks = [_on_device(_block(m.parameter.detach()), over.mesh) for m in managed]
         bucket.take(own_blocks(layout, blocks))
         for m, spec in zip(managed, layout.stored, strict=True):
-            _become_sharded(m, spec, layout.axes[0])
+            _become_sharded(m, spec)
             m.shard = m.parameter._local_tensor
     return bucket
 
 
-def _become_sharded(m: Managed, spec: Spec, axis: int) -> None:
+def _become_sharded(m: Managed, spec: Spec) -> None:
     p = m.parameter
     if p.grad is not None:
         raise ValueError(f"fully_shard: {m.name} has a gradient; call zero_grad() before")
@@ -124,24 +126,23 @@ def _on_device(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _placed(
     m: Managed, over: Over, placement: ShardPlacement | None, joined: dict[int, DeviceMesh]
-) -> tuple[Spec, Spec | None, int, int]:
-    """The spec of the shards, that of what is computed with, the axis of the bucket, and the dim it shards."""
+) -> tuple[Spec, Spec | None, int]:
+    """The spec of the shards, that of what is computed with, and the dim that the bucket shards."""
     p = m.parameter
     dim = _dim(m, placement)
     if not isinstance(p, DTensor):
-        placements = [Replicate()] * over.mesh.ndim
-        placements[over.sharded] = Shard(dim)
-        return spec_of(over.mesh, placements, p.shape, p.dtype), None, over.sharded, dim
-    spec = p._spec
-    if spec.partial or not _can_be_cut(spec, dim, over.n):
+        dims = [over.stored if d == dim else () for d in range(p.ndim)]
+        return Spec.of(over.mesh, p.shape, p.dtype, dims=dims), None, dim
+    spec, n = p._spec, prod(over.mesh.shape[a] for a in over.stored)
+    if spec.partial or not _can_be_cut(spec, dim, n):
         raise ValueError(
-            f"fully_shard: {m.name} is {spec}, whose dim {dim} cannot be shared out among {over.n} ranks again; shard "
+            f"fully_shard: {m.name} is {spec}, whose dim {dim} cannot be shared out among {n} ranks again; shard "
             "it without units, in blocks that divide, or call fully_shard before"
         )
     mesh = joined.setdefault(id(spec.mesh), _joined(over.mesh, spec.mesh))
     dims = [tuple(a + over.mesh.ndim for a in axes) for axes in spec.dims]
-    dims[dim] += (over.sharded,)
-    return Spec.of(mesh, spec.shape, p.dtype, dims=dims, units=spec.units), spec, over.sharded, dim
+    dims[dim] += over.stored
+    return Spec.of(mesh, spec.shape, p.dtype, dims=dims, units=spec.units), spec, dim
 
 
 def _can_be_cut(spec: Spec, dim: int, n: int) -> bool:

@@ -2,6 +2,9 @@
 
 flat shard [S]  --all-gather-->  [n, S]  --copy-->  memory of the whole parameters
 gradients  --copy-->  [n, S]  --reduce-scatter-->  [S], of which the gradients of the shards are views
+
+With copies, of which each has n ranks, the reduction ends with a sum over the r copies. Where they share out the state,
+too, that sum is scattered, [r, S] -> [S], and a gather over them, [S] -> [r, S], goes before all others of a step.
 """
 
 from __future__ import annotations
@@ -34,11 +37,15 @@ class Managed:
 
 @dataclass(frozen=True)
 class Over:
-    """The ranks of a bucket: the axis over which parameters are shared out, and that of copies, if there is one."""
+    """The ranks of a bucket: the axis over which parameters are shared out, and that of copies, if there is one.
+
+    spread: whether what is stored is shared out over the copies as well.
+    """
 
     mesh: DeviceMesh
     sharded: int
     replicated: int | None
+    spread: bool = False
 
     @property
     def n(self) -> int:
@@ -47,6 +54,11 @@ class Over:
     @property
     def copies(self) -> int:
         return 1 if self.replicated is None else self.mesh.shape[self.replicated]
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The axes that share out what is stored, the outermost first: what a gather over the last gives is a shard."""
+        return (self.sharded, self.replicated) if self.spread else (self.sharded,)
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,7 @@ class Bucket:
     def __init__(self, over: Over, managed: Sequence[Managed], layout: memory.Layout, policies: Policies):
         self.over, self.managed, self.layout, self.policies = over, list(managed), layout, policies
         self.flat: torch.Tensor | None = None  # [S], the memory of the shards
+        self.near: torch.Tensor | None = None  # [r * S], what all copies have of the shards
         self.gathered: torch.Tensor | None = None  # the memory of the whole parameters
         self.is_whole = False
         self.kept: torch.Tensor | None = None  # a part of what was gathered, for a gather of fewer ranks
@@ -115,7 +128,7 @@ class Bucket:
             if isinstance(m.parameter, DTensor):
                 m.parameter.data = DTensor(shard, spec)
                 m.shard = m.parameter._local_tensor
-        self.gathered, self.seen, self.kept = None, (), None
+        self.gathered, self.seen, self.kept, self.near = None, (), None, None
 
     # ---- gather -------------------------------------------------------------------------------
     def launch(self) -> None:
@@ -129,7 +142,7 @@ class Bucket:
         now = self._versions()
         if now != self.seen:
             self.free()
-            self.kept = self.arriving = None
+            self.kept = self.arriving = self.near = None
         if self.is_whole or self.arriving is not None:
             return
         self.seen = now
@@ -141,12 +154,22 @@ class Bucket:
         return memory.version(self.flat), *[m.parameter._version for m in self.managed]
 
     def _sent(self) -> torch.Tensor:
+        over, flat = self.over, self._over_copies() if self.over.spread else self._computed_flat()
+        return flat if over.n == 1 else all_gather_tensor(flat, 0, (over.mesh, over.sharded))
+
+    def _over_copies(self) -> torch.Tensor:
+        """The shards of all copies, which are gathered once after each change, and kept until the next."""
+        if self.near is None:
+            over, flat = self.over, self._computed_flat()
+            self.near = flat if over.copies == 1 else wait(all_gather_tensor(flat, 0, (over.mesh, over.replicated)))
+        return self.near
+
+    def _computed_flat(self) -> torch.Tensor:
+        """The flat shard where and in which dtype it is computed with."""
         flat = self.flat.detach()
         if flat.device.type != self.device:
             flat = flat.to(self.device, non_blocking=True)
-        if flat.dtype != self.compute_dtype:
-            flat = flat.to(self.compute_dtype)
-        return flat if self.over.n == 1 else all_gather_tensor(flat, 0, (self.over.mesh, self.over.sharded))
+        return flat if flat.dtype == self.compute_dtype else flat.to(self.compute_dtype)
 
     def _sent_from_parts(self) -> torch.Tensor:
         mesh, axis, part = self.kept
@@ -249,8 +272,14 @@ def _check_adoptable(m: Managed, p: torch.Tensor, spec: Spec) -> None:
 
 
 def _sent_to_owners(rows: torch.Tensor, over: Over) -> torch.Tensor:
-    """[n, S] -> [1, S]: the sum of this rank's rows."""
+    """[n, S] -> [1, S]: the sum of this rank's rows. Of rows for each copy, [n * r, S] -> [r, S]."""
     return rows if over.n == 1 else reduce_scatter_tensor(rows, "sum", 0, (over.mesh, over.sharded))
+
+
+def _summed_over_copies(rows: torch.Tensor, over: Over) -> torch.Tensor:
+    """[1, S] -> [1, S], or of rows for each copy [r, S] -> [1, S]."""
+    where = over.mesh, over.replicated
+    return wait(reduce_scatter_tensor(rows, "sum", 0, where) if over.spread else all_reduce(rows, "sum", where))
 
 
 @dataclass
@@ -266,16 +295,15 @@ class Reduction:
         """Wait, and give the parameters their gradients; where the copies are not summed yet, keep the shards."""
         bucket, over = self.bucket, self.bucket.over
         with torch.no_grad():
-            summed = wait(self.sent)[0]
-            self.sent = None
+            summed, self.sent = wait(self.sent), None
             if bucket.uncopied is not None:
                 summed, bucket.uncopied = summed + bucket.uncopied, None
             if not over_copies and over.copies > 1:
                 bucket.uncopied = summed
                 return
             if over.copies > 1:
-                summed = wait(all_reduce(summed, "sum", (over.mesh, over.replicated)))
-            counts, *blocks = memory.unpacked(bucket.layout, summed, self.scale, bucket.dtype)
+                summed = _summed_over_copies(summed, over)
+            counts, *blocks = memory.unpacked(bucket.layout, summed[0], self.scale, bucket.dtype)
             used = self.used if all(self.used) else self._used_by_any(counts)
         self._hand_out(blocks, used)
 

@@ -12,7 +12,7 @@ its forward and before its backward, and its gradients are reduced and scattered
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    state: str | Sequence[str] | None = None,
     shard_placement_fn: ShardPlacement | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - a value, as in torch's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -42,9 +43,12 @@ def fully_shard(
     default that of the `with mesh:` block around the call, or all ranks. reshard_after_forward: True frees the whole
     parameters after the forward and gathers them again for the backward; False keeps them; a number, which divides the
     axis, leaves a part on each of so many neighbouring ranks, which gather among themselves. None is False for the
-    module that is called first of all, True for those inside it. shard_placement_fn: for a parameter the dim that is
-    sharded, as `Shard(dim)`; None for the first. mp_policy, offload_policy: in which dtypes it computes, and where
-    shards are. ignored_params: those that stay as they are.
+    module that is called first of all, True for those inside it. state: on a mesh of two axes the names of both, to
+    share out what is stored and the optimiser's state over the copies, too. They gather their shards once after each
+    update, and keep them beside, to gather from as often as without; the gradients' sums over the copies are scattered,
+    so as many bytes are sent. shard_placement_fn: for a parameter the dim that is sharded, as `Shard(dim)`; None for
+    the first. mp_policy, offload_policy: in which dtypes it computes, and where shards are. ignored_params: those that
+    stay as they are.
 
     Parameters stay the objects that they are, as DTensors with `Shard(dim)`, of any sizes. Parameters that are DTensors
     on another axis become DTensors on both. Each rank takes its blocks of its own values, and gradients are averages
@@ -59,7 +63,7 @@ def fully_shard(
     f32[2, 3] FSDPLinear True
     """
     modules = _modules(module)
-    over = _over(_mesh(mesh))
+    over = _over(_mesh(mesh), state)
     policies = Policies(mp_policy, offload_policy)
     ignored = {id(p) for p in ignored_params or ()}
     buckets = buckets_of(managed_by(modules, ignored), over, shard_placement_fn, policies)
@@ -93,14 +97,20 @@ def _mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise TypeError(f"fully_shard: mesh is {mesh!r}; give a mesh of spmd, such as mesh['dp']")
     if mesh.ndim > 2:
         raise ValueError(
-            f"fully_shard: the mesh has axes {', '.join(mesh.axis_names)}; give one, or two, of copies and of "
-            "shards"
+            f"fully_shard: the mesh has axes {', '.join(mesh.axis_names)}; give one, or two, of copies and of shards"
         )
     return mesh
 
 
-def _over(mesh: DeviceMesh) -> Over:
-    return Over(mesh, mesh.ndim - 1, 0 if mesh.ndim == 2 else None)
+def _over(mesh: DeviceMesh, state: str | Sequence[str] | None) -> Over:
+    sharded, replicated = mesh.ndim - 1, 0 if mesh.ndim == 2 else None
+    names = {state} if isinstance(state, str) else set(state or (mesh.axis_names[sharded],))
+    if not {mesh.axis_names[sharded]} <= names <= set(mesh.axis_names):
+        raise ValueError(
+            f"fully_shard: state={state!r}; give axes of the mesh, {', '.join(mesh.axis_names)}, and with them "
+            f"{mesh.axis_names[sharded]}, over which parameters are sharded"
+        )
+    return Over(mesh, sharded, replicated, spread=len(names) == 2)
 
 
 def _set_reshard_after_forward(group: Group, said: bool | int | None) -> None:

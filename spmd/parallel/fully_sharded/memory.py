@@ -5,12 +5,14 @@ Where one thread plays several ranks, each function runs for each of them, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
 
 import torch
 
 from spmd.comm.chunk import split_unit
-from spmd.mesh import current_rank, per_rank
+from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.parallel.fully_sharded.slots import Slot, pack, total, unpack
 from spmd.tensor.spec import Spec
 
@@ -19,11 +21,12 @@ class Layout:
     """Where parameters are in a bucket, on every rank.
 
     stored: the specs of their shards. computed: of what ranks compute with, on the axes of tensor parallelism; None for
-    a plain tensor. axis: the axis of the stored spec over which the bucket is shared out, of n ranks.
+    a plain tensor. dims: which of each the bucket shards. axes: of the stored specs, over which it is shared out, the
+    outermost first. n: how many ranks these are.
     """
 
-    def __init__(self, stored: Sequence[Spec], computed: Sequence[Spec | None], axes: Sequence[int], dims, n: int):
-        self.stored, self.computed, self.axes, self.dims, self.n = stored, computed, axes, dims, n
+    def __init__(self, stored: Sequence[Spec], computed: Sequence[Spec | None], dims: Sequence[int], axes, n: int):
+        self.stored, self.computed, self.dims, self.axes, self.n = stored, computed, dims, axes, n
         self._here: dict[int, tuple[Slot, ...]] = {}
 
     def here(self) -> tuple[Slot, ...]:
@@ -34,17 +37,24 @@ class Layout:
             found = self._here[rank] = tuple(self._slots())
         return found
 
-    def _slots(self):
-        offset = 0
-        for stored, computed, axis, dim in zip(self.stored, self.computed, self.axes, self.dims, strict=True):
-            at = stored.mesh.get_coordinate()
-            first = (*at[:axis], 0, *at[axis + 1 :])
+    def _slots(self) -> Iterator[Slot]:
+        offset = start = 0
+        for stored, computed, dim in zip(self.stored, self.computed, self.dims, strict=True):
             shape = stored.shape if computed is None else computed.local_shape(computed.mesh.get_coordinate())
             packs = split_unit(stored.units[dim])[0]
-            rows, length = max(1, stored.length(dim, first) // packs), stored.length(dim, at) // packs
-            slot = Slot(tuple(shape), dim, rows, length, offset, packs)
+            places = _places(stored.mesh, self.axes)
+            lengths = tuple(stored.length(dim, at) // packs for at in places)
+            here = places.index(stored.mesh.get_coordinate())
+            slot = Slot(tuple(shape), dim, lengths, here, offset, start, packs)
             yield slot
-            offset += slot.numel
+            offset, start = offset + slot.numel, start + prod(shape)
+
+
+def _places(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The coordinates of the ranks that are apart from this one on these axes only, the outermost slowest."""
+    here = mesh.get_coordinate()
+    along = [range(mesh.shape[a]) for a in axes]
+    return [tuple(dict(zip(axes, at, strict=True)).get(a, x) for a, x in enumerate(here)) for at in product(*along)]
 
 
 @per_rank
@@ -61,13 +71,7 @@ def flattened(layout: Layout, blocks: Sequence[torch.Tensor], device: str, pinne
 @per_rank
 def own_blocks(layout: Layout, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's blocks of whole parameters."""
-    found = []
-    for whole, slot, stored, axis in zip(wholes, layout.here(), layout.stored, layout.axes, strict=True):
-        place = stored.mesh.get_coordinate()[axis]
-        parts = whole.unflatten(slot.dim, (slot.packs, slot.size))
-        part = parts.narrow(slot.dim + 1, min(place * slot.rows, slot.size), slot.length)
-        found.append(part.flatten(slot.dim, slot.dim + 1))
-    return found
+    return [slot.block_of(whole) for slot, whole in zip(layout.here(), wholes, strict=True)]
 
 
 @per_rank
@@ -79,7 +83,7 @@ def version(flat: torch.Tensor) -> int:
 @per_rank
 def memory(layout: Layout, dtype: torch.dtype, device: str) -> torch.Tensor:
     """Memory for the gathered parameters, which is free until it is filled."""
-    made = torch.empty(layout.n * total(layout.here()), dtype=dtype, device=device)
+    made = torch.empty(sum(prod(slot.shape) for slot in layout.here()), dtype=dtype, device=device)
     made.untyped_storage().resize_(0)
     return made
 
@@ -101,7 +105,7 @@ def free(x: torch.Tensor) -> None:
 @per_rank
 def wholes(layout: Layout, memory: torch.Tensor) -> list[torch.Tensor]:
     """The whole parameters, as views of the memory."""
-    return [slot.whole(memory, layout.n) for slot in layout.here()]
+    return [slot.whole(memory) for slot in layout.here()]
 
 
 @per_rank
