@@ -100,7 +100,7 @@ class Case:
         return model, torch.optim.AdamW(model.parameters()), tokens, tokens
 
     def step(self) -> spmd.CompiledStep:
-        return spmd.compile(train_step, self.mesh, params=MODELS[self.name][2], inputs=INPUTS, stamp_blocks=True)
+        return spmd.compile(train_step, self.mesh, params=MODELS[self.name][2], inputs=INPUTS)
 
     def first_call(self) -> float:
         step, given = self.step(), self.arguments()

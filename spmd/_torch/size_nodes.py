@@ -168,6 +168,18 @@ for _kind, _names in ((_unary, _UNARY), (_binary, _BINARY), (_of_many, _OF_MANY)
         setattr(SizeNode, _name, _kind(_name))
 
 
+def strides_text(x: torch.Tensor) -> tuple[str, ...]:
+    """The strides of a tensor as text. Torch writes `Max(1, n)` for a size n in some; an empty tensor has no memory, so
+    that is n here."""
+    if not any(isinstance(n, torch.SymInt) for n in x.stride()):
+        return tuple(map(str, x.stride()))
+    from torch.utils._sympy.functions import Max  # with sympy, which only symbols need
+
+    sizes = [n.node.expr for n in x.shape if isinstance(n, torch.SymInt)]
+    plain = {Max(1, n): n for n in sizes}
+    return tuple(str(n.node.expr.xreplace(plain) if isinstance(n, torch.SymInt) else n) for n in x.stride())
+
+
 # ---- in a graph -------------------------------------------------------------------------------
 
 
@@ -226,4 +238,6 @@ def unrecorded(record: Callable, sizes: SizeNodes) -> Callable:
 def _is_size(x: Any, sizes: SizeNodes) -> bool:
     if isinstance(x, (list, tuple)):
         return all(_is_size(each, sizes) for each in x)
-    return not isinstance(x, proxy_tensor.py_sym_types) or sizes.own(x.node) is not None
+    if not isinstance(x, proxy_tensor.py_sym_types) or sizes.own(x.node) is not None:
+        return True
+    return isinstance(x, torch.SymBool) and not x.node.expr.free_symbols  # a comparison that is true of all sizes

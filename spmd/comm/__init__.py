@@ -8,7 +8,7 @@ cannot tell which transport it runs on.
 
 from __future__ import annotations
 
-from spmd.comm.agree import agree
+from spmd.comm.agree import RanksDiffer, agree
 from spmd.comm.async_tensor import AsyncTensor, unless_written, wait
 from spmd.comm.check import check_metadata, checked
 from spmd.comm.comm_tensor import CommTensor, comm_tensors
@@ -30,7 +30,7 @@ from spmd.comm.transport import C10dTransport, Transport, transport, use_transpo
 from spmd.mesh.groups import OwnGroups
 
 __all__ = [
-    "AsyncTensor", "C10dTransport", "CommTensor", "Group", "Members", "OwnGroups", "Transport", "agree",
+    "AsyncTensor", "C10dTransport", "CommTensor", "Group", "Members", "OwnGroups", "RanksDiffer", "Transport", "agree",
     "all_gather_into_tensor_coalesced", "all_gather_tensor", "all_reduce", "all_reduce_coalesced",
     "all_to_all_single", "broadcast", "check_metadata", "checked", "comm_tensors", "members", "mesh_broadcast",
     "mesh_scatter", "permute_tensor", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "scatter",

@@ -27,6 +27,14 @@ from spmd.mesh import DeviceMesh, per_rank
 DIFF_LINES = 20
 
 
+class RanksDiffer(RuntimeError):
+    """Ranks have other texts. values: that of each rank, the same list on all of them."""
+
+    def __init__(self, message: str, values: list[str]):
+        super().__init__(message)
+        self.values = values
+
+
 class Statement(NamedTuple):
     """What a rank states in a comparison.
 
@@ -71,7 +79,7 @@ def agree(
     value: str, mesh: DeviceMesh, what: str, error: BaseException | None = None, more: Callable[[], str] | None = None,
     key: bytes = b"",
 ) -> None:  # fmt: skip
-    """Return when every rank of the mesh has the same `value`; otherwise raise, on every rank.
+    """Return when every rank of the mesh has the same `value`; otherwise raise `RanksDiffer`, on every rank.
 
     `what` names the value in the message. A rank that failed passes its `error`: `agree` raises that error again on
     this rank, and on all other ranks a RuntimeError that says which rank failed and how. On a mesh of one rank there is
@@ -91,7 +99,8 @@ def agree(
         raise error
     raise_if_one_failed(every, mesh)
     raise_if_other_things(every, mesh)
-    raise RuntimeError(_diff_message([lines[0] for _, _, lines, *_ in every], mesh, what))
+    values = [lines[0] for _, _, lines, *_ in every]
+    raise RanksDiffer(_diff_message(values, mesh, what), values)
 
 
 @per_rank

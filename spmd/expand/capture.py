@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,11 +43,8 @@ from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.lift import lift_sizes
 from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
+from spmd.expand.stamp.attempts import with_stamps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
-from spmd.expand.stamp.optimizers import updates_stamped
-from spmd.expand.stamp.parts import Coupled
-from spmd.expand.stamp.repeats import repeated
-from spmd.expand.stamp.step import reach_of_step
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
@@ -80,7 +76,8 @@ class Captured:
     kept: the numbers in the tensors of the state, which the function may decide by. assumed: what the graph takes for
     granted about sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that optimisers
     make in their first step; they are to be made before the program runs. ignores_gradients: whether the graph is right
-    for any gradients that earlier steps left. stepped: the names of the optimisers that make a step.
+    for any gradients that earlier steps left. stepped: the names of the optimisers that make a step. is_stamped:
+    whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     """
 
     graph: fx.Graph
@@ -97,6 +94,7 @@ class Captured:
     first: tuple[Slot, ...] = ()
     ignores_gradients: bool = False
     stepped: tuple[str, ...] = ()
+    is_stamped: bool = False
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
@@ -153,7 +151,7 @@ def capture(
     state: State,
     mesh: DeviceMesh | None = None,
     first: FirstState | None = None,
-    stamp_blocks: bool = False,
+    stamp_blocks: bool = True,
 ) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
 
@@ -219,7 +217,8 @@ def _capture_once(
     static = ""
     while True:
         try:
-            captured = _trace(stamp_blocks, fn, args, call, state, fixed, mesh, first, static)
+            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, first, static)
+            captured = with_stamps(trace, fn, state, stamp_blocks)
         except Exception as error:
             if not static and not _ints(to_fix):
                 static = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -248,37 +247,6 @@ def _ints(numbers: list[dict[str, float]]) -> bool:
 def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]:
     """The paths of the constants that differ, in order."""
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
-
-
-def _trace(blocks: bool, *given: Any) -> Captured:
-    """With stamps, or without those that cannot be shown to be right. blocks: whether those of blocks are tried."""
-    _, _, _, state, *_ = given
-    if not blocks or not repeated(state.modules.values()):
-        return _stamped_trace(False, *given)
-    with tracing_lock:  # no other trace changes what is put back here
-        return _stamped_trace(True, *given)
-
-
-def _stamped_trace(blocks: bool, *given: Any) -> Captured:
-    updates = updates_stamped
-    fn, _, _, state, *_ = given
-    before = reach_of_step(fn, state) if blocks else None
-    if before and before.unseen:
-        log.debug("calls of equal modules are traced one by one: the step reaches %s", before.unseen)
-        blocks = False
-    while True:
-        try:
-            return _traced(*given, updates, blocks)
-        except CoupledBlocks as coupled:
-            log.debug("calls of equal modules are traced one by one: %s", coupled)
-            blocks = False
-        except Coupled:
-            updates = contextlib.nullcontext
-        if before:
-            before.held.put_back()
-
-
-log = logging.getLogger("spmd.expand")
 
 
 def _traced(
@@ -328,7 +296,7 @@ def _traced(
     inputs = (*inputs, *number_draws(graph))
     made_of = flat.outputs, flat.leaves, flat.tree
     made = tuple(i for i in inputs if i in first)
-    known = kept, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped
+    known = kept, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
     return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known)
 
 

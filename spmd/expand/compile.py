@@ -12,38 +12,32 @@ these arguments, or captures, expands and binds one. It runs the program on this
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from spmd._torch import pytree
 from spmd.comm import agree
 from spmd.comm.user_line import caller
 from spmd.expand.again.repeat import Ready, Repeat, repeat_of
+from spmd.expand.agreed import Made, agreed
 from spmd.expand.bound_program import BoundProgram
+from spmd.expand.call import Call
 from spmd.expand.capture import Captured, capture
-from spmd.expand.closed_over import Search, find_closed_over, only_optimizers
+from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
-from spmd.expand.first_state import FirstState, filled, first_state
-from spmd.expand.given_specs import block_of, check_arguments, input_spec, places_of, state_spec, state_specs
-from spmd.expand.guards import guard_key, is_number, modes_guard
+from spmd.expand.given_specs import check_arguments, places_of
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
 from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.settings import settings_text
-from spmd.expand.kept_numbers import numbers_in
-from spmd.expand.named_values import named_values
-from spmd.expand.objects import closed, opened, write_back
+from spmd.expand.objects import closed, write_back
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.passes import Pass
-from spmd.expand.places.table import PlacesTable, Sharding
+from spmd.expand.places.table import Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
 from spmd.expand.program import Program
 from spmd.expand.reads import Reads
@@ -55,16 +49,14 @@ from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
-from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.expand.state import State, Tensors
 from spmd.expand.trace_errors import of_dtensor
 from spmd.expand.write import Writer
 from spmd.mesh import DeviceMesh
-from spmd.tensor.annotations.patterns import Patterns, placements_for, require_matches
+from spmd.tensor.annotations.patterns import Patterns
 from spmd.tensor.eager.dtensor import DTensor
-from spmd.tensor.eager.identity import become, check_can_become, placed
-from spmd.tensor.eager.meta_models import Init, check_initialisers, initialise, is_to_be_made, made_empty
-from spmd.tensor.modes import deterministic
-from spmd.tensor.spec import Spec
+from spmd.tensor.eager.identity import check_can_become
+from spmd.tensor.eager.meta_models import Init, check_initialisers
 
 
 def compile(
@@ -72,7 +64,7 @@ def compile(
     stored: Patterns | None = None, fully_shard: Sharding = None, mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0, choose: str = "op", outputs: Patterns | None = None,
     placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None, memory_budget: int | None = None,
-    cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER, stamp_blocks: bool = False,
+    cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER, stamp_blocks: bool = True,
 ) -> CompiledStep:  # fmt: skip
     """Make a single-device function run on a mesh, with the same numbers as on one device.
 
@@ -114,7 +106,8 @@ def compile(
     backend: "inductor", or another of torch.compile's backends, compiles what a rank runs between its collectives; the
     collectives and their order stay. Then numbers are equal up to rounding. "eager" calls the ops one by one.
     stamp_blocks: capture two of the calls of equal modules, and write the others again, where it can be shown that
-    their code reads nothing else than that of those two. The graph is the same, captured faster.
+    their code reads nothing else than that of those two. The graph is the same but for the order of independent ops,
+    captured faster. False captures each call.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.
@@ -145,15 +138,14 @@ class CompiledStep:
 
     def __init__(
         self, fn: Callable, mesh: DeviceMesh, settings: Settings, library: Library = NOWHERE, init: Init = True,
-        backend: Backend = EAGER, stamp_blocks: bool = False,
+        backend: Backend = EAGER, stamp_blocks: bool = True,
     ) -> None:  # fmt: skip
         self.fn, self.mesh, self.settings, self._library = fn, mesh, settings, library
-        self._init, self._backend, self._stamp_blocks = init, backend, stamp_blocks
+        self._init, self._backend = init, backend
         self._table = settings.table(mesh)
         self._signature = signature_of(fn.forward if isinstance(fn, nn.Module) else fn)
         self._kept: Recent[BoundProgram] = Recent(MOST_PROGRAMS)
-        self._captures = Captures(fn, self._title, mesh, how=(self._table.precision, stamp_blocks))
-        self._forms = Forms(MOST_CAPTURES)
+        self._capture_plainly(not stamp_blocks)
         self._writer = Writer(fn, mesh, settings)
         self._repeats: list[Repeat] = []
         self._last: BoundProgram | None = None
@@ -238,13 +230,13 @@ class CompiledStep:
             self._expect_again(bound, call, args, kwargs)
         return closed(result)
 
-    def _expect_again(self, bound: BoundProgram, call: _Call, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _expect_again(self, bound: BoundProgram, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note what a call has found out: the next may be the same one."""
         if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, self._by_name, self._repeats.clear)):
             del self._repeats[MOST_REPEATS - 1 :]
             self._repeats.insert(0, repeat)
 
-    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[_Call | None, Exception | None]:
+    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Exception | None]:
         """The arguments, state and specs of a call, or the error that they raise. Nothing is moved yet."""
         try:
             call = self._call(args, kwargs, first=self._last is None)
@@ -255,7 +247,7 @@ class CompiledStep:
         except Exception as error:
             return None, error
 
-    def _agree_to_run(self, bound: BoundProgram | None, call: _Call | None, error: Exception | None) -> int:
+    def _agree_to_run(self, bound: BoundProgram | None, call: Call | None, error: Exception | None) -> int:
         """How often the step was called before. The ranks compare their calls; if they differ, all raise."""
         if error is not None:
             agree("", self.mesh, self._call_title, error)
@@ -276,10 +268,10 @@ class CompiledStep:
     def _title(self) -> str:
         return f"the program of {getattr(self.fn, '__name__', 'the step')}"
 
-    def _find_program(self, call: _Call) -> BoundProgram | None:
+    def _find_program(self, call: Call) -> BoundProgram | None:
         return self._kept.find(call.keys, lambda bound: bound.holds(call.numbers, call.numbers_in))
 
-    def _serve(self, bound: BoundProgram, call: _Call) -> BoundProgram:
+    def _serve(self, bound: BoundProgram, call: Call) -> BoundProgram:
         """The program, of which it is noted that it serves this call, too."""
         if (key := call.key) not in bound.wanted:
             wanted = self._wanted(call)
@@ -287,34 +279,43 @@ class CompiledStep:
             self._library.add(wanted, bound.captured, bound.program)
         return bound
 
-    def _wanted(self, call: _Call) -> Wanted:
+    def _wanted(self, call: Call) -> Wanted:
         numbers = call.numbers | call.numbers_in()
         return Wanted(self._title, key_of_call(self, call), numbers, self.mesh, call.state.modules)
 
-    def _make_program(self, call: _Call) -> BoundProgram:
+    def _make_program(self, call: Call) -> BoundProgram:
         """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
-        text, error = "", None
-        try:
-            call.find_first_specs()
-            wanted = self._wanted(call)
-            found = self._library.find(wanted)
-            captured, program = found or self._capture_and_expand(call)
-            text = str(program) + random_state(captured)
-        except Exception as e:
-            error = e
-        agree(text, self.mesh, self._title, error)
+        made = agreed(functools.partial(self._made, call), self.mesh, self._title)
+        wanted, captured, program = made.wanted, made.captured, made.program
         bound = BoundProgram.of(program, captured, self._backend)
         bound.serves(call.key, wanted)
         if captured.changes:  # what changes Python state is right for this call alone
             self._for_one_call.append(entry_or_reason(wanted, captured, program))
         else:
             self._kept.keep(bound, call.keys_of(captured))
-        if found is None:
+        if not made.is_kept:
             self._library.add(wanted, captured, program)
         return bound
 
+    def _made(self, call: Call, plainly: bool) -> Made:
+        """The program of a call. plainly: made anew without stamps, and so are later ones."""
+        if plainly:
+            self._capture_plainly(True)
+        call.find_first_specs()
+        wanted = self._wanted(call)
+        found = None if plainly else self._library.find(wanted)
+        captured, program = found or self._capture_and_expand(call)
+        may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
+        return Made(wanted, captured, program, found is not None, may_differ)
+
+    def _capture_plainly(self, plainly: bool) -> None:
+        """Make captures with stamps from now on, or without."""
+        self._stamp_blocks = not plainly
+        self._captures = Captures(self.fn, self._title, self.mesh, how=(self._table.precision, plainly))
+        self._forms = Forms(MOST_CAPTURES)
+
     @collector_off()
-    def _capture_and_expand(self, call: _Call) -> tuple[Captured, Program]:
+    def _capture_and_expand(self, call: Call) -> tuple[Captured, Program]:
         captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
         alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
@@ -322,14 +323,14 @@ class CompiledStep:
             return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
         return known, self._forms.program(captured, given, self._writer.program)
 
-    def _captured(self, call: _Call) -> tuple[Captured, Given]:
+    def _captured(self, call: Call) -> tuple[Captured, Given]:
         """A capture that is right for a call, and what its program is written for."""
         captured = self._captures.of(call, lambda: self._capture(call))
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
         return captured, Given(specs, call.leaf_specs, places, call.numbers)
 
-    def _capture(self, call: _Call) -> Captured:
+    def _capture(self, call: Call) -> Captured:
         try:
             name = getattr(self.fn, "__name__", "the step")
             with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
@@ -338,12 +339,12 @@ class CompiledStep:
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
 
-    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> _Call:
+    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> Call:
         named = self._by_name(args, kwargs)
         given = [x for x in pytree.tree_leaves(named) if isinstance(x, nn.Module)]
         reads = Reads()
         search = find_closed_over(self.fn, given, reads)
-        return _Call.of(named, search, self._table, self.settings.inputs, first, reads)
+        return Call.of(named, search, self._table, self.settings.inputs, first, reads)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments
@@ -356,142 +357,3 @@ class CompiledStep:
         paths = {id(p): path for path, p in state.parameters().items()}
         with computed_in(self._table.precision, state.modules.values(), paths):
             return self.fn(*bound.args, **bound.kwargs)
-
-
-# ---- one call ---------------------------------------------------------------------------------
-
-
-@dataclass
-class _Call:
-    """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
-
-    given: the arguments as they came. named: the same with objects that hold tensors opened. common_key: what a
-    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`). reads:
-    where the state and what it depends on were found. was_in_place: whether nothing of the state had to be made or
-    moved.
-
-    Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
-    """
-
-    given: dict[str, Any]
-    named: dict[str, Any]
-    state: State
-    tensors: Tensors
-    specs: dict[Slot, Spec]
-    leaves: dict[str, Any]
-    leaf_specs: dict[str, Spec]
-    table: PlacesTable
-    numbers: dict[str, float]
-    common_key: tuple
-    reads: Reads
-    was_in_place: bool = True
-
-    @classmethod
-    def of(
-        cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads
-    ) -> _Call:
-        named = opened(arguments)
-        state = State.of(named, around.found)
-        tensors = state.tensors()
-        leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
-        given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
-        require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
-        specs = state_specs(state, tensors, table, first)
-        leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
-        numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
-        tree = str(pytree.tree_structure(named))
-        values = named_values(around.methods_and_functions(), state.submodules(), reads)
-        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, values, reads))
-        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
-
-    @property
-    def key(self) -> tuple:
-        """The key of a program for this call alone."""
-        return self.keys[0]
-
-    @cached_property
-    def keys(self) -> list[tuple]:
-        """The keys of programs that may serve: one for just these gradients, and one for any."""
-        return self._keys(self.tensors)
-
-    def keys_of(self, captured: Captured) -> list[tuple]:
-        """The keys of the calls that a capture is for: this one, and the later ones, which have the first state."""
-        first = {slot: self.first[slot] for slot in captured.first if slot not in self.tensors}
-        keys = [self._keys(tensors) for tensors in (self.tensors, in_order(self.tensors | first))[: 1 + bool(first)]]
-        return [several[captured.ignores_gradients] for several in keys]
-
-    def _keys(self, tensors: Tensors) -> list[tuple]:
-        layout = [(slot, self.specs[slot], t.requires_grad) for slot, t in tensors.items()]
-        trained = {slot.path for slot, _, requires_grad in layout if slot.kind == "parameter" and requires_grad}
-        gradients = tuple(each for each in layout if each[0].kind == "grad" and each[0].path in trained)
-        others = tuple(each for each in layout if each[0].kind != "grad" or each[0].path not in trained)
-        return [(*self.common_key, others, gradients), (*self.common_key, others, ANY_GRADIENTS)]
-
-    @cached_property
-    def first(self) -> FirstState:
-        """The state that optimisers without state would make now, in their first step."""
-        return first_state(self.state)
-
-    def numbers_in(self, slots: Iterable[Slot] | None = None) -> dict[str, float]:
-        """The numbers that tensors of the state hold, or would hold in the first step of an optimiser."""
-        there = slots is not None and all(slot in self.tensors for slot in slots)
-        return numbers_in(self.tensors if there else self.first | self.tensors, slots)
-
-    def find_first_specs(self) -> None:
-        """Find out where the first state of optimisers is to lie."""
-        places = places_of(self.state, self.tensors, self.table)
-        self.specs |= {slot: state_spec(slot, t, self.table.mesh, places) for slot, t in self.first.items()}
-
-    def make_first_state(self, wanted: dict[Slot, Spec]) -> frozenset[Slot]:
-        """Make the state of optimisers that is not there yet: all of it or nothing, as for the call of the capture."""
-        if all(slot in self.tensors for slot in itertools.islice(wanted, 1)):
-            return frozenset()
-        with torch.inference_mode(False):  # the state outlives the mode
-            made = {slot: DTensor(filled(self.first[slot], spec), spec) for slot, spec in wanted.items()}
-        self.state.install(self.tensors | made)
-        self.was_in_place = False
-        self.tensors = self.state.tensors()
-        return frozenset(made)
-
-    def place_state(self, init: Init) -> None:
-        """Put the tensors of the state on the mesh. Those that do not have their specs yet are moved, and those on the
-        meta device are made there. init: as in `compile`."""
-        fresh = {slot for slot, t in self.tensors.items() if is_to_be_made(t, self.specs[slot])}
-        if fresh or any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
-            with torch.inference_mode(False):  # the state outlives the mode
-                makers = {slot: made_empty if slot in fresh else placed for slot in self.tensors}
-                new = {slot: makers[slot](t, self.specs[slot]) for slot, t in self.tensors.items()}
-                for slot, t in self.held():
-                    become(t, new[slot])
-            self.state.install(new | dict(self.held()))
-            self.was_in_place = False
-            initialise(self.state.modules, [t for slot, t in self.held() if slot in fresh], init)
-            self.tensors = self.state.tensors()
-
-    @property
-    def objects(self) -> dict[str, Any]:
-        """The modules and optimisers, by path."""
-        return self.state.modules | self.state.optimizers
-
-    def held(self) -> list[tuple[Slot, torch.Tensor]]:
-        """The tensors that stay the objects that they are when they are placed: others may hold them."""
-        return [(slot, t) for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer", "hyper")]
-
-    def placed_leaves(self) -> dict[str, Any]:
-        """The plain arguments, with this rank's block in place of each tensor."""
-        return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
-
-
-ANY_GRADIENTS = ((Slot("grad", "any"),),)
-"""In the key of a program that reads no gradients of earlier steps, in their place."""
-
-
-def _common_key(
-    state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], values: dict[str, Any], reads: Reads
-) -> tuple:
-    arguments = tuple(
-        (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
-        for k, v in leaves.items()
-    )
-    read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
-    return arguments, tuple((state.constants(reads) | read).items())

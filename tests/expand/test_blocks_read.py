@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import threading
 import time
 import types
 import weakref
@@ -143,6 +144,20 @@ def test_what_cannot_be_seen_is_known(code):
     with Watch() as watch:
         code()
     assert watch.unseen or watch.asks_identity or reach(code, watch).unseen
+
+
+def test_variables_of_the_context_are_put_back():
+    """Also those that had only their default, and locks that are held."""
+    unset, lock = contextvars.ContextVar("unset", default=1), threading.Lock()
+    found = Reach.of([], [], functions=[VARIABLE, unset, lock])
+    assert not found.unseen and found.key == Reach.of([], [], functions=[VARIABLE, unset, lock]).key
+    for change in (lambda: VARIABLE.set(3), lambda: unset.set(2), lock.acquire):
+        before = Reach.of([], [], functions=[VARIABLE, unset, lock]).key
+        change()
+        assert before != Reach.of([], [], functions=[VARIABLE, unset, lock]).key
+    found.held.put_back()
+    assert (VARIABLE.get(), unset.get()) == (0, 1)
+    assert Reach.of([], [], functions=[contextvars.ContextVar("never set")]).unseen
 
 
 def test_plain_code_is_seen():

@@ -1,6 +1,7 @@
 """Errors are raised before anything is changed, by all ranks, and they say what would work."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -391,7 +392,7 @@ def test_ranks_with_different_programs_all_raise():
     assert_expected_inline(
         first,
         """\
-RuntimeError: the program of step differs between rank 0 and rank 1. All ranks must run the same code on the same sizes; look for rank-dependent branches, random order, or different versions.
+RanksDiffer: the program of step differs between rank 0 and rank 1. All ranks must run the same code on the same sizes; look for rank-dependent branches, random order, or different versions.
 --- rank 0
 +++ rank 1
 @@ -20,3 +20,4 @@
@@ -450,6 +451,29 @@ def test_ranks_with_other_shapes_all_raise():
 
     first, second = on_each_rank(lambda r: plain, args_of=lambda r: (X[: 6 - r], Y))
     assert first == second and "differs between rank 0 and rank 1" in first and "f32[5, 4]" in first
+
+
+def test_ranks_that_stamp_otherwise_capture_plainly():
+    """A profiler keeps one rank from stamping calls of equal modules: then all ranks capture each call, and go on."""
+    case = Case(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4))))
+    want, _ = case.on_one_device()
+    pair = case.begin()
+
+    def rank(r):
+        def step(model, optimizer, x, y):
+            return train_step(model, optimizer, x, y)
+
+        mine, compiled = copied(pair), spmd.compile(step, mesh_of(2, 1), inputs=INPUTS)
+        sys.setprofile(None if r else lambda *args: None)
+        try:
+            found = [values(compiled(*mine, *batch)) for batch in case.batches]
+        finally:
+            sys.setprofile(None)
+        same(found, want, "returned")
+        return str(compiled.program), compiled._stamp_blocks
+
+    first, second = run_ranks(rank, 2)
+    assert first == second and not first[1]
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def outputs(found: Captured) -> dict[str, str]:
 @contextlib.contextmanager
 def plain():
     """Inside, nothing is stamped."""
-    with mock.patch("spmd.expand.capture.updates_stamped", contextlib.nullcontext):
+    with mock.patch("spmd.expand.stamp.attempts.updates_stamped", contextlib.nullcontext):
         yield
 
 

@@ -64,6 +64,9 @@ def entry_or_reason(wanted: Wanted, captured: Captured, program: Program) -> Ent
 class Library:
     """Keeps nothing; the base of those that do."""
 
+    is_cache = True
+    """Whether a program that was found may be made anew."""
+
     def find(self, wanted: Wanted) -> Found:
         """The program that is wanted, and how it is called; None where a capture has to make it."""
         return None
@@ -176,6 +179,8 @@ def _is_sound(entry: Entry, wanted: Wanted) -> bool:
 
 class Saved(Library):
     """The programs of a file that `step.save` has written."""
+
+    is_cache = False
 
     def __init__(self, path: str | os.PathLike, entries: Sequence[Entry]):
         self.path, self.entries = path, entries

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd import _torch
 from spmd.expand.nodes import added
 
 Env = dict[fx.Node, fx.Node]
@@ -124,7 +125,7 @@ def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
 def metadata(value: Any) -> Any:
     """What is compared of two values of a trace: tensors without data, or several."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, *map(str, value.shape), *map(str, value.stride())
+        return value.dtype, value.device, *map(str, value.shape), *_torch.strides_text(value)
     return [metadata(v) for v in value] if isinstance(value, (list, tuple)) else type(value)
 
 

@@ -17,10 +17,12 @@ from __future__ import annotations
 import dis
 import functools
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from logging import Logger
@@ -263,6 +265,24 @@ class Reach:
             self.key.append(x.__name__)
             self.value(x.__self__)
 
+    def _variable_of_context(self, x: ContextVar) -> None:
+        """What a variable has in this context."""
+        self._identity(x)
+        value = x.get(_UNSET)
+        self.key.append(value is _UNSET)
+        if value is not _UNSET:
+            self.held.of_context.append((x, value))
+            self.value(value)
+            return
+        try:
+            self.held.of_context.append((x, x.get()))  # once it is set, it cannot be as if it had not been
+        except LookupError:
+            self.unseen = self.unseen or "a ContextVar without a value"
+
+    def _lock(self, x: Any) -> None:
+        """A lock is held or free; its text says so, and who holds it."""
+        self.key.append((ById(x), repr(x)))
+
     def _partial(self, x: functools.partial) -> None:
         self.key.append(type(x))
         for each in (x.func, x.args, x.keywords, vars(x)):
@@ -342,13 +362,15 @@ _LOOKS = (
     (torch.Tensor, Reach._tensor), (nn.Module, Reach._module), (BY_IDENTITY, Reach._identity),
     (CONTAINERS, Reach._container), (types.ModuleType, Reach._module_of_python), (types.FunctionType, Reach._function),
     (types.MethodType, Reach._method), ((types.BuiltinFunctionType, types.BuiltinMethodType), Reach._builtin),
-    (functools.partial, Reach._partial),
+    (functools.partial, Reach._partial), (ContextVar, Reach._variable_of_context),
+    ((type(threading.Lock()), type(threading.RLock())), Reach._lock),
     ((property, functools.cached_property, staticmethod, classmethod), Reach._property),
     (weakref.ref, Reach._weak), (type, Reach._type),
     ((types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType), Reach._identity),
     ((types.MemberDescriptorType, types.ClassMethodDescriptorType, types.GenericAlias), Reach._identity),
 )  # fmt: skip
 
+_UNSET = object()
 _OF_EVERY_CLASS = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__abstractmethods__"}
 
 
@@ -400,12 +422,13 @@ def _array(x: Any) -> Hashable | None:
 @dataclass(frozen=True)
 class Held:
     """What was reached and can change: containers with copies of their contents, variables of modules of Python,
-    variables around functions, and attributes of classes and of objects with slots."""
+    variables around functions, attributes of classes and of objects with slots, and values of the context."""
 
     boxes: Contents
     variables: list[tuple[dict[str, Any], str, Any]]
     cells: list[tuple[types.CellType, Any]] = field(default_factory=list)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
+    of_context: list[tuple[ContextVar, Any]] = field(default_factory=list)
 
     def put_back(self) -> None:
         """Give all of it the contents that it had."""
@@ -417,3 +440,6 @@ class Held:
         for owner, name, old in self.attributes:
             if (vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name, None)) is not old:
                 setattr(owner, name, old)
+        for variable, old in self.of_context:
+            if variable.get() is not old:
+                variable.set(old)

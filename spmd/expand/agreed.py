@@ -1,0 +1,59 @@
+"""The ranks agree on a program before it runs.
+
+    every rank: capture, expand                   the texts are equal: the program is used
+    rank 0 with stamps, rank 1 under a profiler   they are not: all ranks capture again, plainly, and compare again
+
+Whether calls of equal modules can be stamped depends on what a process can see (docs/design/first-call.md). A program
+with stamps does the same as one without, in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spmd.comm import RanksDiffer, agree
+from spmd.expand.capture import Captured
+from spmd.expand.kept.library import Wanted
+from spmd.expand.program import Program
+from spmd.expand.saying import random_state
+from spmd.mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Made:
+    """A program, its capture, and the call that it was made for. is_kept: whether it was found, and not made now.
+    may_differ: whether a plain capture may give another text."""
+
+    wanted: Wanted
+    captured: Captured
+    program: Program
+    is_kept: bool
+    may_differ: bool
+
+
+def agreed(make: Callable[[bool], Made], mesh: DeviceMesh, title: str) -> Made:
+    """What `make(False)` gives, if all ranks have the same, or what `make(True)` gives, which stamps nothing.
+
+    Raises on all ranks if one rank fails, or if their programs differ without stamps, too.
+    """
+    try:
+        return _compared(make, False, mesh, title)
+    except RanksDiffer as error:
+        if not any(text.endswith(_OF_STAMPS) for text in error.values):
+            raise
+    return _compared(make, True, mesh, title)
+
+
+_OF_STAMPS = "captured with stamps, or kept by an earlier process"
+
+
+def _compared(make: Callable[[bool], Made], plainly: bool, mesh: DeviceMesh, title: str) -> Made:
+    made, text, error = None, "", None
+    try:
+        made = make(plainly)
+        text = str(made.program) + random_state(made.captured)
+    except Exception as e:
+        error = e
+    agree(text, mesh, title, error, more=lambda: _OF_STAMPS if made and made.may_differ and not plainly else "")
+    return made

@@ -1,0 +1,167 @@
+"""One call of a compiled step: its arguments, the state in them, and where all of it lies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmd._torch import pytree
+from spmd.expand.capture import Captured
+from spmd.expand.closed_over import Search
+from spmd.expand.first_state import FirstState, filled, first_state
+from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
+from spmd.expand.guards import guard_key, is_number, modes_guard
+from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.named_values import named_values
+from spmd.expand.objects import opened
+from spmd.expand.places.table import PlacesTable
+from spmd.expand.reads import Reads
+from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.tensor.annotations.patterns import placements_for, require_matches
+from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.eager.identity import become, placed
+from spmd.tensor.eager.meta_models import Init, initialise, is_to_be_made, made_empty
+from spmd.tensor.modes import deterministic
+from spmd.tensor.spec import Spec
+
+
+@dataclass
+class Call:
+    """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
+
+    given: the arguments as they came. named: the same with objects that hold tensors opened. common_key: what a
+    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`). reads:
+    where the state and what it depends on were found. was_in_place: whether nothing of the state had to be made or
+    moved.
+
+    Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
+    """
+
+    given: dict[str, Any]
+    named: dict[str, Any]
+    state: State
+    tensors: Tensors
+    specs: dict[Slot, Spec]
+    leaves: dict[str, Any]
+    leaf_specs: dict[str, Spec]
+    table: PlacesTable
+    numbers: dict[str, float]
+    common_key: tuple
+    reads: Reads
+    was_in_place: bool = True
+
+    @classmethod
+    def of(
+        cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads
+    ) -> Call:
+        named = opened(arguments)
+        state = State.of(named, around.found)
+        tensors = state.tensors()
+        leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
+        given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
+        require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
+        specs = state_specs(state, tensors, table, first)
+        leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
+        numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
+        tree = str(pytree.tree_structure(named))
+        values = named_values(around.methods_and_functions(), state.submodules(), reads)
+        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, values, reads))
+        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
+
+    @property
+    def key(self) -> tuple:
+        """The key of a program for this call alone."""
+        return self.keys[0]
+
+    @cached_property
+    def keys(self) -> list[tuple]:
+        """The keys of programs that may serve: one for just these gradients, and one for any."""
+        return self._keys(self.tensors)
+
+    def keys_of(self, captured: Captured) -> list[tuple]:
+        """The keys of the calls that a capture is for: this one, and the later ones, which have the first state."""
+        first = {slot: self.first[slot] for slot in captured.first if slot not in self.tensors}
+        keys = [self._keys(tensors) for tensors in (self.tensors, in_order(self.tensors | first))[: 1 + bool(first)]]
+        return [several[captured.ignores_gradients] for several in keys]
+
+    def _keys(self, tensors: Tensors) -> list[tuple]:
+        layout = [(slot, self.specs[slot], t.requires_grad) for slot, t in tensors.items()]
+        trained = {slot.path for slot, _, requires_grad in layout if slot.kind == "parameter" and requires_grad}
+        gradients = tuple(each for each in layout if each[0].kind == "grad" and each[0].path in trained)
+        others = tuple(each for each in layout if each[0].kind != "grad" or each[0].path not in trained)
+        return [(*self.common_key, others, gradients), (*self.common_key, others, ANY_GRADIENTS)]
+
+    @cached_property
+    def first(self) -> FirstState:
+        """The state that optimisers without state would make now, in their first step."""
+        return first_state(self.state)
+
+    def numbers_in(self, slots: Iterable[Slot] | None = None) -> dict[str, float]:
+        """The numbers that tensors of the state hold, or would hold in the first step of an optimiser."""
+        there = slots is not None and all(slot in self.tensors for slot in slots)
+        return numbers_in(self.tensors if there else self.first | self.tensors, slots)
+
+    def find_first_specs(self) -> None:
+        """Find out where the first state of optimisers is to lie."""
+        places = places_of(self.state, self.tensors, self.table)
+        self.specs |= {slot: state_spec(slot, t, self.table.mesh, places) for slot, t in self.first.items()}
+
+    def make_first_state(self, wanted: dict[Slot, Spec]) -> frozenset[Slot]:
+        """Make the state of optimisers that is not there yet: all of it or nothing, as for the call of the capture."""
+        if all(slot in self.tensors for slot in itertools.islice(wanted, 1)):
+            return frozenset()
+        with torch.inference_mode(False):  # the state outlives the mode
+            made = {slot: DTensor(filled(self.first[slot], spec), spec) for slot, spec in wanted.items()}
+        self.state.install(self.tensors | made)
+        self.was_in_place = False
+        self.tensors = self.state.tensors()
+        return frozenset(made)
+
+    def place_state(self, init: Init) -> None:
+        """Put the tensors of the state on the mesh. Those that do not have their specs yet are moved, and those on the
+        meta device are made there. init: as in `compile`."""
+        fresh = {slot for slot, t in self.tensors.items() if is_to_be_made(t, self.specs[slot])}
+        if fresh or any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
+            with torch.inference_mode(False):  # the state outlives the mode
+                makers = {slot: made_empty if slot in fresh else placed for slot in self.tensors}
+                new = {slot: makers[slot](t, self.specs[slot]) for slot, t in self.tensors.items()}
+                for slot, t in self.held():
+                    become(t, new[slot])
+            self.state.install(new | dict(self.held()))
+            self.was_in_place = False
+            initialise(self.state.modules, [t for slot, t in self.held() if slot in fresh], init)
+            self.tensors = self.state.tensors()
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The modules and optimisers, by path."""
+        return self.state.modules | self.state.optimizers
+
+    def held(self) -> list[tuple[Slot, torch.Tensor]]:
+        """The tensors that stay the objects that they are when they are placed: others may hold them."""
+        return [(slot, t) for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer", "hyper")]
+
+    def placed_leaves(self) -> dict[str, Any]:
+        """The plain arguments, with this rank's block in place of each tensor."""
+        return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
+
+
+ANY_GRADIENTS = ((Slot("grad", "any"),),)
+"""In the key of a program that reads no gradients of earlier steps, in their place."""
+
+
+def _common_key(
+    state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], values: dict[str, Any], reads: Reads
+) -> tuple:
+    arguments = tuple(
+        (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
+        for k, v in leaves.items()
+    )
+    read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
+    return arguments, tuple((state.constants(reads) | read).items())

@@ -1,0 +1,52 @@
+"""A trace with stamps, and again without those that turn out not to be right."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from spmd.expand.local_map import tracing_lock
+from spmd.expand.stamp.blocks import CoupledBlocks
+from spmd.expand.stamp.optimizers import updates_stamped
+from spmd.expand.stamp.parts import Coupled
+from spmd.expand.stamp.repeats import repeated
+from spmd.expand.stamp.step import reach_of_step
+from spmd.expand.state import State
+
+log = logging.getLogger("spmd.expand")
+
+T = TypeVar("T")
+
+Trace = Callable[[Callable[[], contextlib.AbstractContextManager], bool], T]
+"""Traces a step. It is given what is on around updates of parameters, and whether calls of blocks are stamped."""
+
+
+def with_stamps(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
+    """With stamps, or without those that cannot be shown to be right. blocks: whether those of blocks are tried.
+
+    fn, state: the step that is traced, and what it is given.
+    """
+    if not blocks or not repeated(state.modules.values()):
+        return _attempts(trace, fn, state, False)
+    with tracing_lock:  # no other trace changes what is put back here
+        return _attempts(trace, fn, state, True)
+
+
+def _attempts(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
+    updates = updates_stamped
+    before = reach_of_step(fn, state) if blocks else None
+    if before and before.unseen:
+        log.debug("calls of equal modules are traced one by one: the step reaches %s", before.unseen)
+        blocks = False
+    while True:
+        try:
+            return trace(updates, blocks)
+        except CoupledBlocks as coupled:
+            log.debug("calls of equal modules are traced one by one: %s", coupled)
+            blocks = False
+        except Coupled:
+            updates = contextlib.nullcontext
+        if before:
+            before.held.put_back()
