@@ -38,12 +38,13 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
     homes = tuple(at.get(name) for name, _ in program.outputs)
     state = ["argument" != kind != "grad" for kind in program.kinds or ["argument"] * len(program.inputs)]
     owned = tuple(i in homes and mine for i, mine in enumerate(state))
+    returned = tuple(name.startswith("result ") for name, _ in program.outputs)
     written: set[str] = set()
     passes = (
         lambda graph: written.update(n.name for n in graph.nodes if writes(n)),
         lambda graph: reuse_memory(graph, owned),
         lambda graph: reduce_in_place(graph, transport.all_reduce, transport.all_reduce_),
-        lambda graph: unshare_outputs(graph, homes),
+        lambda graph: unshare_outputs(graph, homes, returned),
     )
     with collector_off():
         module = bind(program, coordinate, transport, passes)

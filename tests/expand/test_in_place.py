@@ -399,13 +399,27 @@ def test_outputs_that_share_memory_are_copied(fn, homes, copies):
     assert unshare_outputs(graph, homes) == copies
 
 
+def test_a_result_is_no_piece_of_a_buffer():
+    """A gradient may be one; what the caller keeps has memory of its own."""
+    graph = graph_of(lambda x: (h := wait(all_reduce(x, "sum", "0")).split([1, 3]), (h[0], h[1]))[1])
+    split = next(n for n in graph.nodes if n.target == "split")
+    split.meta["spec"] = ()  # an op of the user's has one
+    assert unshare_outputs(graph, [None, None], [True, False]) == 0
+    del split.meta["spec"]
+    assert unshare_outputs(graph, [None, None], [True, False]) == 1
+    loss, gradient = graph.output_node().args[0]
+    assert loss.target is aten.clone.default and gradient.args == (split, 1)
+
+
 def test_a_parameter_keeps_its_memory():
-    """The update is written into the rank's block; nothing is copied back."""
+    """The update is written into the rank's block; nothing is copied back. The loss holds nothing but itself."""
 
     def step(model, optimizer, x):
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        loss.backward()
         optimizer.step()
+        return loss
 
     base = nn.Linear(4, 4)
 
@@ -415,7 +429,8 @@ def test_a_parameter_keeps_its_memory():
         mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         compiled = spmd.compile(step, mesh, inputs={"x": [Shard(0)]})
         for _ in range(2):
-            compiled(model, optimizer, torch.ones(4, 4))
+            loss = compiled(model, optimizer, torch.ones(4, 4))
+        assert loss.to_local().untyped_storage().nbytes() == loss.nbytes
         kept = [t for p in model.parameters() for t in (p, *optimizer.state[p].values())]
         before = [t.to_local().data_ptr() for t in kept]
         compiled(model, optimizer, torch.ones(4, 4))

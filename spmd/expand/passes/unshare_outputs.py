@@ -3,6 +3,9 @@
 A graph may return one value twice, an unchanged input, or a constant. Examples are the old weight as a result beside
 the new one, the same gradient for two parameters, and `prev, cur = cur, new`. Outputs outlive the call, and the next
 call writes into them. So an output whose memory is also used elsewhere is copied at the end of the graph.
+
+So is a result that is a piece of a buffer, such as a loss that was reduced in one bucket with the gradients: a loss
+that somebody keeps for a log shall not keep all gradients of its step.
 """
 
 from __future__ import annotations
@@ -12,28 +15,28 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from spmd.expand.passes.aliasing import Memory, memory_of, written_into
+from spmd.expand.passes.aliasing import SPLITS, Memory, memory_of, written_into
 
 
-def unshare_outputs(graph: fx.Graph, homes: Sequence[int | None]) -> int:
+def unshare_outputs(graph: fx.Graph, homes: Sequence[int | None], returned: Sequence[bool] = ()) -> int:
     """Rewrite a bound graph in place.
 
-    homes: for each output, the index of the placeholder that it is written back into, or None. Returns the number of
-    copies that were added.
+    homes: for each output, the index of the placeholder that it is written back into, or None. returned: for each,
+    whether it is a result, which the caller may keep; by default none is. Returns the number of copies that were added.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     taken = {n: [Memory(n)] for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     output = next(n for n in graph.nodes if n.op == "output")
     values = list(output.args[0])
     copies = 0
-    for i, (value, home) in enumerate(zip(values, homes, strict=True)):
+    for i, (value, home, kept) in enumerate(zip(values, homes, returned or [False] * len(values), strict=True)):
         if not isinstance(value, fx.Node) or value.meta.get("spec") is None:  # a number
             continue
         if home is not None and written_into(value) is placeholders[home]:
             continue
         mine = memory_of(value)
         others = taken.setdefault(mine.base, [])
-        if any(mine.overlaps(other) for other in others):
+        if (kept and _is_of_buffer(mine)) or any(mine.overlaps(other) for other in others):
             with graph.inserting_before(output):
                 values[i] = graph.call_function(torch.ops.aten.clone.default, (value,))
             copies += 1
@@ -41,3 +44,8 @@ def unshare_outputs(graph: fx.Graph, homes: Sequence[int | None]) -> int:
             others.append(mine)
     output.args = (tuple(values),)
     return copies
+
+
+def _is_of_buffer(memory: Memory) -> bool:
+    """Whether the memory is a piece of what a move has split: an op that the user has split with has a spec."""
+    return memory.split is not None and memory.split.target in SPLITS and memory.split.meta.get("spec") is None

@@ -11,7 +11,7 @@ element may have another mesh than the others: it costs little to replicate.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,13 +61,17 @@ def tensors_of(args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
 def with_tensors(args: tuple, kwargs: dict[str, Any], new: Sequence) -> tuple[tuple, dict[str, Any]]:
     """The arguments, with `new` in the places of the tensors that `tensors_of` finds."""
     rest = iter(new)
+    return tuple([_put(x, rest) for x in args]), {name: _put(x, rest) for name, x in kwargs.items()}
 
-    def put(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return next(rest)
-        return [put(y) for y in x] if isinstance(x, (list, tuple)) else x
 
-    return tuple([put(x) for x in args]), {name: put(x) for name, x in kwargs.items()}
+def _put(x: Any, rest: Iterator) -> Any:
+    """One argument, whose tensors are the next of `rest`.
+
+    A function that is made in the call and calls itself would hold them until the garbage collector comes.
+    """
+    if isinstance(x, torch.Tensor):
+        return next(rest)
+    return [_put(y, rest) for y in x] if isinstance(x, (list, tuple)) else x
 
 
 def first_uses(operands: list) -> tuple[int, ...]:

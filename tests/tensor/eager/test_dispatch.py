@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -17,6 +19,7 @@ from spmd.sim import LocalTensorMode, ThreadWorld
 from spmd.tensor.cache import Cache, forget_decisions, frozen
 from spmd.tensor.eager import fast_path
 from spmd.tensor.eager.dispatch import lowerings
+from spmd.tensor.eager.operands import with_tensors
 from spmd.tensor.spec import Spec
 from tests.tensor.oracle import close
 from tests.tensor.single import (
@@ -760,3 +763,16 @@ def test_a_slice_that_is_hot_is_the_slice(dtype):
             assert first._local_tensor.stride() == hot._local_tensor.stride()
 
     on_ranks(rank)
+
+
+def test_operands_are_free_without_the_garbage_collector():
+    """No cycle holds what a `cat` or an `item` has gathered."""
+    gc.disable()
+    try:
+        (pieces, _), kwargs = with_tensors(([1, 2, torch.ones(2)], 0), {"x": torch.ones(2)}, [torch.ones(3), "y"])
+        seen = weakref.ref(pieces[2])
+        assert pieces[:2] == [1, 2] and kwargs == {"x": "y"}
+        del pieces, _
+        assert seen() is None
+    finally:
+        gc.enable()
