@@ -12,9 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from spmd.comm import wire
 from spmd.comm.transport import Transport
+
+FEW = 32
+"""More terms than these are not an op each in a graph."""
 
 COMBINE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
@@ -34,3 +38,13 @@ def added(terms: Any, op: str, n: int) -> Any:
     for i in range(1, n):
         total = COMBINE[op](total, terms[i])
     return total
+
+
+def added_rows(y: torch.Tensor, op: str, n: int, row: int) -> torch.Tensor:
+    """The same of n terms that are rows of this length, one behind the other.
+
+    In a graph these are n - 1 ops, and for many terms one call of this function.
+    """
+    if n > FEW and isinstance(y, fx.Proxy):
+        return y.tracer.create_proxy("call_function", added_rows, (y, op, n, row), {})
+    return added(y.split([row] * n, 0), op, n)

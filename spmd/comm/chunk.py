@@ -18,7 +18,6 @@ so: it is `Packed`.
 from __future__ import annotations
 
 import functools
-import itertools
 from math import gcd, isqrt, lcm, prod
 from typing import NamedTuple
 
@@ -77,7 +76,19 @@ def blocks(size: int, unit: int, ns: tuple[int, ...]) -> list[tuple[int, int]]:
     >>> blocks(30, 5, (4,))
     [(0, 10), (10, 10), (20, 10), (30, 0)]
     """
-    return [block(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
+    found = [(0, size // unit)]
+    for n in ns:
+        found = [each for start, length in found for each in _chunks(start, length, n)]
+    return [(start * unit, length * unit) for start, length in found]
+
+
+def _chunks(start: int, length: int, n: int) -> list[tuple[int, int]]:
+    """All n chunks of an interval: ranks may be many more than it has indices, so most of them may be empty."""
+    step = max(-(-length // n), 1)
+    whole = [(start + at, step) for at in range(0, length - step + 1, step)]
+    if rest := length % step:
+        whole.append((start + length - rest, rest))
+    return whole + [(start + length, 0)] * (n - len(whole))
 
 
 def side(size: int, unit: Unit, ns: tuple[int, ...], at: tuple[int, ...]) -> Side:
@@ -104,7 +115,8 @@ def lengths(size: int, unit: Unit, ns: tuple[int, ...]) -> list[int]:
     >>> lengths(5, 1, (2,)), lengths(6, Packed(2), (2,))
     ([3, 2], [4, 2])
     """
-    return [length_of(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
+    packed, inner = split_unit(unit)
+    return [packed * length for _, length in blocks(size // packed, inner, ns)]
 
 
 def is_unit_of(size: int, unit: Unit) -> bool:

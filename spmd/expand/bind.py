@@ -28,6 +28,7 @@ from spmd.comm import Transport
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.nodes import LINE, added
+from spmd.expand.splits import in_short
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
@@ -77,7 +78,7 @@ class _Binder:
     def __init__(self, program: Program, coordinate: tuple[int, ...], transport: Transport):
         self.program, self.coordinate = program, coordinate
         self.graph = fx.Graph()
-        self.tracer = fx.proxy.GraphAppendingTracer(self.graph)
+        self.tracer = _Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
         self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem] = {}
         self.traces: dict[LocalMapOp, tuple[BlockTrace, dict[fx.Node, fx.Node]]] = {}
@@ -235,6 +236,15 @@ class _BucketItem:
     index: int
 
 
+class _Tracer(fx.proxy.GraphAppendingTracer):
+    """Appends what proxies do to a graph, where arguments have no symbols."""
+
+    def create_node(
+        self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None, type_expr: Any = None
+    ) -> fx.Node:
+        return added(self.graph, kind, target, args, kwargs, name)
+
+
 class _GraphTransport:
     """A transport that writes collectives into the graph instead of carrying them out."""
 
@@ -251,7 +261,7 @@ class _GraphTransport:
         collective = getattr(self._transport, name)
 
         def write(*args: Any) -> fx.Proxy:
-            proxy = self._tracer.create_proxy("call_function", collective, args, {})
+            proxy = self._tracer.create_proxy("call_function", collective, tuple(map(in_short, args)), {})
             if self.move is not None:
                 proxy.node.meta["move"] = self.move
             return proxy

@@ -81,11 +81,14 @@ class HostGrid:
         >>> HostGrid((2, 2), "0 1 2 3").view([(1,)])
         HostGrid((2,), '0 1 | 2 3')
         """
+        sizes = tuple(prod(self.sizes[axis] for axis in part) for part in parts)
+        if not self.places:  # not a walk over the ranks of one host
+            return HostGrid(sizes)
         kept = [axis for part in parts for axis in part]
         rest = [axis for axis in range(len(self.sizes)) if axis not in kept]
         inside, outside = self._offsets(kept), self._offsets(rest)
         rows = (tuple(row[o + i] for i in inside) for row in self.places for o in outside)
-        return HostGrid(tuple(prod(self.sizes[axis] for axis in part) for part in parts), tuple(rows))
+        return HostGrid(sizes, tuple(rows))
 
     def _offsets(self, axes: Sequence[int]) -> list[int]:
         """The positions in a row of the ranks along `axes`, relative to the first of them; row-major."""

@@ -210,7 +210,7 @@ def _tiling(parts: list[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> torc
     for box, (_, row) in zip(boxes, parts, strict=True):
         tile, extent = row.view(shape_of(box)), shape_of(box)
         tiles += [(each, narrowed(tile, relative_to(each, box), extent)) for each in simple(box)]
-    found = _tiled(tiles, 0)
+    found = tiled(tiles, 0)
     return found if len(sizes) == len(shape) else found.reshape(list(shape))
 
 
@@ -237,12 +237,12 @@ def _are_consecutive_rows(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return bool(boxes) and at == shape[0]
 
 
-def _tiled(parts: list[tuple[Box, torch.Tensor]], dim: int) -> torch.Tensor:
+def tiled(parts: list[tuple[Box, torch.Tensor]], dim: int) -> torch.Tensor:
     """The tensors joined as their boxes tile: first the tensors of one row along dim, then the rows."""
     if len(parts) == 1:
         return parts[0][1]
     rows: dict[tuple[int, int], list[tuple[Box, torch.Tensor]]] = {}
     for part in sorted(parts, key=lambda part: part[0]):
         rows.setdefault(part[0][dim], []).append(part)
-    bands = [_tiled(row, dim + 1) for row in rows.values()]
+    bands = [tiled(row, dim + 1) for row in rows.values()]
     return bands[0] if len(bands) == 1 else torch.cat(bands, dim)

@@ -10,28 +10,16 @@ moves send blocks as they are. If all that the ranks of a group would send is em
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from spmd.comm import wire
-from spmd.comm.added import added, adds_terms
+from spmd.comm.added import added_rows, adds_terms
 from spmd.mesh import cost
 from spmd.tensor.redistribute.all_ranks import most_in_group, overlaps, sides, volumes
-from spmd.tensor.redistribute.boxes import (
-    Box,
-    copies_to_cut,
-    copies_to_join,
-    cut,
-    joined,
-    joined_padded,
-    overlap,
-    relative_to,
-    shape_of,
-    volume,
-)
+from spmd.tensor.redistribute.boxes import copies_to_cut, copies_to_join, overlap, relative_to, shape_of, volume
 from spmd.tensor.redistribute.moves import (
     Copied,
     Move,
@@ -40,8 +28,8 @@ from spmd.tensor.redistribute.moves import (
     group_bytes,
     group_size,
     in_rows,
-    members,
 )
+from spmd.tensor.redistribute.runs import Boxes, group_blocks, padded, received_boxes, sent_boxes
 from spmd.tensor.spec import Spec
 
 reduced_as = functools.lru_cache(maxsize=256)(wire.reduced_as)
@@ -85,18 +73,17 @@ class AllGather(Move):
 
     def row(self, ctx: MoveContext) -> int:
         """How many elements each rank sends: those of the largest block."""
-        return max(map(volume, members(ctx.before, self.axes, ctx.coordinate)))
+        return group_blocks(ctx.before, self.axes, ctx.coordinate).largest
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends."""
-        flat = _padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), self.row(ctx))
+        flat = padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), self.row(ctx))
         return to_wire(flat, ctx.before.dtype)
 
     def unpacked(self, y, ctx: MoveContext):
         """The block after the move, from the rows of all ranks."""
-        whole, blocks = ctx.after.box(ctx.coordinate), members(ctx.before, self.axes, ctx.coordinate)
-        boxes = [relative_to(block, whole) for block in blocks]
-        return joined_padded(from_wire(y, ctx.before.dtype), boxes, ctx.shape_after(), self.row(ctx))
+        boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        return boxes.joined_rows(from_wire(y, ctx.before.dtype), ctx.shape_after())
 
     def _details(self, before, after):
         return [dims_text(self.axes, before)]
@@ -125,18 +112,16 @@ class Exchange(Move):
     def collective_us(self, received, topology):
         return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
-    def _boxes_to_send(self, ctx: MoveContext) -> list[Box]:
+    def _boxes_to_send(self, ctx: MoveContext) -> Boxes:
         """The box that goes to each rank, relative to this rank's block."""
-        mine = ctx.before.box(ctx.coordinate)
-        return [relative_to(overlap(mine, want), mine) for want in members(ctx.after, self.axes, ctx.coordinate)]
+        return sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
-    def _boxes_to_receive(self, ctx: MoveContext) -> list[Box]:
+    def _boxes_to_receive(self, ctx: MoveContext) -> Boxes:
         """The box that comes from each rank, relative to this rank's block after the move."""
-        want = ctx.after.box(ctx.coordinate)
-        return [relative_to(overlap(have, want), want) for have in members(ctx.before, self.axes, ctx.coordinate)]
+        return received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
     def _nothing_to_send(self, ctx: MoveContext) -> bool:
-        return not any(map(volume, members(ctx.before, self.axes, ctx.coordinate)))
+        return not group_blocks(ctx.before, self.axes, ctx.coordinate).largest
 
     def start(self, x, ctx):
         if self._nothing_to_send(ctx):
@@ -150,16 +135,16 @@ class Exchange(Move):
 
     def sizes(self, ctx: MoveContext) -> list[list[int]]:
         """How many items this rank receives from each rank, and sends to it."""
-        boxes = self._boxes_to_receive(ctx), self._boxes_to_send(ctx)
-        return [[wire_items(ctx.before.dtype) * volume(box) for box in each] for each in boxes]
+        boxes, items = (self._boxes_to_receive(ctx), self._boxes_to_send(ctx)), wire_items(ctx.before.dtype)
+        return [[items * size for size in each.sizes] for each in boxes]
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends, to one rank after the other."""
-        return to_wire(cut(x, ctx.shape_before(), self._boxes_to_send(ctx)), ctx.before.dtype)
+        return to_wire(self._boxes_to_send(ctx).cut(x, ctx.shape_before()), ctx.before.dtype)
 
     def unpacked(self, y, ctx: MoveContext):
         """The block after the move, from what came from one rank after the other."""
-        return joined(from_wire(y, ctx.before.dtype), self._boxes_to_receive(ctx), ctx.shape_after())
+        return self._boxes_to_receive(ctx).joined(from_wire(y, ctx.before.dtype), ctx.shape_after())
 
 
 @dataclass(frozen=True)
@@ -268,10 +253,9 @@ class ReduceScatter(_Reduction):
     def collective_us(self, received, topology):
         return cost.reduce_scatter_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
-    def _pieces(self, ctx: MoveContext) -> list[Box]:
+    def _pieces(self, ctx: MoveContext) -> Boxes:
         """The box of each rank after the move, relative to this rank's block."""
-        mine = ctx.before.box(ctx.coordinate)
-        return [relative_to(box, mine) for box in members(ctx.after, self.axes, ctx.coordinate)]
+        return sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
     def start(self, x, ctx):
         if not self.row(ctx):
@@ -287,7 +271,7 @@ class ReduceScatter(_Reduction):
 
     def row(self, ctx: MoveContext) -> int:
         """How many elements each rank gets: those of the largest piece."""
-        return max(map(volume, self._pieces(ctx)))
+        return self._pieces(ctx).largest
 
     def row_sent(self, ctx: MoveContext) -> int:
         """How many items that are on the wire."""
@@ -295,14 +279,12 @@ class ReduceScatter(_Reduction):
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends: a row for each rank."""
-        pieces, row = self._pieces(ctx), self.row(ctx)
+        pieces = self._pieces(ctx)
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
-        shape = ctx.shape_before()
+        flat = pieces.cut_rows(x, ctx.shape_before())
         if wire.marks_nan(ctx.before.dtype, op):
-            rows = [_padded(cut(x, shape, [piece]), volume(piece), row) for piece in pieces]
-            flat = torch.cat([wire.with_marks(r, ctx.before.dtype, op) for r in rows], 0)
-        else:
-            flat = _rows(x, shape, pieces, row)
+            rows = flat.split([pieces.largest] * len(pieces.sizes), 0)
+            flat = torch.cat([wire.with_marks(rows[i], ctx.before.dtype, op) for i in range(len(pieces.sizes))], 0)
         return _cast(flat, ctx.before.dtype, dtype).contiguous()
 
     def sent(self, flat, row: int, ctx: MoveContext):
@@ -315,7 +297,7 @@ class ReduceScatter(_Reduction):
     def arrived(self, y, row: int, ctx: MoveContext):
         """Wait for what was launched, and return this rank's row, reduced."""
         n, y = group_size(self.axes, ctx.before), ctx.transport.wait_tensor(y)
-        return added(y.split([row] * n, 0), self._op_sent(ctx), n) if self._adds_terms(ctx) else y
+        return added_rows(y, self._op_sent(ctx), n, row) if self._adds_terms(ctx) else y
 
     def unpacked(self, y, ctx: MoveContext):
         """This rank's row as elements of the tensor."""
@@ -363,20 +345,19 @@ class ReduceInOrder(_Reduction):
         return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def start(self, x, ctx):
-        mine, wanted = ctx.before.box(ctx.coordinate), members(ctx.after, self.axes, ctx.coordinate)
-        if not any(map(volume, wanted)):
+        wanted = sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        if not wanted.largest:
             return x
-        flat = cut(x, ctx.shape_before(), [relative_to(box, mine) for box in wanted])
-        items = wire_items(ctx.before.dtype)
-        sizes = [items * prod(ctx.shape_after())] * len(wanted), [items * volume(box) for box in wanted]
+        flat, items = wanted.cut(x, ctx.shape_before()), wire_items(ctx.before.dtype)
+        sizes = [items * prod(ctx.shape_after())] * len(wanted.sizes), [items * size for size in wanted.sizes]
         return ctx.transport.all_to_all_single(to_wire(flat, ctx.before.dtype), *sizes, ctx.group(self.axes))
 
     def finish(self, y, ctx):
-        wanted, own = members(ctx.after, self.axes, ctx.coordinate), prod(ctx.shape_after())
-        if not any(map(volume, wanted)):
+        wanted = sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        if not wanted.largest:
             return y.new_zeros(ctx.shape_after())
-        terms = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype).split([own] * len(wanted), 0)
-        return self._averaged(added(terms, self.op(ctx.before), len(wanted)), ctx).view(ctx.shape_after())
+        y, shape = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype), ctx.shape_after()
+        return self._averaged(added_rows(y, self.op(ctx.before), len(wanted.sizes), prod(shape)), ctx).view(shape)
 
     def _details(self, before, after):
         return [dims_text(self.axes, after)]
@@ -405,24 +386,3 @@ def from_wire(y, dtype: torch.dtype):
 
 def _cast(x, has: torch.dtype, wanted: torch.dtype):
     return x if has is wanted else x.to(wanted)
-
-
-def _rows(x, shape: Sequence[int], pieces: Sequence[Box], row: int):
-    """A row of this length for each piece of a tensor of this shape, one behind the other.
-
-    Ranks may be many more than a dim is long: the whole rows in front are cut at once, and the empty ones behind are
-    padding of the last one.
-    """
-    sizes = [volume(piece) for piece in pieces]
-    whole = next((i for i, size in enumerate(sizes) if size != row), len(sizes))
-    filled = max((i + 1 for i, size in enumerate(sizes) if size), default=whole)
-    parts = [_padded(cut(x, shape, [pieces[i]]), sizes[i], row) for i in range(whole, filled)]
-    if whole:
-        parts.insert(0, cut(x, shape, pieces[:whole]))
-    flat = torch.cat(parts, 0) if len(parts) > 1 else parts[0]
-    return _padded(flat, filled * row, len(pieces) * row)
-
-
-def _padded(flat, size: int, to: int):
-    """A row of `size` elements, padded to `to` elements. The padding is never read."""
-    return flat if size == to else torch.nn.functional.pad(flat, (0, to - size))

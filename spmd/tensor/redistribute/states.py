@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmd.comm.chunk import Side, Unit, side, split_unit
+from spmd.comm.chunk import Side, Unit, blocks, split_unit
 from spmd.mesh import MeshTopoInfo
 from spmd.mesh.cost import copies_are_priced
 from spmd.tensor.redistribute.all_ranks import RankSides, common, interval_arrays
@@ -330,8 +330,12 @@ def _first_length(size: int, unit: Unit, ns: tuple[int, ...]) -> int:
 @functools.lru_cache(maxsize=4096)
 def nonempty_blocks(size: int, unit: Unit, ns: tuple[int, ...]) -> tuple[Side, ...]:
     """Where each block that is not empty starts and stops."""
-    every = [side(size, unit, ns, at) for at in itertools.product(*map(range, ns))]
-    return tuple([each for each in every if each[0] < each[1]])
+    packed, inner = split_unit(unit)
+    period = size // packed
+    filled = [(start, start + length) for start, length in blocks(period, inner, ns) if length]
+    if packed == 1:
+        return tuple(filled)
+    return tuple([tuple([edge + i * period for i in range(packed) for edge in each]) for each in filled])
 
 
 @functools.lru_cache(maxsize=4096)

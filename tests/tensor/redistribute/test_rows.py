@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from spmd.tensor.redistribute.collective_moves import _rows
+from spmd.tensor.redistribute.runs import Boxes, Run
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (2, 2, 1), (2, 1, 0, 0), (0, 0), (0, 2, 1), (2,)], ids=str)
@@ -15,4 +15,4 @@ def test_rows_of_pieces_are_padded_to_one_length(sizes):
     ends = list(itertools.accumulate(sizes))
     pieces = [((end - size, end), (0, 3)) for end, size in zip(ends, sizes, strict=True)]
     want = [torch.nn.functional.pad(p.reshape(-1), (0, row - p.numel())) for p in x.split(list(sizes))]
-    assert torch.equal(_rows(x, x.shape, pieces, row), torch.cat(want))
+    assert torch.equal(Boxes(tuple(map(Run, pieces))).cut_rows(x, x.shape), torch.cat(want))

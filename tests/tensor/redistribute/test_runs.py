@@ -1,0 +1,92 @@
+"""Moves over groups of more ranks than are taken box by box: beside the same ranks taken box by box, and in few ops."""
+
+import itertools
+
+import pytest
+import torch
+from torch import fx
+
+from spmd import DeviceMesh
+from spmd.expand.splits import Splits
+from spmd.tensor.redistribute import runs
+from spmd.tensor.redistribute.collective_moves import AllGather, AllToAll, ReduceScatter
+from spmd.tensor.redistribute.moves import MoveContext
+from spmd.tensor.redistribute.runs import Boxes, Run
+from spmd.tensor.spec import Spec
+
+LINE, GRID = (40,), (2, 24)
+CASES = [  # mesh, axes of the group, shape of the tensor, its dims before and after the move
+    (LINE, (0,), (80, 3), [(0,), ()], [(), ()]),
+    (LINE, (0,), (3, 83), [(), (0,)], [(), ()]),
+    (LINE, (0,), (3, 10), [(), (0,)], [(), ()]),
+    (LINE, (0,), (120, 81), [(0,), ()], [(), (0,)]),
+    (LINE, (0,), (7, 2, 80), [(), (), (0,)], [(0,), (), ()]),
+    (LINE, (0,), (5, 6), [(0,), ()], [(), (0,)]),
+    (GRID, (1,), (6, 50), [(0,), (1,)], [(0, 1), ()]),
+    (GRID, (0, 1), (96, 5), [(0, 1), ()], [(), ()]),
+    (GRID, (0, 1), (9, 96), [(0,), (1,)], [(), (0, 1)]),
+]
+
+
+def blocks(x, spec):
+    """The block of x of each rank."""
+    found = {}
+    for at in itertools.product(*map(range, spec.mesh.shape)):
+        found[at] = x[tuple(slice(start, stop) for start, stop in spec.box(at))].contiguous()
+    return found
+
+
+@pytest.mark.parametrize("shape, axes, size, before, after", CASES, ids=str)
+@pytest.mark.parametrize("few", [0, runs.FEW])
+def test_a_move_over_many_ranks_gives_each_its_block(shape, axes, size, before, after, few, monkeypatch):
+    """What one rank packs for another is what the other unpacks: even, uneven and empty blocks."""
+    monkeypatch.setattr(runs, "FEW", few)
+    for cached in (runs.group_blocks, runs.sent_boxes, runs.received_boxes):
+        cached.cache_clear()
+    mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape))
+    src, dst = (Spec.of(mesh, size, torch.float32, dims=dims) for dims in (before, after))
+    x = torch.arange(float(torch.Size(size).numel())).reshape(size)
+    have, want = blocks(x, src), blocks(x, dst)
+    for group in [[at for at in have if at[0] == k] for k in range(2)] if axes == (1,) else [list(have)]:
+        at = {rank: MoveContext(src, dst, rank, None) for rank in group}
+        if any(after):
+            pieces = [AllToAll(axes).packed(have[r], at[r]).split(AllToAll(axes).sizes(at[r])[1]) for r in group]
+            came = [torch.cat([sent[i] for sent in pieces]) for i in range(len(group))]
+            got = [AllToAll(axes).unpacked(y, at[r]) for y, r in zip(came, group, strict=True)]
+        else:
+            rows = torch.cat([AllGather(axes).packed(have[r], at[r]) for r in group])
+            got = [AllGather(axes).unpacked(rows, at[r]) for r in group]
+        assert all(torch.equal(y, want[r]) for y, r in zip(got, group, strict=True))
+
+
+@pytest.mark.parametrize("size, dim", [((80, 3), 0), ((3, 83), 1), ((3, 10), 1), ((2, 40), 1)], ids=str)
+def test_rows_that_many_ranks_reduce_are_their_blocks(size, dim):
+    """Each row of what is sent is one rank's block, and padding that is not read."""
+    mesh, dims = DeviceMesh("cpu", torch.arange(40)), [(0,) if d == dim else () for d in range(2)]
+    src, dst = Spec.of(mesh, size, torch.float32, partial=[(0, "sum")]), Spec.of(mesh, size, torch.float32, dims=dims)
+    x, ctx = torch.arange(float(torch.Size(size).numel())).reshape(size), MoveContext(src, dst, (3,), None)
+    rows = ReduceScatter((0,)).packed(x, ctx).view(40, -1)
+    for (rank,), block in blocks(x, dst).items():
+        assert torch.equal(rows[rank, : block.numel()], block.reshape(-1))
+
+
+def test_a_rank_of_thousands_writes_a_few_ops():
+    """However many they are: an all-to-all over 2,048 ranks is cut, sent and joined in fewer than 20 ops."""
+    mesh = DeviceMesh("cpu", torch.arange(2048))
+    src, dst = (Spec.of(mesh, (512, 256), torch.float32, dims=dims) for dims in ([(0,), ()], [(), (0,)]))
+    graph, ctx = fx.Graph(), MoveContext(src, dst, (5,), None)
+    x = fx.Proxy(graph.placeholder("x"), fx.proxy.GraphAppendingTracer(graph))
+    AllToAll((0,)).unpacked(AllToAll((0,)).packed(x, ctx), ctx)
+    assert len(graph.nodes) < 20
+    assert (
+        str([Splits.of(sizes) for sizes in AllToAll((0,)).sizes(ctx)])
+        == "[[1] * 512 + [0] * 1536, [1] * 256 + [0] * 1792]"
+    )
+
+
+def test_equal_runs_behind_each_other_are_cut_twice():
+    """Ranks of one axis may have what those of another have again."""
+    x, run = torch.arange(12.0).view(2, 6), Run(((0, 2), (0, 2)), 3, 1, 2)
+    once = torch.cat([x[:, i : i + 2].reshape(-1) for i in (0, 2, 4)])
+    assert torch.equal(Boxes((run, run)).cut(x, x.shape), torch.cat([once, once]))
+    assert torch.equal(Boxes((run,)).joined(once, x.shape), x)
