@@ -15,6 +15,7 @@ from math import prod
 
 import numpy as np
 
+from spmd.comm.chunk import smallest_unit
 from spmd.tensor.redistribute.all_ranks import overlaps, sides, volumes
 from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, Exchange, ReduceInOrder, ReduceScatter
 from spmd.tensor.redistribute.halo import Margin, MarginSum
@@ -89,16 +90,26 @@ def _inside(before: Spec, after: Spec) -> str:
 
 def _within_groups(move: Move, before: Spec, after: Spec) -> str:
     """Whether what a rank lacks is on the ranks of its group: of the axes that shard before, the others stay."""
-    for d, (x, y) in enumerate(zip(before.dims, after.dims, strict=True)):
-        shared = _common_prefix(x, y) if before.units[d] == after.units[d] or not (x and y) else 0
-        moved = {*x[shared:]} - {*move.axes}
+    for d, x in enumerate(before.dims):
+        moved = {*x[_cut_alike(before, after, d) :]} - {*move.axes}
         if moved:
             return f"{before.mesh.axis_name(min(moved))} shards dim {d} otherwise, and the move is not over it"
     return ""
 
 
-def _common_prefix(x: tuple[int, ...], y: tuple[int, ...]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+def _cut_alike(before: Spec, after: Spec, d: int) -> int:
+    """How many of the outermost axes of a dim cut it into the same blocks before and after: f32[4@tp] and
+    f32[4@tp,cp/2] are alike in tp, on 2 x 2 ranks, though the units of whole dims differ."""
+    n = 0
+    while before.dims[d][: n + 1] == after.dims[d][: n + 1] and n < len(before.dims[d]):
+        n += 1
+    sizes = tuple([before.mesh.shape[a] for a in before.dims[d][:n]])
+    while n and before.units[d] != after.units[d]:
+        of = [smallest_unit(before.shape[d], spec.units[d], sizes[:n]) for spec in (before, after)]
+        if of[0] == of[1]:
+            break
+        n -= 1
+    return n
 
 
 # ---- by move ----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from spmd.mesh import PRESETS, DeviceMesh, MeshTopoInfo, init_device_mesh
 from spmd.mesh import cost as mesh_cost
 from spmd.mesh.machine import ALGORITHMS, COLLECTIVES, Link, Machine, Measured, Way
 from spmd.sim import ThreadWorld
+from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.all_ranks import of_rank, overlaps, sides, volumes
 from spmd.tensor.redistribute.boxes import overlap, volume
 from spmd.tensor.redistribute.collective_moves import AllGather
@@ -600,3 +601,10 @@ def test_the_cost_of_a_layout_is_that_of_its_plan():
     rows, whole, turned = (spec_of(mesh, p, (5, 8), torch.float32) for p in ([S0, R], [R, R], [S1, R]))
     assert redistribute_cost(rows, rows) == 0 <= redistribute_cost(whole, rows) < redistribute_cost(rows, whole)
     assert redistribute_cost(rows, turned) == plan(rows, turned).modelled_us > 0
+
+
+@pytest.mark.parametrize("src, dst", [("f32[4@cp,dp/2]", "f32[4@cp]"), ("f32[12@dp,cp/4]", "f32[12@dp/2]")])
+def test_axes_that_cut_alike_are_the_same_whatever_the_unit(src, dst):
+    """What is cut further inside the blocks of an axis comes from the ranks with the same block."""
+    mesh = init_device_mesh("cpu", (4 if "12" in src else 2, 2), mesh_dim_names=("dp", "cp"))
+    assert [legal.fault(step) for step in plan(parse_spec(src, mesh), parse_spec(dst, mesh)).steps] == [""]
