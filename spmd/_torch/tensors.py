@@ -38,11 +38,11 @@ def memory_of(x: torch.Tensor) -> int | None:
         return None
 
 
-def is_memory_shared(x: torch.Tensor) -> bool:
-    """Whether another tensor shows the memory of x, which is held by nobody but its caller."""
+def tensors_on(x: torch.Tensor) -> int:
+    """How many tensors show the memory of x, itself included."""
     alone = torch.empty(1)
     mine, its = x.untyped_storage(), alone.untyped_storage()
-    return torch._C._storage_Use_Count(mine._cdata) > torch._C._storage_Use_Count(its._cdata)
+    return 1 + torch._C._storage_Use_Count(mine._cdata) - torch._C._storage_Use_Count(its._cdata)
 
 
 def is_loading_before_reading() -> bool:

@@ -34,7 +34,8 @@ class _Bucket:
 
     waiting: the places of those that have none yet in this pass; came: of those that have one, which is not copied yet,
     and whether it is added to one that is; nbytes: of these. memory: the gradients one after the other, and which there
-    are; views: of it, where this pass has begun to fill it. late: whether a gradient came after it was sent.
+    are, with views of it, for all passes; is_begun: whether this pass has begun to fill it. late: whether a gradient
+    came after it was sent.
     """
 
     parameters: list[nn.Parameter]
@@ -43,6 +44,7 @@ class _Bucket:
     nbytes: int = 0
     memory: torch.Tensor | None = None
     views: list[torch.Tensor] = field(default_factory=list)
+    is_begun: bool = False
     sent: torch.Tensor | None = None
     used: list[bool] = field(default_factory=list)
     late: bool = False
@@ -56,10 +58,12 @@ class _Bucket:
             self.came.setdefault(i, True)
         self.nbytes += nbytes
 
-    def take(self, share: float) -> None:
+    def take(self, share: torch.Tensor) -> None:
         """Copy gradients into the bucket while they are in the cache. Their memory is free for the next ones then."""
-        if not self.views:
-            self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters], self.memory)
+        if not self.is_begun:
+            self.is_begun = True
+            if self.memory is None or _is_held(self.memory, 1 + len(self.views)):
+                self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters])
         parameters = [self.parameters[i] for i in self.came]
         _put([self.views[i] for i in self.came], [_block(p.grad) for p in parameters], share, list(self.came.values()))
         for p in parameters:
@@ -103,7 +107,7 @@ class _Gradients:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float):
         self.mesh, self.syncs, self.next, self.is_running = mesh, True, 0, False
-        self.share = 1 / mesh.size()
+        self.share = torch.tensor(1 / mesh.size(), dtype=torch.float64)  # a number in whatever dtype it multiplies
         trained = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
         self.buckets = list(_buckets(trained[::-1], cap_mb))
         for bucket in self.buckets:
@@ -149,7 +153,7 @@ class _Gradients:
         for i in [i for i in bucket.waiting if bucket.parameters[i].grad is not None]:
             bucket.note(i, 0)  # of a pass that sent nothing
         bucket.take(self.share)
-        bucket.used = [i not in bucket.waiting for i in range(len(bucket.parameters))]
+        bucket.used = [not bucket.waiting or i not in bucket.waiting for i in range(len(bucket.parameters))]
         _say_used(bucket.views, bucket.used)
         bucket.sent = bucket.memory
         if self.mesh.size() > 1:
@@ -178,8 +182,9 @@ class _Gradients:
         used = bucket.used if all(bucket.used) else _positive(counts)
         for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
             if is_used:
-                p.grad = _like(p, view) if p.grad is None else p.grad + _like(p, view)
-        bucket.sent, bucket.views, bucket.waiting = None, [], set(range(len(views)))
+                gradient = _like(p, view.detach())  # a tensor of its own: it tells that somebody has the memory
+                p.grad = gradient if p.grad is None else p.grad + gradient
+        bucket.sent, bucket.is_begun, bucket.waiting = None, False, set(range(len(views)))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
@@ -209,28 +214,34 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
 
 
 @per_rank
-def _memory(like: Sequence[torch.Tensor], before: torch.Tensor | None) -> list[torch.Tensor]:
-    """One vector for gradients and behind them which there are, and views of it for each, and for the last.
-
-    before: what it was in the last pass. It is written again if nobody has gradients of that pass any more.
-    """
-    flat = before
-    if flat is None or _torch.is_memory_shared(flat):
-        flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
+def _memory(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One vector for gradients and behind them which there are, and views of it for each, and for the last."""
+    flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
     *parts, used = flat.split([*(p.numel() for p in like), len(like)])
     return [flat, *(part.view(p.shape) for part, p in zip(parts, like, strict=True)), used]
 
 
 @per_rank
-def _put(into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: float, adds: Sequence[bool]) -> None:
+def _is_held(memory: torch.Tensor, own: int) -> bool:
+    """Whether there are more tensors on a memory than the bucket's own: somebody has gradients of a pass before."""
+    return _torch.tensors_on(memory) > own
+
+
+@per_rank
+def _put(
+    into: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], scale: torch.Tensor, adds: Sequence[bool]
+) -> None:
     with torch.no_grad():  # a pass that makes a graph has it on
         for part, gradient, is_second in zip(into, gradients, adds, strict=True):
-            part.add_(gradient, alpha=scale) if is_second else torch.mul(gradient, scale, out=part)
+            part.add_(gradient * scale) if is_second else torch.mul(gradient, scale, out=part)
 
 
 @per_rank
 def _say_used(views: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
     """Zeros for gradients that there are not, and behind all which there are."""
+    if all(used):
+        views[-1].fill_(1.0)
+        return
     for view, is_used in zip(views, used, strict=False):
         if not is_used:
             view.zero_()
