@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from layer_kinds import Experts
 
 import spmd
 from spmd import LocalTensorMode, Shard, distribute_tensor, init_device_mesh
@@ -22,7 +22,7 @@ from spmd.parallel import ExpertParallel, context_parallel, parallelize_module
 
 RANKS, ITEM = 4, 4
 BATCH, HEADS, FEW, TIME, SIZE = 2, 4, 2, 16, 8
-EXPERTS, TOKENS, EACH, WIDTH, INNER = 8, 32, 2, 8, 6
+EXPERTS, TOKENS, EACH, WIDTH = 8, 32, 2, 8
 METHODS = {"ring": "ring", "ring, pass-Q": "ring_q", "ring, gathered": "allgather", "Ulysses": "heads"}
 FACTORS = {"GShard": 1.0, "dropless": None}
 PARTS = (*METHODS, *FACTORS)
@@ -79,32 +79,13 @@ def _attention(mesh, method: str, compiled: bool):
     return lambda: layer(*placed)
 
 
-class Experts(nn.Module):
-    """In the manner of transformers: all experts in one tensor for each kind of weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
-        self.down_proj = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
-        self.act_fn, self.num_experts = F.silu, EXPERTS
-
-    def forward(self, x, index, weights):
-        out = torch.zeros_like(x)
-        for i in index.unique().tolist():
-            token, place = (index == i).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], self.gate_up_proj[i]).chunk(2, -1)
-            y = F.linear(self.act_fn(gate) * up, self.down_proj[i]) * weights[token, place, None]
-            out = out.index_add(0, token, y)
-        return out
-
-
 @per_rank
 def _own(x: torch.Tensor) -> torch.Tensor:
     return x.chunk(RANKS)[current_rank()].clone()
 
 
 def _experts(mesh, factor: float | None, compiled: bool):
-    net = parallelize_module(Experts(), mesh, ExpertParallel(capacity_factor=factor))
+    net = parallelize_module(Experts(EXPERTS, WIDTH), mesh, ExpertParallel(capacity_factor=factor))
     index = torch.arange(TOKENS * EACH).view(TOKENS, EACH) % EXPERTS
     given = torch.randn(TOKENS, WIDTH), index, torch.ones(TOKENS, EACH)
 

@@ -29,7 +29,7 @@ def counted():
         yield counted
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("counted", "counted_parts", "_table"):
+        for name in ("counted", "counted_parts", "layer_kinds", "_table"):
             sys.modules.pop(name, None)
 
 
