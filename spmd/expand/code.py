@@ -14,6 +14,7 @@ from spmd.comm import Transport
 from spmd.expand.bind import bind
 from spmd.expand.collector import collector_off
 from spmd.expand.passes.in_place import reuse_memory
+from spmd.expand.passes.join_bias import join_biases
 from spmd.expand.passes.reduce_in_place import reduce_in_place
 from spmd.expand.passes.unshare_outputs import unshare_outputs
 from spmd.expand.verify_bound import verify_bound, writes
@@ -42,6 +43,7 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
     written: set[str] = set()
     passes = (
         lambda graph: written.update(n.name for n in graph.nodes if writes(n)),
+        join_biases,
         lambda graph: reuse_memory(graph, owned),
         lambda graph: reduce_in_place(graph, transport.all_reduce, transport.all_reduce_),
         lambda graph: unshare_outputs(graph, homes, returned),
