@@ -135,7 +135,7 @@ def cached():
     "code",
     [
         lambda: next(CYCLE), lambda: NUMBERS.random(), lambda: random.random(), lambda: VARIABLE.get(),
-        lambda: cached(), lambda: time.monotonic(), lambda: os.environ.get("LAYER"), lambda: globals()["NUMBER"],
+        lambda: cached(), lambda: time.monotonic(), lambda: os.getcwd(), lambda: globals()["NUMBER"],
         lambda: id(BOX), lambda: torch.initial_seed(), lambda: hash(SLOTS), lambda: eval("NUMBER"),
     ],
 )  # fmt: skip
@@ -172,6 +172,21 @@ def test_plain_code_is_seen():
 
 
 # ---- in a capture -----------------------------------------------------------------------------
+
+
+class OfEnvironment(Block):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if os.environ.get("LAYER") else 1.0)
+
+
+def third_has_a_variable(model, x):
+    """The environment is part of what code reads."""
+    x = model.emb(x)
+    for i, block in enumerate(model.blocks):
+        os.environ["LAYER"] = "1" if i == 2 else ""
+        x = block(x)
+    del os.environ["LAYER"]
+    return x.sum()
 
 
 class Layered(Block):
@@ -230,6 +245,7 @@ class AsksForLeaves(Block):
 
 READ = {
     "a context": (Layered, third_is_another, 1),
+    "the environment": (OfEnvironment, third_has_a_variable, 1),
     "a method": (Block, third_is_patched, 1),
     "traced again": (Writes, takes_a_scale, 0),
     "a parameter that is kept": (KeepsStandIn, decays_kept, 0),

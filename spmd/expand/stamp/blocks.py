@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,10 +35,11 @@ from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.given import Given, node_of
+from spmd.expand.stamp.kind import Kind
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
-from spmd.expand.stamp.reach import Code, Reach
-from spmd.expand.stamp.repeats import repeated
+from spmd.expand.stamp.repeats import FEWEST, Structure, repeated, values_of
 from spmd.expand.stamp.stencil import Stencil, notes_of
+from spmd.expand.stamp.unread import Reads
 from spmd.expand.stamp.watch import AutogradSeen, Watch
 from spmd.expand.state import State
 from spmd.tensor.recipes import stream
@@ -51,13 +51,15 @@ class CoupledBlocks(Coupled):
 
 @dataclass
 class Blocks:
-    """Stamps the calls of the modules of one capture. kinds: the traced calls of each kind."""
+    """Stamps the calls of the modules of one capture. kinds: the traced calls of each kind, by the kind and what they
+    read of the attributes that differ. read: the names of these, by kind."""
 
     state: State
     origins: Origins
     phases: Phases
     numbering: Numbering
-    kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+    kinds: dict[Hashable, Kind] = field(default_factory=dict)
+    read: dict[Hashable, frozenset[str]] = field(default_factory=dict)
     is_inside: bool = False
     wrong: str = ""
     thread: int = field(default_factory=threading.get_ident)
@@ -94,19 +96,19 @@ class Blocks:
         raise CoupledBlocks(why)
 
     # ---- calls ----------------------------------------------------------------------------------
-    def _forward(self, module: nn.Module, structure: Hashable) -> Callable:
+    def _forward(self, module: nn.Module, structure: Structure) -> Callable:
         plain = module.forward
         return functools.wraps(plain)(lambda *args, **kwargs: self._call(module, structure, plain, args, kwargs))
 
-    def _call(self, module: nn.Module, structure: Hashable, plain: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call(self, module: nn.Module, structure: Structure, plain: Callable, args: tuple, kwargs: dict) -> Any:
         mode = _torch.proxy_mode() if threading.get_ident() == self.thread else None
         if mode is None or self.is_inside or _torch.in_backward() or _torch.saved_tensors_are_hooked():
             return plain(*args, **kwargs)
         call = Given.of(module, structure, args, kwargs, mode.tracer, self.origins.paths.get(id(module), ""))
         if call is None:
             return plain(*args, **kwargs)
-        kind = self.kinds.setdefault(call.kind, _Kind(self))
-        if not kind.takes(call):
+        kind = self._kind(call)
+        if kind is None or not kind.takes(call):
             return plain(*args, **kwargs)
         made = _Stamped(self, call, kind.calls[1]) if len(kind.calls) == 2 else _Traced(self, call, plain)
         try:
@@ -116,11 +118,26 @@ class Blocks:
             raise
         self.origins.note_call(call.path)
         if isinstance(made, _Traced):
-            kind.add(made)
+            self._add(kind, made)
         values = iter(found)
         leaves = [next(values) if x is _MADE else x for x in made.leaves]
         leaves = [call.tensors[x.number] if type(x) is _Input else x for x in leaves]
         return pytree.tree_unflatten(leaves, made.tree)
+
+    def _kind(self, call: Given) -> Kind | None:
+        """The kind of a call; None where too few modules have what this one has in what the code reads."""
+        read = self.read.get(call.kind, frozenset())
+        if read and call.structure.alike(call.module, read) < FEWEST:
+            return None
+        return self.kinds.setdefault((call.kind, values_of(call.module, read)), Kind(self.couple, read))
+
+    def _add(self, kind: Kind, made: _Traced) -> None:
+        """Add a call that was traced to its kind, and note what the first one reads."""
+        call = made.given
+        if call.kind not in self.read:
+            self.read[call.kind] = kind.read = frozenset(made.read)
+            self.kinds[call.kind, values_of(call.module, kind.read)] = self.kinds.pop((call.kind, ()))
+        kind.add(made)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -130,65 +147,6 @@ class Blocks:
             yield
         finally:
             self.is_inside = False
-
-
-class _Kind:
-    """Calls of a kind. calls: those that are traced. plain: why others are traced plainly; empty if they are not.
-
-    codes: the code of the user's that ran in them. key: what it could reach, behind the last one: globals, variables
-    around functions, classes, and what the modules keep. Later calls that reach something else are plain.
-    """
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.calls: list[_Traced] = []
-        self.plain = ""
-        self._blocks = blocks
-        self._codes: set[Code] = set()
-        self._names_computed = False
-        self._key: list[Hashable] = []
-
-    def takes(self, given: Given) -> bool:
-        """Whether a call is one of the two that are traced, or may be written as they were."""
-        if self.plain or not self.calls:
-            return not self.plain
-        same = self._reach(given).key == self._key
-        if not same and len(self.calls) == 1:
-            self.plain = "code outside changes what two calls of equal modules read"
-        return same
-
-    def add(self, call: _Traced) -> None:
-        """Add a call that was traced; the second one is compared with the first."""
-        self.calls.append(call)
-        is_second, seen = len(self.calls) == 2, call.seen
-        is_new = is_second and seen.codes != self._codes
-        self._codes |= seen.codes
-        self._names_computed |= seen.names_computed
-        found = self._reach(call.given)
-        traced = [x for x in found.tensors if isinstance(x, _torch.FunctionalTensor)]
-        if any(map(call.has_made, traced)):
-            self._blocks.couple("a module keeps a tensor for code outside of it")
-        if seen.asks_identity or found.finds_given:  # it is given stand-ins, which are other objects
-            self._blocks.couple("a module can see which tensor it is given")
-        changes = is_second and found.key != self._key
-        self._key = found.key
-        self.plain = (
-            seen.unseen or found.unseen or call.custom
-            or (is_new and "two calls of equal modules run other code")
-            or (changes and "a module changes a Python value outside of modules")
-            or (traced and "a module can reach tensors that it is not given")
-            or (not found.finds(self._codes) and "a module runs code that is reached in an unknown way") or ""
-        )  # fmt: skip
-        if self.plain:
-            log.debug("calls like %s are traced one by one: %s", call.given.path, self.plain)
-        elif is_second:
-            call.compare(self.calls[0])
-
-    def _reach(self, given: Given) -> Reach:
-        own = {id(x): i for i, x in enumerate((*given.module.modules(), *given.tensors, *given.buffers))}
-        return Reach.of(self._codes, given.module.modules(), whole=self._names_computed, own=own)
-
-
-log = logging.getLogger("spmd.expand")
 
 
 class _Function(torch.autograd.Function):
@@ -251,9 +209,11 @@ class _Traced:
         args, kwargs = pytree.tree_unflatten(leaves, self.given.tree)
         with (
             self.blocks.inside(), torch.set_grad_enabled(self.given.grad), self._parameters(list(arguments)),
-            AutogradSeen() as asked, Watch() as self.seen,
+            AutogradSeen() as asked, Reads(self.given.module, self.given.structure.differing) as reads,
+            Watch() as self.seen,
         ):  # fmt: skip
             found = self._plain(*args, **kwargs)
+        self.read = self.given.structure.differing if self.seen.copies_state else reads.names
         leaves, self.tree = pytree.tree_flatten(found)
         numbers = {id(x): i for i, x in enumerate(self.inner)}
         self.leaves = [

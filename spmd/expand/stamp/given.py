@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +13,17 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
 from spmd.expand.stamp.parts import metadata
-from spmd.expand.stamp.repeats import guard_now
+from spmd.expand.stamp.repeats import Structure, guard_now
 
 
 @dataclass(frozen=True, eq=False)
 class Given:
     """What a call is given. tensors: those among the arguments, and the parameters, by name. nodes: theirs, and then
-    those of the buffers. kind: all else that the code can see."""
+    those of the buffers. kind: all else that the code can see, but for the attributes in which modules of the structure
+    differ."""
 
     module: nn.Module
+    structure: Structure
     path: str
     leaves: tuple[Any, ...]
     tree: Any
@@ -33,7 +35,7 @@ class Given:
 
     @classmethod
     def of(
-        cls, module: nn.Module, structure: Hashable, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
+        cls, module: nn.Module, structure: Structure, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
     ) -> Given | None:
         """None where the call is not one of those that can be compared."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -47,10 +49,14 @@ class Given:
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None
         kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
-        own = tuple(map(layout, (*tensors[len(arguments) :], *buffers))), tuple(map(guard_now, module.modules()))
+        own = tuple(map(layout, (*tensors[len(arguments) :], *buffers))), _guards(module, structure.differing)
         around = modes_guard(), _torch.modes_around(), _torch.flags_around(), tuple(map(nodes.index, nodes))
         kind = structure, repr(tree), kinds, own, *around
-        return cls(module, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
+        return cls(module, structure, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
+
+
+def _guards(module: nn.Module, without: Collection[str]) -> tuple[Hashable, ...]:
+    return tuple(guard_now(m, without) for m in module.modules())
 
 
 def layout(x: torch.Tensor) -> tuple:

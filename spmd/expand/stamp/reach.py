@@ -14,19 +14,21 @@ computes names. Torch's own objects are taken to be what they are.
 
 from __future__ import annotations
 
+import _abc
 import dis
 import functools
+import re
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from logging import Logger
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -120,12 +122,13 @@ class Reach:
     @classmethod
     def of(
         cls, codes: Iterable[Code], modules: Iterable[nn.Module], *, functions: Iterable[Any] = (), whole: bool = False,
-        own: Mapping[int, int] | None = None,
+        own: Mapping[int, int] | None = None, unread: Collection[str] = (),
     ) -> Reach:  # fmt: skip
         """What code reaches, with what modules keep as attributes. functions: to be looked through as values.
 
         whole: whether the code computes names of attributes. own: numbers for the modules and tensors, by identity,
-        that are compared by their place and not by identity.
+        that are compared by their place and not by identity. unread: names of attributes of the modules that play no
+        role.
         """
         codes = sorted(codes, key=lambda c: (c.code.co_filename, c.code.co_firstlineno, c.code.co_name))
         names = {name for c in codes for name in names_of(c.code).attributes}
@@ -133,7 +136,7 @@ class Reach:
         for c in codes:
             found._globals(c)
         for module in modules:
-            found._attributes_of_module(module)
+            found._attributes_of_module(module, unread)
         for fn in functions:
             found.value(fn)
         return found
@@ -159,11 +162,11 @@ class Reach:
         for name in sorted(names.imports):
             self.value(sys.modules.get(name))
 
-    def _attributes_of_module(self, module: nn.Module) -> None:
+    def _attributes_of_module(self, module: nn.Module, unread: Collection[str]) -> None:
         self._class(type(module))
         self.value(type(module).forward)
         for name, x in vars(module).items():
-            if name not in GUARDED_APART and not (name == "forward" and _is_ours(x)):
+            if name not in GUARDED_APART and name not in unread and not (name == "forward" and _is_ours(x)):
                 self.key.append(name)
                 self.value(x)
 
@@ -222,6 +225,10 @@ class Reach:
             self.value(x.default_factory)
         if type(x) not in KNOWN_SIZES:
             self._own_attributes(x)
+
+    def _view(self, x: types.MappingProxyType) -> None:
+        self.key.append(type(x))
+        self.value(dict(x))
 
     def _module_of_python(self, x: types.ModuleType) -> None:
         self._identity(x)
@@ -307,7 +314,9 @@ class Reach:
                 continue
             own = vars(base)
             for name in sorted(own.keys() if self.whole else self.names & own.keys()):
-                if name not in _OF_EVERY_CLASS:
+                if name == "_abc_impl":  # what was registered; the rest are caches of isinstance
+                    self.key.append(len(_abc._get_dump(base)[0]))
+                elif name not in _OF_EVERY_CLASS:
                     self.key.append(name)
                     if not isinstance(own[name], (types.FunctionType, property, staticmethod, classmethod)):
                         self.held.attributes.append((base, name, own[name]))
@@ -360,7 +369,8 @@ class Reach:
 
 _LOOKS = (
     (torch.Tensor, Reach._tensor), (nn.Module, Reach._module), (BY_IDENTITY, Reach._identity),
-    (CONTAINERS, Reach._container), (types.ModuleType, Reach._module_of_python), (types.FunctionType, Reach._function),
+    (CONTAINERS, Reach._container), (types.MappingProxyType, Reach._view),
+    (types.ModuleType, Reach._module_of_python), (types.FunctionType, Reach._function),
     (types.MethodType, Reach._method), ((types.BuiltinFunctionType, types.BuiltinMethodType), Reach._builtin),
     (functools.partial, Reach._partial), (ContextVar, Reach._variable_of_context),
     ((type(threading.Lock()), type(threading.RLock())), Reach._lock),
@@ -368,6 +378,7 @@ _LOOKS = (
     (weakref.ref, Reach._weak), (type, Reach._type),
     ((types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType), Reach._identity),
     ((types.MemberDescriptorType, types.ClassMethodDescriptorType, types.GenericAlias), Reach._identity),
+    ((types.UnionType, re.Pattern, TypeVar, ParamSpec), Reach._identity),
 )  # fmt: skip
 
 _UNSET = object()

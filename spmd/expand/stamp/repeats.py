@@ -5,16 +5,20 @@
 The structure of a module is its guard - type, attributes, flags - with the metadata of its parameters and buffers, and
 the structures of the modules in it, by name. Which of its tensors are one is part of it. No name of the module itself
 plays a role.
+
+Modules may differ in attributes that are plain values, such as the number of a layer: a `Structure` has their names.
+Whether these play a role is seen when a call is traced (`unread`). If they do, what is equal inside may still repeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from spmd.expand.guards import module_guard
+from spmd.expand.guards import guard_key, module_guard
 
 FEWEST = 3
 """Of so many equal modules, two are traced and the others are stamped."""
@@ -24,36 +28,87 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def repeated(roots: Iterable[nn.Module]) -> dict[int, Hashable]:
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What several modules share. differing: the names of plain attributes that differ, in them or inside."""
+
+    modules: tuple[nn.Module, ...]
+    differing: frozenset[str]
+
+    def alike(self, module: nn.Module, names: Iterable[str]) -> int:
+        """How many of the modules have the values of this one under some names."""
+        wanted = values_of(module, names)
+        return sum(values_of(m, names) == wanted for m in self.modules)
+
+
+def values_of(module: nn.Module, names: Iterable[str]) -> Hashable:
+    """What a module and those in it have under some names."""
+    names = sorted(names)
+    return tuple(
+        (i, name, guard_key(vars(m)[name]))
+        for i, m in enumerate(module.modules() if names else ()) for name in names if name in vars(m)
+    )  # fmt: skip
+
+
+def repeated(roots: Iterable[nn.Module]) -> dict[int, Structure]:
     """The modules that repeat, by identity, with the structure that they share: the outermost ones that have modules
-    in them, a parameter, and nothing that code outside of them sees or does."""
+    in them, a parameter, and nothing that code outside of them sees or does. Inside of those that differ in plain
+    attributes, there may be others that do not."""
     roots = list(roots)
-    found = _Structures(roots)
+    exactly, but_for_values = (_repeated(roots, _Structures(roots, exact)) for exact in (True, False))
+    return exactly | but_for_values
+
+
+def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure]:
     groups: dict[Hashable, list[nn.Module]] = {}
     for root in roots:
         for m in root.modules():
             if (key := found.of(m)) is not None and any(True for _ in m.children()) and found.is_apart(m):
                 groups.setdefault(key, []).append(m)
-    chosen: dict[int, Hashable] = {}
+    chosen: dict[int, Structure] = {}
     inside: set[int] = set()
-    for key, several in sorted(groups.items(), key=lambda group: -found.sizes[id(group[1][0])]):
+    for several in sorted(groups.values(), key=lambda group: -found.sizes[id(group[0])]):
         several = list({id(m): m for m in several if id(m) not in inside}.values())
         if len(several) >= FEWEST:
-            chosen |= {id(m): key for m in several}
+            structure = Structure(tuple(several), frozenset() if found.is_exact else _differing(several))
+            chosen |= {id(m): structure for m in several}
             inside |= {id(x) for m in several for x in m.modules()}
     return chosen
 
 
-def guard_now(module: nn.Module) -> Hashable:
+def _differing(modules: Sequence[nn.Module]) -> frozenset[str]:
+    """The names of attributes in which modules differ, or modules inside of them."""
+    together = zip(*(m.modules() for m in modules), strict=True)
+    return frozenset(
+        name for first, *others in together for name, key in module_guard(first)[1]
+        if any((name, key) not in module_guard(m)[1] for m in others)
+    )  # fmt: skip
+
+
+def guard_now(module: nn.Module, without: Collection[str] = ()) -> Hashable:
     """The guard of a module as it is now: code outside may have set its attributes, flags and hooks in the step."""
     kind, attributes = module_guard(module)
-    return kind, tuple((name, key) for name, key in attributes if name != "forward")
+    return kind, tuple((name, key) for name, key in attributes if name != "forward" and name not in without)
+
+
+def _guard_but_for_values(module: nn.Module) -> Hashable:
+    """The guard of a module, with the types of plain attributes in the place of their values."""
+    kind, attributes = module_guard(module)
+    plain = {name for name, _ in attributes if name != "training" and type(vars(module)[name]) in PLAIN}
+    return kind, tuple((name, type(vars(module)[name]) if name in plain else key) for name, key in attributes)
+
+
+PLAIN = (bool, int, float, str)
+"""Attributes of these types may differ between equal modules, if their code does not read them."""
 
 
 class _Structures:
-    """The structures of all modules in some. owners: of each parameter, the modules that hold it, by identity."""
+    """The structures of all modules in some. is_exact: whether plain attributes are compared. owners: of each
+    parameter, the modules that hold it, by identity."""
 
-    def __init__(self, roots: Sequence[nn.Module]):
+    def __init__(self, roots: Sequence[nn.Module], is_exact: bool):
+        self.is_exact = is_exact
+        self._guard = module_guard if is_exact else _guard_but_for_values
         self.sizes: dict[int, int] = {}
         self.owners: dict[int, set[int]] = {}
         self._of: dict[int, Hashable] = {}
@@ -77,7 +132,7 @@ class _Structures:
         if hooked or type(module._parameters) is not dict or any(number is None for _, number in inside):
             return None
         tensors = [*_described(module._parameters), *_described(module._buffers)]
-        return module_guard(module), tuple(tensors), tuple(inside), _pattern(module) if inside else ()
+        return self._guard(module), tuple(tensors), tuple(inside), _pattern(module) if inside else ()
 
     def is_apart(self, module: nn.Module) -> bool:
         """Whether a module has parameters, and they are its own."""

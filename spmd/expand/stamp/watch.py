@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd.expand.collector import collector_off
-from spmd.expand.stamp.reach import Code, package
+from spmd.expand.stamp.reach import Code, names_of, package
 from spmd.expand.user_code import SPMD_FOLDER
 
 USER, LIBRARY, BETWEEN, ASKS, LATER = range(5)
@@ -60,6 +60,12 @@ _ASKING_BUILTINS = {
     "breakpoint", "compile", "eval", "exec", "globals", "input", "locals", "open", "__import__",
 }  # fmt: skip
 _NAMING_BUILTINS = {"getattr", "hasattr", "setattr", "delattr", "vars", "dir"}
+_OF_ENVIRONMENT = {(os.getenv.__code__.co_filename, name) for name in ("getenv", "__getitem__", "encode", "decode")}
+_KNOWN_ANSWERS = {torch.jit.is_tracing.__code__, torch.jit.is_scripting.__code__}
+"""Code that says the same all through a capture."""
+
+_STATE = {"__getstate__", "__reduce__", "__reduce_ex__"}
+"""Names of what copies all attributes of an object."""
 _PURE = {
     "math", "cmath", "itertools", "_operator", "_functools", "_collections", "_abc", "_bisect", "_heapq", "_struct",
     "_weakref", "re", "unicodedata", "_warnings", "_sre", "_string", "torch", "numpy", "collections", "spmd", "types",
@@ -71,7 +77,8 @@ _KNOWN_OF_TORCH = {"get_default_dtype", "get_autocast_dtype", "get_num_threads",
 
 class Watch:
     """Around a call: notes the code that runs in this thread. names_computed: whether it asks for attributes by names
-    that it may have computed. asks_identity: whether it asks which objects it has.
+    that it may have computed. asks_identity: whether it asks which objects it has. copies_state: whether it asks
+    objects for a copy of all they hold. reads_environment: whether it reads variables of the environment.
 
     The garbage collector waits meanwhile: the finalizers that it would run are no code of the call.
     """
@@ -81,6 +88,8 @@ class Watch:
         self.unseen = ""
         self.names_computed = False
         self.asks_identity = False
+        self.copies_state = False
+        self.reads_environment = False
 
     def __enter__(self) -> Watch:
         self._before, self._collector = sys.getprofile(), collector_off()
@@ -109,8 +118,12 @@ class Watch:
         elif kind == USER:
             if (code := Code(frame.f_code, frame.f_globals)) not in self.codes and not _is_importing(frame):
                 self.codes.add(code)
+                self.copies_state = self.copies_state or not names_of(frame.f_code).attributes.isdisjoint(_STATE)
         elif kind == LATER or (kind == ASKS and _owner(frame.f_back) == USER):
-            self._ask(frame.f_code.co_name, frame)
+            if (frame.f_code.co_filename, frame.f_code.co_name) in _OF_ENVIRONMENT:
+                self.reads_environment = True
+            elif frame.f_code not in _KNOWN_ANSWERS:
+                self._ask(frame.f_code.co_name, frame)
 
     def _builtin(self, function: Any, frame: types.FrameType) -> None:
         if function.__name__ in _NAMING_BUILTINS and function.__self__ is _BUILTINS:
