@@ -468,16 +468,16 @@ def _experts_step(net, x, index, shares, weights):
 
 
 def compiled_experts(factor: float | None, world: World) -> Step:
-    """Global tokens, on a mesh of one axis."""
-    ranks = world.shape[-1]
-    x, index, shares, weights, experts = _given_experts(world, 2 * world.ax)
+    """Global tokens, of which each group has its capacity; the other axes share out the tokens, too."""
+    x, index, shares, weights, experts = _given_experts(world, prod(world.shape[:-1]) * 2 * world.ax)
     net, run = filled(Experts(experts), world), _experts_step
     if world.mesh is None:
-        shares = _kept(index, shares, experts, factor, ranks)
+        shares = _kept(index, shares, experts, factor, world.shape[-1])
     else:
         net = parallelize_module(net, world.mesh["ax"], ExpertParallel(capacity_factor=factor))
-        placed = {name: {"ax": Shard(0)} for name in ("x", "index", "shares", "weights")}
-        run = spmd.compile(run, world.mesh, inputs=placed)
+        of_tokens = dict.fromkeys(world.over("rep", "dp", "ax"), Shard(0))
+        given = dict.fromkeys(("x", "index", "shares", "weights"), of_tokens)
+        run = spmd.compile(run, world.mesh, inputs=given)
     out = run(net, x, index, shares, weights)
     found = {f"{name}.grad": whole(p.grad) for name, p in net.named_parameters()}
     torch.optim.SGD(net.parameters(), 0.1).step()
@@ -527,6 +527,3 @@ KINDS: dict[str, Callable[[World], Step]] = {
     **{f"compiled experts, {name}": functools.partial(compiled_experts, factor) for name, factor in FACTORS.items()},
     **{name: functools.partial(windowed, *said) for name, said in WINDOWS.items()},
 }  # fmt: skip
-
-ONE_AXIS = tuple(name for name in KINDS if name.startswith("compiled experts"))
-"""Layers that take a mesh of one axis."""

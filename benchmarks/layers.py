@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _table import table
-from layer_kinds import KINDS, ONE_AXIS, Step, World
+from layer_kinds import KINDS, Step, World
 
 from spmd import LocalTensorMode, init_device_mesh
 from spmd.sim import LocalTensor
@@ -117,9 +117,9 @@ def sweep(name: str, shape: tuple[int, ...], sort: str, row: Row) -> None:
         row.wrong.append(f"{shape} {sort} bfloat16: {worst} {ranks[worst]:.1e}, alone {alone[worst]:.1e}")
 
 
-def cases(name: str, short: bool, n: int) -> list[tuple[tuple[int, ...], str]]:
+def cases(short: bool, n: int) -> list[tuple[tuple[int, ...], str]]:
     """Meshes and sorts; in the short mode the n-th layer has the n-th of them."""
-    every = list(product(SHAPES[:1] if name in ONE_AXIS else SHAPES, SORTS))
+    every = list(product(SHAPES, SORTS))
     return [every[n % len(every)]] if short else every
 
 
@@ -141,7 +141,7 @@ def _gloo_rank(rank: int, names: list[str], folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", timeout=timedelta(minutes=5), rank=rank, world_size=4)
     found: dict[str, float | str] = {}
     for name in names:
-        world = World((4,) if name in ONE_AXIS else (2, 2), "uneven", torch.float64)
+        world = World((2, 2), "uneven", torch.float64)
         found[name] = largest(KINDS[name](on_mesh(world)), KINDS[name](world))
     Path(folder, str(rank)).write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
@@ -159,7 +159,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     rows = {n: Row() for n in KINDS if not args.layers or any(part in n for part in args.layers)}
     for n, (name, row) in enumerate(rows.items()):
-        for shape, sort in cases(name, args.short, n):
+        for shape, sort in cases(args.short, n):
             try:
                 sweep(name, shape, sort, row)
             except Exception as error:  # a layer that does not run is a row, too

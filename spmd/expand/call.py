@@ -20,15 +20,17 @@ from spmd.expand.guards import guard_key, is_number, modes_guard
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.named_values import named_values
 from spmd.expand.objects import opened
+from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import become, placed
 from spmd.tensor.eager.meta_models import Init, initialise, is_to_be_made, made_empty
 from spmd.tensor.modes import deterministic
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, spec_of_value
 
 
 @dataclass
@@ -130,7 +132,8 @@ class Call:
         if fresh or any(getattr(t, "_spec", None) is not self.specs[slot] for slot, t in self.tensors.items()):
             with torch.inference_mode(False):  # the state outlives the mode
                 makers = {slot: made_empty if slot in fresh else placed for slot in self.tensors}
-                new = {slot: makers[slot](t, self.specs[slot]) for slot, t in self.tensors.items()}
+                there = {slot: _on_whole_mesh(t, self.table.mesh) for slot, t in self.tensors.items()}
+                new = {slot: makers[slot](t, self.specs[slot]) for slot, t in there.items()}
                 for slot, t in self.held():
                     become(t, new[slot])
             self.state.install(new | dict(self.held()))
@@ -150,6 +153,14 @@ class Call:
     def placed_leaves(self) -> dict[str, Any]:
         """The plain arguments, with this rank's block in place of each tensor."""
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
+
+
+def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The same block as a tensor of the whole mesh, if it is one of a slice."""
+    spec = present_spec(t, mesh)
+    if spec is spec_of_value(t):
+        return t
+    return DTensor(t.detach()._local_tensor, spec).requires_grad_(t.requires_grad)
 
 
 ANY_GRADIENTS = ((Slot("grad", "any"),),)

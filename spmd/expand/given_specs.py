@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from spmd.expand.places.places import Places
+from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.state import Slot, State, Tensors
 from spmd.mesh import DeviceMesh, per_rank
@@ -28,7 +29,9 @@ from spmd.tensor.spec import Spec, reduced_spec, replicated, spec_of_value
 
 def state_specs(state: State, tensors: Tensors, table: PlacesTable, first: bool) -> dict[Slot, Spec]:
     """The spec of each tensor of the state: its present one if it was placed before, else that of the user's table."""
-    if not first and all(spec_of_value(t) is not None for t in tensors.values()) and not _share_a_memory(tensors):
+    present = [spec_of_value(t) for t in tensors.values()]
+    placed = all(spec is not None and spec.mesh == table.mesh for spec in present)
+    if placed and not first and not _share_a_memory(tensors):
         return {slot: t._spec for slot, t in tensors.items()}
     table.require_matches([n for several in state.parameter_names().values() for n in several])
     _check_memory(tensors)
@@ -52,7 +55,7 @@ def state_spec(slot: Slot, t: torch.Tensor, mesh: DeviceMesh, places: AllPlaces)
     """The spec of a tensor of the state. Gradients and optimiser state of a parameter's shape have their own places."""
     if (own := own_place(slot, t.shape, places)) is not None:
         return own.with_tensor(t.shape, t.dtype)
-    present = spec_of_value(t)
+    present = present_spec(t, mesh)
     if slot.kind == "parameter":
         return places[slot.path].stored
     return placed_spec(mesh, None, t, str(slot)) if present is None else reduced_spec(present)
@@ -82,9 +85,11 @@ def input_spec(path: str, x: torch.Tensor, mesh: DeviceMesh, placements) -> Spec
 
 
 def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
-    present = spec_of_value(t)
+    present = present_spec(t, mesh)
     if present is not None and present.mesh != mesh:
-        raise ValueError(f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both")
+        raise ValueError(
+            f"{name} is on {present.mesh!r}, but the step is compiled for {mesh!r}; use one mesh for both, or a slice"
+        )
 
 
 def state_written(graph: fx.Graph, outputs: Sequence[Slot | int]) -> tuple[Slot, ...]:

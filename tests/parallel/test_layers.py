@@ -16,7 +16,7 @@ finally:
     for name in ("layers", "layer_kinds", "_table"):
         sys.modules.pop(name, None)
 
-CASES = [(name, *layers.cases(name, short=True, n=n)[0]) for n, name in enumerate(layers.KINDS)]
+CASES = [(name, *layers.cases(short=True, n=n)[0]) for n, name in enumerate(layers.KINDS)]
 CASES.append(("unfold", (2, 2), "empty"))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import spmd
 from spmd import DeviceMesh, DTensor, LocalTensorMode, Replicate, Shard, distribute_module, init_device_mesh
 from spmd.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from tests.parallel.test_styles import IDS, Attention, model, numbers  # noqa: F401 - a fixture
@@ -124,3 +127,38 @@ def test_the_plan_of_a_model_of_transformers():
     with LocalTensorMode(4), pytest.raises(ValueError, match=r"4 ranks do not divide the 2 heads"):
         net = llama()
         parallelize_module(net, init_device_mesh("cpu", (4,)), net.tp_plan)
+
+
+# ---- a model on a slice of a step's mesh --------------------------------------------------------
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_compiled_step_takes_parameters_of_a_slice_of_its_mesh():
+    """Other axes have copies. Gradients and momentum of an eager step before it come along, and objects stay."""
+    torch.manual_seed(0)
+    want, x = nn.Sequential(nn.Linear(4, 7), nn.GELU(), nn.Linear(7, 4)).double(), torch.randn(8, 4).double()
+    net = copy.deepcopy(want)
+    optimizer = torch.optim.SGD(want.parameters(), 0.1, momentum=0.5)
+    losses = [train(want, optimizer, x) for _ in range(3)]
+    with LocalTensorMode(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(net, mesh["tp"], plan)
+        held = list(net.parameters())
+        mine = torch.optim.SGD(held, 0.1, momentum=0.5)
+        found = [train(net, mine, x)]
+        step = spmd.compile(train, mesh, inputs={"x": {"dp": Shard(0)}})
+        found += [step(net, mine, x) for _ in range(2)]
+        assert all(p is q and p.device_mesh == mesh for p, q in zip(net.parameters(), held, strict=True))
+        pairs = [*zip(found, losses, strict=True), *zip(held, want.parameters(), strict=True)]
+        for got, expected in pairs:
+            got = got.detach().full_tensor() if isinstance(got, DTensor) else got
+            for block in every_rank(got):
+                torch.testing.assert_close(block, expected.detach(), rtol=1e-10, atol=1e-12)

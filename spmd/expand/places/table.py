@@ -17,6 +17,7 @@ import torch
 
 from spmd.expand.places.fully_shard import Axes, FullyShard, without_axes
 from spmd.expand.places.places import Places
+from spmd.expand.places.slices import present_spec
 from spmd.expand.precision import MixedPrecision
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations import patterns as by_name
@@ -91,7 +92,7 @@ class PlacesTable:
 
     def _computed(self, names: Sequence[str], t: torch.Tensor, keeping: Sequence[int]) -> Spec:
         """Where a parameter is computed with: by the patterns, else where it is without the axes that keep it."""
-        wanted, present = placements_for(self.params, names), spec_of_value(t)
+        wanted, present = placements_for(self.params, names), present_spec(t, self.mesh)
         if wanted is None and present is not None:
             return without_axes(reduced_spec(present), keeping)
         return placed_spec(self.mesh, wanted, t, names[0])
