@@ -4,10 +4,12 @@
     python benchmarks/recompute.py --layers 48 --plans dp # one plan
     python benchmarks/recompute.py --exhaustive           # small programs, beside all choices of what to free
     python benchmarks/recompute.py --measured             # a training on four gloo ranks: bytes counted as it runs
+    python benchmarks/recompute.py --offload [...]        # each of these where values may wait in host memory, too
 
 Nothing is run but with `--measured`. Modelled on Hopper. For each budget: what is needed at most as foreseen, by the
-count of the rank's code (with --measured: by counting all tensors of the run), the time that is computed again, and the
-processor's seconds: to read the program, to find the ways to run its segments, and to choose among them for a budget.
+count of the rank's code (with --measured: by counting all tensors of the run), the time that is computed again or
+waited for copies, and the processor's seconds: to read the program, to find the ways to run its segments, and to choose
+among them for a budget. `step` is what the replay of the written program takes longer than of the one that came.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from schedule import Row
 
 from spmd.expand.passes.memory_budget import Plan
 from spmd.expand.program import Program
+from spmd.expand.timeline.replay import step_us
 from tests.expand.budgets import SMALL, all_choices, measured, program_of
 
 BUDGETS = 10
@@ -39,10 +42,10 @@ def limits(plan: Plan) -> list[int]:
     return [low + (plan.peak - low) * k // (BUDGETS - 1) for k in range(BUDGETS)]
 
 
-def chosen_rows(name: str, program: Program) -> Iterator[list[str]]:
+def chosen_rows(name: str, program: Program, offload: bool) -> Iterator[list[str]]:
     """A row for each budget: what is chosen, how long that takes, and the program that is written."""
-    start = time.process_time()
-    plan = Plan.of(program)
+    start, came = time.process_time(), step_us(program.work)
+    plan = Plan.of(program, offload)
     read = time.process_time() - start
     ways = len(plan.choice.ways)
     found = time.process_time() - start - read
@@ -53,8 +56,10 @@ def chosen_rows(name: str, program: Program) -> Iterator[list[str]]:
         work = plan.program(chosen).verify().work
         built = max(work.memory(range(len(work.tasks))))
         added = chosen.us - plan.choice.unlimited.us
-        cells = [f"{x / 2**30:.2f}" for x in (limit, chosen.peak, built)]
-        cells += [f"{added / 1e3:.2f}", f"{read:.2f}", f"{found:.2f}", f"{seconds:.2f}"]
+        sent = sum([r.nbytes for copy in plan.copies(chosen) for r in plan.lookup.values.units[copy.unit]])
+        cells = [f"{x / 2**30:.2f}" for x in (limit, chosen.peak, built, sent)]
+        cells += [f"{us / 1e3:.2f}" for us in (added, step_us(work) - came)]
+        cells += [f"{read:.2f}", f"{found:.2f}", f"{seconds:.2f}"]
         yield [name, str(len(plan.spans.units)), str(ways), *cells]
 
 
@@ -91,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--plans", nargs="*", default=["dp", "zero3", "zero3 x tp"])
+    parser.add_argument("--offload", action="store_true")
     parser.add_argument("--exhaustive", action="store_true")
     parser.add_argument("--measured", nargs="*", help="names of small programs; by default three")
     args = parser.parse_args()
@@ -101,9 +107,10 @@ def main() -> None:
         head = ["program", "budget", "bytes", "again us", "least us", ""]
         rows = (row for name in SMALL for row in exhaustive_rows(name, 16))
     else:
-        head = ["plan", "segments", "ways", "GiB", "foreseen", "written", "again ms", "read s", "ways s", "choose s"]
+        head = ["plan", "segments", "ways", "GiB", "foreseen", "written", "to host", "lost ms", "step ms"]
+        head += ["read s", "ways s", "choose s"]
         programs = ((plan, Row("gpt2-xl", plan, 2, args.layers).program("hopper")) for plan in args.plans)
-        rows = ((row, True) for plan, program in programs for row in chosen_rows(plan, program))
+        rows = ((row, True) for plan, program in programs for row in chosen_rows(plan, program, args.offload))
     found, all_fine = [], True
     for cells, fine in rows:
         found.append(cells)

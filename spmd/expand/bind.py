@@ -8,8 +8,8 @@ on where the rank's block begins. Axes become the names of this rank's groups, a
 result has only torch ops and functional collectives: no mesh, no spec, no process group object. It can be run as it is
 or given to Inductor. Only a draw of random numbers keeps its spec, because it needs the rank's tiles.
 
-A collective is launched at its move and waited for just before its first reader; a bucket of reduce-scatters before
-the next one is launched, at the latest.
+A collective is launched at its move and waited for just before its first reader, and so is a copy from host memory; a
+bucket of reduce-scatters before the next one is launched, at the latest.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.nodes import LINE, added
 from spmd.expand.splits import in_short
+from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.redistribute.bucket import Bucket
@@ -80,7 +81,7 @@ class _Binder:
         self.graph = fx.Graph()
         self.tracer = _Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
-        self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem] = {}
+        self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem | _Fetched] = {}
         self.traces: dict[LocalMapOp, tuple[BlockTrace, dict[fx.Node, fx.Node]]] = {}
         self.constants = dict(program.constants)
         self.scattered: list[fx.Node] = []  # the last bucket of reduce-scatters
@@ -93,6 +94,8 @@ class _Binder:
                 self.values[node] = _BucketItem(*node.args)
             elif isinstance(node.target, Recipe):
                 self.values[node] = self._recipe(node)
+            elif node.target is from_host:
+                self.values[node] = _Fetched(self._copied(node, from_host))
             elif isinstance(node.target, UnlessEmpty):
                 self.values[node] = self._op_or_empty(node)
             elif isinstance(node.target, LocalMapOp):
@@ -225,6 +228,9 @@ class _Binder:
             value = self.values[node] = value.wait(self.coordinate, self.transport)
         elif isinstance(value, _BucketItem):
             value = self.values[node] = self._ready(value.of)[value.index]
+        elif isinstance(value, _Fetched):
+            wait = self.graph.call_function(arrived, (value.copy,))
+            value = self.values[node] = _with_spec(wait, node.meta["spec"])
         return value
 
 
@@ -243,6 +249,13 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
         self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
         return added(self.graph, kind, target, args, kwargs, name)
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A copy from host memory that was started and not yet waited for."""
+
+    copy: fx.Node
 
 
 class _GraphTransport:

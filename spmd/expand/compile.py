@@ -64,6 +64,7 @@ def compile(
     stored: Patterns | None = None, fully_shard: Sharding = None, mixed_precision: MixedPrecision | None = None,
     bucket_mb: float | None = 25.0, choose: str = "op", outputs: Patterns | None = None,
     placements: Patterns | None = None, passes: Sequence[Pass | str] | None = None, memory_budget: int | None = None,
+    offload: bool = False,
     cache: str | os.PathLike | None = None, init: Init = True, backend: Backend = EAGER, stamp_blocks: bool = True,
 ) -> CompiledStep:  # fmt: skip
     """Make a single-device function run on a mesh, with the same numbers as on one device.
@@ -91,14 +92,16 @@ def compile(
     "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
     passes: what is done to each program, in this order: passes by name ("fewer_moves", "chunks", "numbers_late",
-    "buckets", "schedule", "overlap", "fused_updates"), such a pass with its sizes, or functions from `Program` to
-    `Program`. By default all-reduces are sent in buckets of `bucket_mb`, gathers and reduce-scatters in those that need
-    no more memory; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what is computed,
-    unless `bucket_mb` is None.
+    "buckets", "schedule", "overlap", "fused_updates", "offload"), such a pass with its sizes, or functions from
+    `Program` to `Program`. By default all-reduces are sent in buckets of `bucket_mb`, gathers and reduce-scatters in
+    those that need no more memory; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what
+    is computed, unless `bucket_mb` is None.
     memory_budget: bytes that may be alive on a rank at one time: parameters, gradients, optimiser state, buckets and
     activations. What does not fit is freed after the forward and computed again in the backward, with the same numbers,
     random ones too, in the least modelled time; `program.reports` say what and at what cost. The error of a budget that
     cannot be kept names the smallest that can.
+    offload: whether, within that budget, values may also wait in host memory, where the machine of the mesh has a copy
+    engine (`Machine.host`) and it costs less time; `passes=("offload",)` sends all that waits there, on any machine.
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
     flags, placements and versions takes them from there, and captures nothing.
     init: for models on the meta device, of which each rank makes its blocks: True runs the initialisers of the modules
@@ -119,7 +122,7 @@ def compile(
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
     settings = Settings.of(
         mesh, params, stored, fully_shard, mixed_precision, inputs, outputs, bucket_mb, choose, placements, passes,
-        memory_budget,
+        memory_budget, offload,
     )  # fmt: skip
     check_backend(backend, mesh.device_type)
     return CompiledStep(fn, mesh, settings, library_at(cache), init, backend, stamp_blocks)

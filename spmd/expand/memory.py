@@ -11,7 +11,8 @@
 The graph that the rank runs is replayed on tensors without data. A node's result is new memory, or a view of memory
 that is there; memory is given back when the last node that shows it was read for the last time, as in the run. What
 a collective sends is held until it has been waited for, on a device that runs behind its program; gloo does not hold
-it. Inputs are held by the caller, all the time. Left out is what kernels and backends take for themselves.
+it. Inputs are held by the caller, all the time. What was copied to host memory does not count, where that is not the
+device's. Left out is what kernels and backends take for themselves.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spmd._torch import pytree
 from spmd.expand.nodes import LINE, is_collective
 from spmd.expand.passes.aliasing import may_alias_operand
 from spmd.tensor.call import READS_VALUE
+from spmd.tensor.recipes.host import ON_HOST, arrived, from_host, on_host, to_host
 from spmd.tensor.recipes.random import Draw
 
 
@@ -88,15 +90,19 @@ def _totals(entries: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def memory_of_run(
-    module: fx.GraphModule, coordinate: tuple[int, ...], device: torch.device, inputs: Sequence[tuple[str, str]]
+    module: fx.GraphModule,
+    coordinate: tuple[int, ...],
+    device: torch.device,
+    inputs: Sequence[tuple[str, str]],
+    host_is_apart: bool = False,
 ) -> Memory:
     """The memory of a run of the code that is bound for the rank at `coordinate`.
 
     Each tensor that a rank is given, or draws, says its spec in the node's `meta["spec"]`. inputs: of each placeholder
-    the name and the kind.
+    the name and the kind. host_is_apart: whether host memory is another one than the device's.
     """
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    replay = _Replay(module.graph, coordinate, device, dict(zip(given, inputs, strict=True)))
+    replay = _Replay(module.graph, coordinate, device, dict(zip(given, inputs, strict=True)), host_is_apart)
     timeline = tuple(replay.run())
     name, peak = max(timeline, key=lambda entry: entry[1], default=("nothing", 0))
     return Memory(peak, name, replay.alive_at_peak, timeline)
@@ -110,9 +116,14 @@ class _Replay:
     """Runs a graph on fake tensors and counts the memory that is alive."""
 
     def __init__(
-        self, graph: fx.Graph, at: tuple[int, ...], device: torch.device, inputs: Mapping[fx.Node, tuple[str, str]]
+        self,
+        graph: fx.Graph,
+        at: tuple[int, ...],
+        device: torch.device,
+        inputs: Mapping[fx.Node, tuple[str, str]],
+        host_is_apart: bool,
     ):
-        self.graph, self.at, self.device, self.inputs = graph, at, device, inputs
+        self.graph, self.at, self.device, self.inputs, self.host_is_apart = graph, at, device, inputs, host_is_apart
         self.values: dict[fx.Node, Any] = {}
         self.held: dict[fx.Node, set[int]] = {}
         self.users: Counter[int] = Counter()
@@ -145,6 +156,10 @@ class _Replay:
         if node.target in READS_VALUE:
             return NUMBER
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
+        if node.target in (to_host, from_host):
+            return torch.empty_like(args[0])
+        if node.target in (on_host, arrived):
+            return args[0]
         if node.target is _torch.c10d_functional.wait_tensor.default:  # the same memory
             return args[0]
         if node.op == "call_method":
@@ -165,6 +180,8 @@ class _Replay:
     def _take(self, node: fx.Node) -> None:
         """Count the memory of a new value that was not there before."""
         mine = self.held[node] = set()
+        if node.target in ON_HOST and self.host_is_apart:
+            return
         for tensor in pytree.tree_leaves(self.values[node]):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -193,6 +210,8 @@ class _Replay:
         """The name and the kind of memory that a node makes."""
         if node.op == "get_attr":
             return node.name, "constant"
+        if node.target in ON_HOST:
+            return node.name, "host"
         sent = is_collective(node) or _is_overwritten(node)
         return self.inputs.get(node) or (node.name, "sent" if sent else "activation")
 

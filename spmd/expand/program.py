@@ -164,7 +164,8 @@ class Program:
         with as_rank(self.mesh.rank_at(at)):
             code = code_for(self, at, C10dTransport())
         inputs = [(name, kind) for (name, _), kind in zip(self.inputs, self.kinds, strict=True)]
-        return memory_of_run(code.module, at, torch.device(self.mesh.device_type), inputs)
+        apart = self.mesh.topology.machine.host is not None
+        return memory_of_run(code.module, at, torch.device(self.mesh.device_type), inputs, apart)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -30,13 +30,14 @@ class Settings:
     placements: Mapping[str, tuple[Placement | None, ...]]
     passes: tuple[Pass, ...] | None
     memory_budget: int | None = None
+    offload: bool = False
 
     @classmethod
     def of(
         cls, mesh: DeviceMesh, params: Patterns | None, stored: Patterns | None, fully_shard: Sharding,
         mixed_precision: MixedPrecision | None, inputs: Patterns | None, outputs: Patterns | None,
         bucket_mb: float | None, choose: str, placements: Patterns | None, passes: Sequence[Pass | str] | None = None,
-        memory_budget: int | None = None,
+        memory_budget: int | None = None, offload: bool = False,
     ) -> Settings:  # fmt: skip
         """The settings, with everything checked that can be checked without tensors."""
         if bucket_mb is not None and bucket_mb < 0:
@@ -45,13 +46,15 @@ class Settings:
             raise ValueError(f'compile: choose is {choose!r}; give "program", or "op"')
         if memory_budget is not None and memory_budget <= 0:
             raise ValueError(f"compile: memory_budget is {memory_budget}; give bytes a rank, such as 8 << 30, or None")
+        if offload and memory_budget is None:
+            raise ValueError("compile: offload keeps within a memory_budget; give that too, such as 8 << 30 bytes")
         table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
         inputs = check_patterns(mesh, inputs or {}, "inputs")
         outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
         said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
         pins = {key: pin.placements for key, pin in checked_pins(mesh, placements).items()}
         checked = None if passes is None else checked_passes(passes)
-        return cls(*said, inputs, outputs, bucket_mb, choose, pins, checked, memory_budget)
+        return cls(*said, inputs, outputs, bucket_mb, choose, pins, checked, memory_budget, offload)
 
     def passes_on(self, device_type: str, keeps_memory: bool = False) -> tuple[Pass, ...]:
         """The passes over each program for this kind of device. keeps_memory: as in `usual_passes`."""

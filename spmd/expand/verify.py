@@ -15,7 +15,7 @@ The graph that a rank runs is verified by `spmd.expand.verify_bound`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from spmd.expand.nodes import described
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower.follows import why_not
+from spmd.tensor.recipes.host import ON_HOST, from_host, on_host, to_host
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw
@@ -67,7 +68,7 @@ def verify_graph(
     results; not for a program that this version of torch was asked about before, for it takes a second to be ready.
 
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
-    update, draw, blocks, output, partial output, home.
+    update, draw, blocks, host copy, wait, kept, fetched twice, output, partial output, home.
     """
     given, known = iter(inputs), set()
     for node in graph.nodes:
@@ -134,11 +135,13 @@ def _outputs(node: fx.Node, inputs: Named, outputs: Named, owed: frozenset[str])
 
 
 def _call(node: fx.Node, ask_torch: bool) -> Found:
+    if node.target not in (on_host, from_host) and any(n.target in ON_HOST for n in node.all_input_nodes):
+        return iter([("host copy", "it reads what is in host memory, and only a copy from there may")])
     for kind, check in _CHECKS.items():
         if isinstance(node.target, kind):
             return _op(node, ask_torch) if check is _op else check(node)
-    if node.target is adamw:
-        return _update(node)
+    if node.target in _FUNCTIONS:
+        return _FUNCTIONS[node.target](node)
     return _item(node) if node.target is operator.getitem else iter(())
 
 
@@ -211,6 +214,56 @@ def _update(node: fx.Node) -> Found:
 def _draw(node: fx.Node) -> Found:
     if _spec(node) is not node.target.spec or _spec(node).partial:
         yield "draw", f"it draws {node.target.spec}, and the program says {_spec(node)}"
+
+
+# ---- copies to host memory --------------------------------------------------------------------
+
+
+def _to_host(node: fx.Node) -> Found:
+    (x,) = node.args
+    yield from _given_specs(node, (_spec(x),), _spec(x), "host copy")
+    if [n.target for n in node.users] != [on_host]:
+        yield "wait", f"one wait must follow the copy, and {_names(node.users)} read it"
+
+
+def _on_host(node: fx.Node) -> Found:
+    copied, x = node.args
+    yield from _given_specs(node, (_spec(x),) * 2, _spec(x), "host copy")
+    if copied.target is not to_host or copied.args[0] is not x:
+        yield "host copy", f"it waits for a copy of {x.name}, and is given {copied.format_node() or copied.name}"
+    if late := [n for n in readers(x) if node < n]:
+        yield "kept", f"{x.name} is to be freed behind it, and is read by {_names(late)}"
+    if [n.target for n in node.users] != [from_host]:
+        fault = "fetched twice" if all(n.target is from_host for n in node.users) and node.users else "wait"
+        yield (fault if node.users else "unread"), f"one copy back must follow, and there are {_names(node.users)}"
+
+
+def _from_host(node: fx.Node) -> Found:
+    (kept,) = node.args
+    if kept.target is not on_host:
+        yield "wait", f"{kept.name} is no value whose copy to host memory was waited for"
+        return
+    if not node.users:
+        yield "unread", "it fetches what nobody reads"
+    yield from _given_specs(node, (_spec(kept),), _spec(kept), "host copy")
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The readers of a value and of its views."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from readers(user)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result of an op of a program may have the memory of its operand."""
+    op = node.target
+    return op in AS_LOWERED or (isinstance(op, _torch.OpOverload) and _torch.is_view(op))
+
+
+def _names(nodes: Iterable[fx.Node]) -> str:
+    return ", ".join(n.name for n in nodes) or "none"
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
@@ -326,6 +379,9 @@ def _metadata_fault(call: Call, outs: Sequence[Spec | None]) -> str:
     return "" if made else f"it does not make tensors of the shapes and dtypes of {_text(outs)}"
 
 
+_FUNCTIONS: dict[Any, Callable[[fx.Node], Found]] = {
+    adamw: _update, to_host: _to_host, on_host: _on_host, from_host: _from_host,
+}  # fmt: skip
 _CHECKS = {
     Step: _move, Bucket: _bucket, Recipe: _recipe, Draw: _draw, LocalMapOp: _local_map,
     LocalMapGradientOp: _local_map_gradient, UnlessEmpty: _op, _torch.OpOverload: _op,

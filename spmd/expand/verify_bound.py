@@ -23,6 +23,7 @@ from spmd import _torch
 from spmd.comm import Transport
 from spmd.expand.passes.aliasing import Memory, base_of, may_alias_operand, memory_of, written_into
 from spmd.expand.verify import ProgramFault
+from spmd.tensor.recipes.host import arrived, from_host, on_host, to_host
 from spmd.tensor.recipes.updates import WRITTEN, adamw_
 from spmd.tensor.redistribute.all_ranks import of_rank
 from spmd.tensor.redistribute.bucket import Bucket
@@ -36,6 +37,9 @@ COLLECTIVES = frozenset({
     "all_reduce_coalesced", "all_gather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
 })  # fmt: skip
 SIZES = frozenset({"view", "reshape", "expand", "new_zeros", "new_ones", "new_empty", "new_full"})
+
+_WAITS = {to_host: on_host, from_host: arrived}
+"""For what begins a copy to or from host memory, what waits for it."""
 
 Found = Iterator[tuple[str, fx.Node, str]]
 """Faults: the name of each, where it is, and what is wrong."""
@@ -55,7 +59,7 @@ def verify_bound(
     owned, homes: as for the passes `reuse_memory` and `unshare_outputs`. written: the names of ops that wrote in place
     before any pass: their readers mean the new value.
 
-    The names of faults: order, wait, launch, group, size, write, home, shared memory.
+    The names of faults: order, wait, host copy, launch, group, size, write, home, shared memory.
     """
     bound = _Bound(graph, program, coordinate, transport, tuple(owned), tuple(homes), written)
     for fault, node, why in bound.faults():
@@ -104,6 +108,14 @@ class _Bound:
                     yield "wait", node, f"its result is waited for {len(waits)} times"
                 if others := [user for user in result.users if user not in waits]:
                     yield "wait", others[0], f"it reads {result.name}, which is not waited for"
+        for node in self.graph.nodes:
+            wait = _WAITS.get(node.target)
+            if wait is not None and [user.target for user in node.users] != [wait]:
+                yield "wait", node, f"one {wait.__name__} must wait for it: {', '.join(map(str, node.users))} do"
+            if node.target is on_host and node.args[0].args != (node.args[1],):
+                yield "host copy", node, f"it keeps {node.args[1].name} until another value was copied"
+            if node.target is from_host and node.args[0].target is not on_host:
+                yield "wait", node, f"{node.args[0].name} was not waited for"
 
     # ---- launches -----------------------------------------------------------------------------
     def launches(self) -> Found:

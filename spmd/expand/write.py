@@ -32,10 +32,10 @@ class Writer:
         results = Results(captured, self.settings.outputs)
         program = self._expanded(expansion_of(self.fn, self.mesh, captured, given, given.places, results))
         program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
-        budget = self.settings.memory_budget
+        budget, offload = self.settings.memory_budget, self.settings.offload
         if budget is None:
             return self._passed(program)
-        return within(program, budget, self._passed, functools.partial(self._passed, keeps_memory=True))
+        return within(program, budget, self._passed, functools.partial(self._passed, keeps_memory=True), offload)
 
     def _passed(self, program: Program, keeps_memory: bool = False) -> Program:
         return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory))

@@ -9,12 +9,13 @@
 
 A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed, and
 `local_ops` those of what a rank computes.
-`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `protocol`, `measured`, `local_ops`, `sharing` and `residual`
-may be left out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
+`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `host`, `protocol`, `measured`, `local_ops`, `sharing` and
+`residual` may be left out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
      "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
      "compute": {"gb_per_s": 1733.2, "gflop_per_s": [["bfloat16", 312000.0], ["float32", 19500.0]]},
+     "host": {"hop_us": 5.0, "gb_per_s": 27.2},
      "ways": [{"algorithm": "ring", "protocol": "LL", "base_us": 6.6,
                "links": [{"hop_us": 0.6, "gb_per_s": 87.7}, {"hop_us": 2.7, "gb_per_s": 19.3}]}],
      "measured": [{"collective": "all_reduce", "ranks_per_host": 8, "hosts": 1, "sharing": 1, "residual": 0.04,
@@ -147,6 +148,6 @@ _READ: dict[str, Callable[[Any, str], Any]] = {
     "links": _list_of(partial(_value, Link)),
     "local_ops": _list_of(partial(_value, LocalOp)),
     "measured": _list_of(partial(_value, Measured)),
-    "memory": lambda content, name: None if content is None else _value(Link, content, name),
+    **dict.fromkeys(("host", "memory"), lambda content, name: None if content is None else _value(Link, content, name)),
     "ways": _list_of(partial(_value, Way)),
 }

@@ -167,9 +167,10 @@ class Machine:
 
     `nics_per_host`: None gives each rank a network card of its own; with a number, the ranks of a host share that many
     cards, neighbours first. `ranks_per_host`: for files that know it; None leaves it to the launcher. `memory`: the
-    time of a copy in a device's own memory, as a latency and a bandwidth for the bytes of the result; None makes
-    copies free. `compute`: how fast a device computes; None where it is not known. `local_ops`: curves of local ops,
-    where they were timed.
+    time of a copy in a device's own memory, as a latency and a bandwidth for the bytes of the result; None makes copies
+    free. `compute`: how fast a device computes; None where it is not known. `local_ops`: curves of local ops, where
+    they were timed. `host`: what a device's copy engines carry to host memory and back, each way at once with the
+    other; None where host and device are one, or nothing is known of them.
     """
 
     name: str
@@ -180,6 +181,7 @@ class Machine:
     memory: Link | None = None
     compute: Compute | None = None
     local_ops: tuple[LocalOp, ...] = ()
+    host: Link | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ways", tuple(self.ways))

@@ -10,11 +10,15 @@ the bandwidth, up to a cap; LL128 sends 120 bytes of 128. NVLink carries (links 
 Ampere, 18 on Hopper and Blackwell. Each GPU has a NIC of its own, at line rate: 200 Gbit/s on Ampere (DGX A100), 400
 Gbit/s on the others (DGX H100, DGX B200). A copy reads and writes, at 0.85 of the bandwidth that the maker of the
 memory gives: 2,039 GB/s on Ampere (A100 of 80 GB), 3,350 on Hopper (H100), 8,000 on Blackwell (B200). Left out:
-reductions in the switch (NVLS), PCI, and the cost of each further peer of a send beyond a hop.
+reductions in the switch (NVLS), PCI between cards, and the cost of each further peer of a send beyond a hop.
 
 `compute` is what the makers give for dense matrix products without sparsity (A100, H100 SXM and B200 data sheets;
 32-bit floats without the shortened ones of tensor cores), and the same share of the memory's bandwidth as a copy has.
 The textbook computes as an A100 does.
+
+Copies to host memory go over PCI Express, 16 lanes of the generation that the maker gives: 4 on Ampere with 32 GB/s
+each way, 5 on the others with 64, of which copies get the same share as in a device's memory. The textbook has none:
+its mesh may be one of CPUs.
 
     >>> sorted(PRESETS)
     ['ampere', 'blackwell', 'hopper', 'textbook']
@@ -44,6 +48,7 @@ B200 = _compute(8000, half=2250, single=80, double=40)
 TEXTBOOK = Machine("textbook", (Way("ring", BASE_LATENCY_US, (INTRA, INTER)),), compute=A100)
 
 COPY_US = 2.0  # a small kernel
+HOST_COPY_US = 5.0  # an engine that is told what to copy
 
 # For LL, LL128 and Simple, in microseconds: the latency at the start, of an NVLink hop, and of a network hop.
 # A send to one peer takes as long as a step of a ring.
@@ -57,9 +62,10 @@ _PROTOCOLS = ("LL", "LL128", "Simple")
 
 def _nccl(
     name: str, compute: Compute, links: int, gb_per_link: float, ll_cap: float, ll128_per_channel: float, nic: float,
-    memory: float,
+    memory: float, host: float,
 ) -> Machine:  # fmt: skip
-    """With one channel for each link. `nic`, `memory`: GB/s of the network card and of the memory of one GPU."""
+    """With one channel for each link. `nic`, `memory`, `host`: GB/s of the network card, of the memory of one GPU, and
+    of its link to the host each way."""
     nvlink = links * gb_per_link
     inside = (min(ll_cap, nvlink / 2), min(0.92 * nvlink, links * ll128_per_channel), nvlink)
     between = (nic / 2, nic * 120 / 128, nic)
@@ -72,12 +78,15 @@ def _nccl(
         ),
         memory=Link(COPY_US, round(0.85 * memory / 2, 1)),
         compute=compute,
+        host=Link(HOST_COPY_US, round(0.85 * host, 1)),
     )
 
 
-AMPERE = _nccl("ampere", A100, links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0, memory=2039)
-HOPPER = _nccl("hopper", H100, links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0, memory=3350)
+AMPERE = _nccl("ampere", A100, links=12, gb_per_link=20.0, ll_cap=87.7, ll128_per_channel=20.0, nic=25.0, memory=2039,
+               host=32)  # fmt: skip
+HOPPER = _nccl("hopper", H100, links=18, gb_per_link=20.6, ll_cap=141.0, ll128_per_channel=36.7, nic=50.0, memory=3350,
+               host=64)  # fmt: skip
 BLACKWELL = _nccl("blackwell", B200, links=18, gb_per_link=40.1, ll_cap=282.0, ll128_per_channel=40.0, nic=50.0,
-                  memory=8000)  # fmt: skip
+                  memory=8000, host=64)  # fmt: skip
 
 PRESETS = {machine.name: machine for machine in (TEXTBOOK, AMPERE, HOPPER, BLACKWELL)}

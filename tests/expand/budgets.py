@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations
+from dataclasses import replace
+from itertools import chain, combinations, product
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch import nn, optim
 import spmd
 from spmd import MeshTopoInfo, Shard
 from spmd.expand.passes.memory_budget import BudgetError, Plan
+from spmd.expand.passes.recompute.again import CannotRecompute
 from spmd.expand.program import Program
+from spmd.mesh import PRESETS, Link, Machine
 from spmd.mesh.layout import HostGrid
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, Net, gpt, rows, seeded, tokens, train_step
 from tests.expand.test_memory import counted_beside
@@ -49,12 +52,15 @@ SMALL = {
 }  # fmt: skip
 """By name: the shape of the mesh, the model, a batch, and what is said to `compile`."""
 
+NEAR_HOST = replace(PRESETS["hopper"], host=Link(hop_us=0.5, gb_per_s=400.0))
+"""A Hopper whose host is so near that small values are worth a copy, as where the two share a package."""
 
-def program_of(name: str) -> Program:
-    """The program of a small model on Hopper, before any pass."""
+
+def program_of(name: str, machine: Machine | str = "hopper") -> Program:
+    """The program of a small model on a machine, before any pass."""
     shape, build, batch, said = SMALL[name]
     mesh = spmd.DeviceMesh("cpu", torch.arange(4).view(shape).tolist(), mesh_dim_names=("dp", "tp"))
-    mesh = mesh.with_topology(MeshTopoInfo(HostGrid(shape), "hopper"))
+    mesh = mesh.with_topology(MeshTopoInfo(HostGrid(shape), machine))
     model = build()
     step = spmd.compile(train_step, mesh, inputs=INPUTS, passes=(), **said)
     return step.program_for(model, optim.AdamW(model.parameters()), *batch())
@@ -69,6 +75,24 @@ def all_choices(plan: Plan, most: int) -> list[tuple[int, float]]:
     for freed in chain.from_iterable(combinations(sorted(units), n) for n in range(len(units) + 1)):
         effect = plan.lookup.effect(values.forced.union(freed))
         found.append((choice.peak_with([effect]), effect.us))
+    return found
+
+
+def all_choices_with_host(plan: Plan, most: int) -> list[tuple[int, float]]:
+    """The same of all choices to keep, to compute again or to send to host memory, of the `most` largest ones; copied
+    beside the ops, or at once."""
+    lookup, forced = plan.lookup, plan.lookup.values.forced
+    every = [u for part in plan.spans.units for u in part]
+    units, found = sorted(every, key=lambda u: (-lookup.nbytes(u), u))[:most], []
+    windows = [plan.spans.window(len(plan.spans.units), at_once) for at_once in (False, True)]
+    for choice in product(range(3), repeat=len(units)):
+        freed, hosted = ({u for u, c in zip(units, choice, strict=True) if c == way} for way in (1, 2))
+        for window in windows if hosted else windows[:1]:
+            try:
+                effect = lookup.effect(forced | freed, hosted, window)
+            except CannotRecompute:
+                continue
+            found.append((plan.choice.peak_with([effect]), effect.us))
     return found
 
 

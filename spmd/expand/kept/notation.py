@@ -31,7 +31,16 @@ from spmd.comm.chunk import Packed
 from spmd.expand.capture import Argument, Draws
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.local_ops import LocalCount, LocalShape, UnlessEmpty, op_text
-from spmd.expand.passes.passes import Buckets, Chunks, FewerMoves, FusedUpdates, NumbersLate, Overlap, Schedule
+from spmd.expand.passes.passes import (
+    Buckets,
+    Chunks,
+    FewerMoves,
+    FusedUpdates,
+    NumbersLate,
+    Offload,
+    Overlap,
+    Schedule,
+)
 from spmd.expand.places.fully_shard import FullyShard
 from spmd.expand.places.places import Places
 from spmd.expand.precision import MixedPrecision
@@ -65,7 +74,7 @@ VALUES = {
     for kind in (
         Argument, Draws, Certificate, LocalCount, LocalShape, UnlessEmpty, FullyShard, Places, MixedPrecision, Slot,
         Partial, Replicate, Shard, Draw, Recipe, Windows, HaloPlan, Plan, Step, Counts, Packed, Leaf, Branch,
-        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates,
+        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload,
     )
 }  # fmt: skip
 """Frozen values that are written by their fields."""

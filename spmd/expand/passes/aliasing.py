@@ -17,6 +17,7 @@ from torch import fx
 from spmd import _torch
 from spmd.comm.added import added_rows
 from spmd.expand.nodes import is_collective
+from spmd.tensor.recipes.host import from_host, to_host
 from spmd.tensor.recipes.updates import adamw
 
 UNDECLARED_ALIASES = {torch.ops.aten._unsafe_view.default}
@@ -26,7 +27,7 @@ SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, 
 """Calls that split a tensor into pieces without a common element."""
 
 
-MAKE_NEW = {torch.cat, torch.mm, adamw, added_rows, "sum"}
+MAKE_NEW = {torch.cat, torch.mm, adamw, added_rows, from_host, to_host, "sum"}
 """Functions and methods, of those that the code of moves and kernels calls, that make a new tensor."""
 
 

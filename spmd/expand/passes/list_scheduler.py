@@ -48,9 +48,10 @@ def listed(start: Start, limit: int, ways: Ways) -> list[int]:
 
 @dataclass(frozen=True)
 class Graph:
-    """The tasks that take time or are sent, with what they come behind. The others run where they are needed.
+    """The tasks that take time, are sent or free memory, with what they come behind. The others run where they are
+    needed.
 
-    steps: the tasks that take time or are sent, in the order of the program. before: for each task the tasks that it
+    steps: these tasks, in the order of the program. before: for each task the tasks that it
     comes behind, directly. needs: the same among steps. waits: the sent tasks that a step waits for.
     """
 
@@ -96,7 +97,7 @@ class Graph:
 
 
 def _is_step(task: Task) -> bool:
-    return bool(task.us or task.sends)
+    return bool(task.us or task.sends or task.frees)
 
 
 def computed_before(graph: Graph, order: Sequence[int]) -> dict[int, float]:

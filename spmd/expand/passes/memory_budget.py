@@ -1,12 +1,13 @@
-"""Keep a program within a memory budget: what does not fit is freed, and computed again where it is read.
+"""Keep a program within a memory budget: what does not fit is freed and computed again where it is read, or waits in
+host memory.
 
-    spmd.compile(step, mesh, memory_budget=8 << 30)
+    spmd.compile(step, mesh, memory_budget=8 << 30, offload=True)
 
 The budget is for all that a rank holds: parameters, gradients, state, buckets and activations, as `program.memory()`
-counts them. Of all that waits for the backward it is decided together what is kept, so that the least time is spent
-again (`passes/recompute`). The passes are made behind it, and what comes of them is counted; the program that is
-returned does not exceed the budget. No number changes: what is computed again has the operands and the random numbers
-that it had.
+counts them. Of all that waits for the backward it is decided together what is kept, computed again, or with `offload`
+sent to host memory, so that the least time is lost (`passes/recompute`). The passes are made behind it, and what comes
+of them is counted; the program that is returned does not exceed the budget. No number changes: what is computed again
+has the operands and the random numbers that it had, and what is fetched is what was sent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
+from spmd.expand.passes.offload import NO_ENGINE
 from spmd.expand.passes.recompute.again import Lookup
+from spmd.expand.passes.recompute.copies import Copy
 from spmd.expand.passes.recompute.improve import better
 from spmd.expand.passes.recompute.rewrite import rewritten
 from spmd.expand.passes.recompute.solve import Choice, Chosen
@@ -45,17 +48,17 @@ Finish = Callable[[Program], Program]
 """Makes the passes that come behind."""
 
 
-def within(program: Program, budget: int, plain: Finish, finish: Finish) -> Program:
+def within(program: Program, budget: int, plain: Finish, finish: Finish, offload: bool = False) -> Program:
     """The program after its passes, with no more bytes alive on a rank.
 
-    plain: the passes for a program of which all is kept; finish: for one of which something is computed again.
-    BudgetError where there is none.
+    plain: the passes for a program of which all is kept; finish: for one of which something is computed again. offload:
+    whether values may wait in host memory. BudgetError where there is none.
     """
     kept = plain(program)
     needs = kept.memory().peak
     if needs <= budget:
         return _reported(kept, Report("memory_budget", True, False, f"{needs:,} bytes are within {budget:,}"))
-    plan = Plan.of(program)
+    plan = Plan.of(program, offload)
     aim = budget - (finish(program).memory().peak - plan.peak)
     for _ in range(TRIALS):
         chosen = plan.choice.least_time(aim)
@@ -76,16 +79,19 @@ def _reported(program: Program, report: Report) -> Program:
 
 @dataclass(frozen=True)
 class Plan:
-    """What may be freed in a program, and what that does."""
+    """What may be freed in a program, and what that does. left: what is not done, and why."""
 
     lookup: Lookup
     spans: Spans
+    left: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, program: Program) -> Plan:
-        """The plan of a program before its passes."""
-        spans = Spans.of(Values.of(*folded(program)))
-        return cls(spans.lookup, spans)
+    def of(cls, program: Program, offload: bool = False) -> Plan:
+        """The plan of a program before its passes. offload: whether values may wait in host memory, if there is any."""
+        machine = program.mesh.topology.machine
+        spans = Spans.of(Values.of(*folded(program)), offload and machine.host is not None)
+        left = (NO_ENGINE.format(name=machine.name),) if offload and not spans.with_host else ()
+        return cls(spans.lookup, spans, left)
 
     @cached_property
     def choice(self) -> Choice:
@@ -93,31 +99,40 @@ class Plan:
         alive = np.array(self.lookup.values.alive, dtype=np.int64)
         between = np.minimum(alive, np.concatenate([alive[:1], alive[:-1]]))
         halves = np.stack([between, alive], axis=1).reshape(-1)[1:]
-        of_parts = Choice(tuple(self.spans.ways()), halves, self.spans.starts)
+        of_parts = Choice(tuple(self.spans.ways()), halves, self.spans.starts, self.spans.groups)
         return replace(of_parts, ways=(*of_parts.ways, *better(self.spans, of_parts)))
 
     @cached_property
     def peak(self) -> int:
         """The modelled bytes of the program as it came."""
-        return self.choice.unlimited.peak
+        return self.choice.peak_with([self.lookup.effect(self.lookup.values.forced)])
 
     def program(self, chosen: Chosen) -> Program:
         """The program in which these ways are taken."""
-        return rewritten(self.lookup, self.freed(chosen))
+        return rewritten(self.lookup, self.freed(chosen), self.copies(chosen))
 
     def freed(self, chosen: Chosen) -> frozenset[int]:
         """The units that are freed."""
         return self.lookup.values.forced.union(*(way.freed for way in chosen.ways))
 
+    def copies(self, chosen: Chosen) -> tuple[Copy, ...]:
+        """What is sent to host memory, and when."""
+        return tuple([copy for way in chosen.ways for copy in way.effect.copies])
+
     def report(self, chosen: Chosen, before: Program, after: Program) -> Report:
         """What was done, with the cost of each choice."""
-        costs, values = self.lookup.costs(self.freed(chosen)), self.lookup.values
-        freed = tuple(
-            Freed(values.nodes[u].name, sum([r.nbytes for r in values.units[u]]), us, values.work.tasks[u].line)
-            for u, us in costs.items()
-            if u not in values.forced and u in values.units
-        )
-        return Report("memory_budget", True, True, "", Figures.of(before), Figures.of(after), freed)
+        sent, values = {copy.unit: copy.us for copy in self.copies(chosen)}, self.lookup.values
+        again = self.lookup.costs(self.freed(chosen), sent)
+        shown = [u for u in again if u in values.units and u not in values.forced and u not in sent]
+        freed = [self._freed(u, again[u]) for u in shown]
+        freed += [self._freed(u, sent[u] + again.get(u, 0.0), to_host=True) for u in sorted(sent)]
+        figures = Figures.of(before), Figures.of(after)
+        return Report("memory_budget", True, True, "", *figures, tuple(freed), left=self.left)
+
+    def _freed(self, unit: int, us: float, to_host: bool = False) -> Freed:
+        values = self.lookup.values
+        nbytes = sum([r.nbytes for r in values.units[unit]])
+        return Freed(values.nodes[unit].name, nbytes, us, values.work.tasks[unit].line, to_host)
 
     def smallest(self, program: Program, budget: int, finish: Finish) -> Program:
         """The program with the least memory, if it keeps to the budget after all; else BudgetError."""

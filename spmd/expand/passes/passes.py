@@ -22,6 +22,7 @@ from spmd.expand.passes.chunks import PIECES, chunked
 from spmd.expand.passes.fewer_moves import fewer_moves
 from spmd.expand.passes.fused_updates import fused
 from spmd.expand.passes.late_numbers import compute_numbers_late
+from spmd.expand.passes.offload import offloaded, readers_first
 from spmd.expand.passes.report import Figures, Noted, Report
 from spmd.expand.passes.schedule import best_order, reordered, schedule
 from spmd.expand.program import Program
@@ -151,9 +152,9 @@ class Overlap:
     judged: ClassVar[bool] = True
 
     def __call__(self, program: Program) -> Program:
-        if not program.collectives:
-            return program
         work = program.work
+        if not any(task.sends for task in work.tasks):
+            return program
         limit = max(work.memory(range(len(work.tasks)))) if self.memory is None else self.memory
         for kinds in TOGETHER:
             late = compute_numbers_late(program)
@@ -181,12 +182,29 @@ class FusedUpdates(_Noting):
         return fused(program)
 
 
+@dataclass(frozen=True)
+class Offload(_Noting):
+    """Sends what waits for the backward to host memory, whatever it costs. least_mb: smaller values stay."""
+
+    least_mb: float = 0.0
+    name: ClassVar[str] = "offload"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and what was sent."""
+        return offloaded(program, self.least_mb)
+
+
 NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
-Pass = FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | Callable[[Program], Program]
+Pass = (
+    FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | Offload
+    | Callable[[Program], Program]
+)  # fmt: skip
 
-NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates)
+NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload)
 PASSES: dict[str, Pass] = {each.name: each() for each in NAMED}
 """The passes that have a name."""
 
@@ -236,7 +254,7 @@ def _after(program: Program, one: Pass) -> Program:
     new = noted.program
     if not isinstance(new, Program):
         raise TypeError(f"the pass {name} returned a {type(new).__name__}, and must return a Program")
-    new, same_bits = new.verify(), getattr(one, "same_bits", None)
+    new, same_bits = readers_first(new).verify(), getattr(one, "same_bits", None)
     report = Report(name, same_bits, new is not program, did=noted.did, left=noted.left)
     if not getattr(one, "judged", False):
         return replace(new, reports=(*program.reports, report))

@@ -28,16 +28,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Freed:
-    """What is freed and computed again: the op, its bytes, the microseconds that it takes, and the user's line."""
+    """What is freed and computed again, or waits in host memory: the op, its bytes, the microseconds that it takes, or
+    that its copies are waited for, and the user's line."""
 
     name: str
     nbytes: int
     us: float
     line: str = ""
+    to_host: bool = False
 
     def __str__(self):
         where = f" at {self.line}" if self.line else ""
-        return f"{self.name} {self.nbytes:,} bytes, {self.us:,.1f} us{where}"
+        way = "to host" if self.to_host else "again"
+        return f"{way}: {self.name} {self.nbytes:,} bytes, {self.us:,.1f} us{where}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Report:
 
     same_bits: whether results stay the same to the bit; None where that is not known. taken: whether its program is
     used. why_not: why not. before, after: the figures of the program that it was given and of the one that it made,
-    where it is judged by them. freed: what is computed again, in order of the program. did, left: as in `Noted`.
+    where it is judged by them. freed: what is computed again, and what is sent to host memory, each in order of the
+    program. did, left: as in `Noted`.
     """
 
     name: str
@@ -72,7 +76,7 @@ class Report:
         bits = {True: "bits stay", False: "bits may change", None: "bits unknown"}[self.same_bits]
         verdict = "taken" if self.taken else f"not taken: {self.why_not or 'nothing to change'}"
         lines = [f"{self.name:<20} {bits:<16} {verdict}{self._figures_text()}"]
-        lines += [f"  again: {each}" for each in self.freed]
+        lines += [f"  {each}" for each in self.freed]
         lines += [*(f"  {each}" for each in self.did), *(f"  left alone: {each}" for each in self.left)]
         return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
     mm(f32[64, 128], f32[128, 512])        2.0 to start, and the slower of its operations and its bytes: compute
     all_reduce over dp of f32[64, 512]     packed on compute, sent on the stream "dp", put in order on compute
+    to_host(f32[64, 512])                  carried by the copy engine on the stream "to host"
 
 Prices are those of the rank with the largest blocks. Where a calibration has curves of local ops, an op takes what they
 say (`op_times.py`). Elsewhere it takes a start, where the machine says what a small copy takes, and then the time of a
@@ -20,8 +21,9 @@ from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
 from spmd.expand.timeline.op_times import OpTimes
-from spmd.mesh import DeviceMesh, MeshTopoInfo
+from spmd.mesh import DeviceMesh, Link, MeshTopoInfo
 from spmd.mesh.cost import link_shares
+from spmd.tensor.recipes.host import HOST_COPIES, to_host
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.recipes.updates import adamw
@@ -33,11 +35,12 @@ from spmd.tensor.spec import Spec
 
 @dataclass(frozen=True)
 class Sending:
-    """A collective on the stream of its group.
+    """A collective on the stream of its group, or a copy to host memory or back on that of its engine.
 
-    stream: the axes of the group, by name. us: from its start to its end, if it is alone. links: for each level of
-    links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute stream. packed: bytes of the
-    buffer that is filled before it is sent. joined: bytes of the one that is put in order behind it.
+    stream: the axes of the group, by name; "to host" or "from host". us: from its start to its end, if it is alone.
+    links: for each level of links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute
+    stream. packed: bytes of the buffer that is filled before it is sent. joined: bytes of the one that is put in order
+    behind it.
     """
 
     stream: str
@@ -80,11 +83,21 @@ class Prices:
     def sending(self, node: fx.Node) -> Sending | None:
         """What a node sends, or None."""
         step = node.target
+        if step in HOST_COPIES:
+            return self._copying(node)
         if not isinstance(step, (Step, Bucket)) or not step.sends:
             return None
         if step not in self._sent:
             self._sent[step] = self._sending(step)
         return self._sent[step]
+
+    def _copying(self, node: fx.Node) -> Sending | None:
+        """A copy on an engine, or None where host and device are one."""
+        link, nbytes = self.topology.machine.host, _nbytes(node.meta["spec"])
+        if link is None:
+            return None
+        stream = "to host" if node.target is to_host else "from host"
+        return Sending(stream, copy_us(link, nbytes), (), 0.0, nbytes)
 
     def _parts(self, step: Step | Bucket) -> Parts:
         return step.parts if self.topology is self.mesh.topology else step.parts_over(self.topology)
@@ -93,7 +106,8 @@ class Prices:
         op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
         if isinstance(op, _torch.OpOverload) and (is_free(op) or op in SAFE_LOCALLY.values()):
             return self.times.view_us
-        if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)) or op is adamw:
+        copies_itself = op in HOST_COPIES and self.topology.machine.host is None
+        if isinstance(op, (Recipe, LocalMapOp, LocalMapGradientOp)) or op is adamw or copies_itself:
             return self.times.bytes_us(self._nbytes(node)) if self.times.is_known else self._roofline_us(node)
         if not isinstance(op, _torch.OpOverload):
             return 0.0
@@ -125,6 +139,15 @@ class Prices:
         cut = parts.joined or (isinstance(step, Bucket) and step.copies_out)
         packed, joined = step.nbytes if parts.packed else 0, after if cut else 0
         return Sending(stream, parts.sent, links, parts.joined, step.nbytes, packed, joined)
+
+
+def copy_us(link: Link, nbytes: int) -> float:
+    """Microseconds of a copy to host memory or back.
+
+    >>> copy_us(Link(hop_us=5.0, gb_per_s=50.0), 1_000_000)
+    25.0
+    """
+    return link.hop_us + nbytes * link.us_per_byte
 
 
 def _nbytes(spec: Spec | tuple | None) -> int:

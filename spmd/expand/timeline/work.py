@@ -6,7 +6,8 @@
 
 A value that was sent is waited for by its first reader, as `spmd.expand.bind` writes it. Memory is that of the values:
 a view has that of its operand, and so has an op that will be made to write in place (`passes/in_place.py`). Such an op
-follows all that read what it overwrites.
+follows all that read what it overwrites. What is in host memory takes none of the device's, where the two are apart;
+the wait for a copy to there follows all that read what is freed behind it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from spmd.expand.local_ops import SAFE_LOCALLY
 from spmd.expand.nodes import line_of
 from spmd.expand.timeline.prices import Prices, Sending
 from spmd.mesh import MeshTopoInfo
+from spmd.tensor.recipes.host import HOST_COPIES, ON_HOST, on_host
 from spmd.tensor.recipes.updates import WRITTEN, adamw
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.plan import Step
@@ -40,7 +42,8 @@ class Task:
     reads: whose results it reads. waits: which of the sent values it waits for. follows: what it must come behind,
     though it does not read it. us: its time on the compute stream; of what is sent, the time to pack it. makes: bytes
     of new memory. shows: whose memory its result is, itself or another. is_op: whether it runs at all; inputs, outputs
-    and what names one of several results do not.
+    and what names one of several results do not. frees: whether memory is freed behind it that others must not read
+    later.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Task:
     sends: Sending | None
     line: str
     is_op: bool
+    frees: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,15 +116,17 @@ class Work:
 
 @dataclass
 class _Reader:
-    """Reads the tasks of a program."""
+    """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's."""
 
     program: Program
+    host_is_apart: bool = False
     places: dict[fx.Node, int] = field(default_factory=dict)
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def work(self, topology: MeshTopoInfo | None) -> Work:
         prices, nodes = Prices(self.program.mesh, topology), list(self.program.graph.nodes)
+        self.host_is_apart = prices.topology.machine.host is not None
         self.places = {node: i for i, node in enumerate(nodes)}
         for node in nodes:
             self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
@@ -141,13 +147,24 @@ class _Reader:
     def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
         reads = tuple([self.places[n] for n in node.all_input_nodes])
         is_op = node.op.startswith("call") and node.target is not operator.getitem
-        follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier)
-        own = node.op.startswith("call") and self.shows[node] is node
+        follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
+        own = node.op.startswith("call") and self.shows[node] is node and not self._is_away(node)
         return Task(
             node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows,
             prices.compute_us(node) if is_op else 0.0, _made(node) if own else 0, self.places[self.shows[node]],
-            prices.sending(node), line_of(node), is_op,
+            prices.sending(node), line_of(node), is_op, node.target is on_host,
         )  # fmt: skip
+
+    def _is_away(self, node: fx.Node) -> bool:
+        """Whether the value takes none of the device's memory."""
+        return self.host_is_apart and node.target in ON_HOST
+
+    def _read_before(self, node: fx.Node) -> list[int]:
+        """The other readers of what is freed behind the wait for a copy to host memory."""
+        if node.target is not on_host:
+            return []
+        readers = [self.places[n] for n in self._readers(node.args[1]) if n is not node]
+        return [at for at in readers if at < self.places[node]]
 
     def _waits(self, node: fx.Node) -> tuple[int, ...]:
         """The sent values that a node waits for; a piece of a bucket stands for the bucket."""
@@ -221,7 +238,7 @@ class _Reader:
 
 
 def _sends(node: fx.Node) -> bool:
-    return isinstance(node.target, (Step, Bucket)) and node.target.sends
+    return node.target in HOST_COPIES or (isinstance(node.target, (Step, Bucket)) and node.target.sends)
 
 
 def _is_piece(node: fx.Node) -> bool:
@@ -236,6 +253,8 @@ def _shows_operand(node: fx.Node) -> bool:
         return not node.args[0].target.copies_out if _is_piece(node) else _shows_operand(node.args[0])
     if isinstance(op, Step):
         return op.move.kind == "view"
+    if op is on_host:
+        return True
     return isinstance(op, _torch.OpOverload) and (_torch.is_view(op) or op in SAFE_LOCALLY.values())
 
 

@@ -1,4 +1,4 @@
-"""Better sets of units than those that ways put together: found by freeing one unit more or less, or another one.
+"""Better sets of units than those that ways put together: found by treating one unit otherwise, or two.
 
     freed {gelu, up}, 21.3 us  ->  {gelu, dropout}, 19.3 us, with as many bytes alive at most
 
@@ -11,7 +11,7 @@ asked for: what is found is a way of all segments for any of them, so more memor
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spmd.expand.passes.recompute.again import CannotRecompute, Effect
 from spmd.expand.passes.recompute.solve import Choice, Chosen
@@ -30,10 +30,25 @@ def better(spans: Spans, choice: Choice) -> tuple[Way, ...]:
 
 
 @dataclass(frozen=True)
+class _Set:
+    """The units that are freed, those in host memory, and whether nothing is computed while they are copied."""
+
+    freed: frozenset[int]
+    hosted: frozenset[int] = frozenset()
+    at_once: bool = False
+
+    def with_one(self, unit: int, way: int) -> _Set:
+        """The set in which a unit is kept, computed again or in host memory: 0, 1 or 2."""
+        one, none = frozenset([unit]), frozenset()
+        freed, hosted = (one if way == n else none for n in (1, 2))
+        return replace(self, freed=self.freed - one | freed, hosted=self.hosted - one | hosted)
+
+
+@dataclass(frozen=True)
 class _Found:
     """A set of units with what it does, and the most bytes that are alive then."""
 
-    freed: frozenset[int]
+    units: _Set
     effect: Effect
     peak: int
 
@@ -49,21 +64,20 @@ class _Search:
     spans: Spans
     choice: Choice
     best: list[_Found] = field(default_factory=list)
-    seen: set[frozenset[int]] = field(default_factory=set)
+    seen: set[_Set] = field(default_factory=set)
 
     def ways(self) -> Iterator[Way]:
-        forced = self.spans.lookup.values.forced
         for chosen in self._chosen():
-            self._look(forced.union(*(way.freed for way in chosen.ways)))
-        known, done = set(self.seen), set()
-        while todo := [found for found in self.best if found.freed not in done]:
+            self._look(self._set(chosen))
+        known, done = set() if self.spans.with_host else set(self.seen), set()
+        while todo := [found for found in self.best if found.units not in done]:
             for found in todo:
-                done.add(found.freed)
+                done.add(found.units)
                 if found in self.best:
-                    self._look_around(found.freed)
+                    self._look_around(found.units)
         for found in self.best:
-            if found.freed not in known:
-                yield Way(0, len(self.spans.units), found.freed, found.effect)
+            if found.units not in known:
+                yield Way(0, len(self.spans.units), found.units.freed, found.effect)
 
     def _chosen(self) -> Iterator[Chosen]:
         """The choices of ways for all budgets, from the largest to the smallest."""
@@ -72,24 +86,35 @@ class _Search:
             yield chosen
             chosen = self.choice.least_time(chosen.peak - 1)
 
-    def _look_around(self, freed: frozenset[int]) -> None:
-        units = frozenset(self.spans.between(0, len(self.spans.units)))
-        more, less = sorted(units - freed), sorted(units & freed)
-        for u in more:
-            self._look(freed | {u})
-        for u in less:
-            self._look(freed - {u})
-            for v in more:
-                self._look(freed - {u} | {v})
+    def _set(self, chosen: Chosen) -> _Set:
+        """The units of ways. Their copies may be made otherwise when the whole is looked at."""
+        freed = self.spans.lookup.values.forced.union(*(way.freed for way in chosen.ways))
+        return _Set(freed, frozenset([copy.unit for way in chosen.ways for copy in way.effect.copies]))
 
-    def _look(self, freed: frozenset[int]) -> None:
-        if freed in self.seen or len(self.seen) >= MOST_SEEN:
+    def _look_around(self, units: _Set) -> None:
+        free = self.spans.between(0, len(self.spans.units))
+        ways = (0, 1, 2) if self.spans.with_host else (0, 1)
+        if units.hosted:
+            self._look(replace(units, at_once=not units.at_once))
+        changed = [u for u in free if u in units.freed or u in units.hosted]
+        for u in free:
+            for way in ways:
+                self._look(units.with_one(u, way))
+        for u in changed:
+            for v in free:
+                if v not in changed:
+                    for way in ways[1:]:
+                        self._look(units.with_one(u, 0).with_one(v, way))
+
+    def _look(self, units: _Set) -> None:
+        if units in self.seen or len(self.seen) >= MOST_SEEN:
             return
-        self.seen.add(freed)
+        self.seen.add(units)
+        window = self.spans.window(len(self.spans.units), units.at_once)
         try:
-            effect = self.spans.lookup.effect(freed)
+            effect = self.spans.lookup.effect(units.freed, units.hosted, window)
         except CannotRecompute:
             return
-        new = _Found(freed, effect, self.choice.peak_with([effect]))
+        new = _Found(units, effect, self.choice.peak_with([effect]))
         if not any(found.beats(new) for found in self.best):
             self.best = [found for found in self.best if not new.beats(found)] + [new]

@@ -77,12 +77,13 @@ class Choice:
     """What there is to choose from.
 
     ways: of all spans. alive: bytes by half place, when all that can be freed is kept. starts: of each segment, the
-    places where its forward and its backward begin.
+    places where its forward and its backward begin. groups: as `Spans.groups`.
     """
 
     ways: Sequence[Way]
     alive: np.ndarray
     starts: Sequence[tuple[int, int]]
+    groups: Sequence[range]
 
     def least_time(self, limit: int) -> Chosen | None:
         """The least time in which no more bytes are alive; None if none of the ways keep to them."""
@@ -138,17 +139,6 @@ class Choice:
         return int((self.alive + np.cumsum(changes)[:-1]).max())
 
     # ---- segments -----------------------------------------------------------------------------
-    @cached_property
-    def groups(self) -> list[range]:
-        """Segments whose backwards come before the forward of the next ones, as those of one of several batches."""
-        first, latest, groups = 0, -1, []
-        for s, (forward, backward) in enumerate(self.starts):
-            if s > first and forward > latest:
-                groups.append(range(first, s))
-                first, latest = s, -1
-            latest = max(latest, backward)
-        return [*groups, range(first, len(self.starts))] if self.starts else []
-
     @cached_property
     def _legs(self) -> dict[int, list[_Leg]]:
         """By segment, the legs that end before it."""

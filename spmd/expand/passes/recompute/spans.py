@@ -1,4 +1,4 @@
-"""The segments of a program, and the ways to run each span of them: what is freed, and what that does.
+"""The segments of a program, and the ways to run each span of them: what is freed or copied, and what that does.
 
     ln, q, k, v, attention, add | ln, up, gelu, down, add | ln, ...      a cut where the least is alive between ops
 
@@ -10,20 +10,24 @@ alike, such as those of equal blocks, are looked at once, and have the same ways
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
 import numpy as np
 
 from spmd.expand.passes.recompute.again import CannotRecompute, Effect, Lookup
+from spmd.expand.passes.recompute.copies import Copy, Window
+from spmd.expand.passes.recompute.hosted import hosted_too
 from spmd.expand.passes.recompute.values import Values
 
 WINDOW = 6
 """A cut has the least bytes between ops among so many places on each side."""
 LONGEST = 4
 """The most segments of a span."""
+LONGEST_HOSTED = 2
+"""The most segments of a span of which values wait in host memory, where there are more than `SOME`."""
 MOST_TRIED = 9
 """Of a span with so many units all sets of them are tried."""
 MOST_JOINED = 24
@@ -41,7 +45,8 @@ SHARED = 0.25
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run the segments from one to before another: the units that are freed, and what that does."""
+    """A way to run the segments from one to before another: the units that are freed, and what that does, which says
+    what is copied to host memory, too."""
 
     start: int
     stop: int
@@ -49,14 +54,16 @@ class Way:
     effect: Effect
 
 
-_Relative = tuple[float, tuple[tuple[tuple[bool, int], tuple[bool, int], int], ...]]
-"""An effect whose times are relative to a start of a segment: whether to that of its backward, and how far."""
+_Relative = tuple[float, tuple[tuple[tuple[bool, int], tuple[bool, int], int], ...], tuple[Copy, ...]]
+"""An effect whose times are relative to a start of a segment: whether to that of its backward, and how far. Copies are
+of units by number."""
 
 
 @dataclass(frozen=True)
 class Spans:
     """The segments of a program. units: of each segment, those that may be freed. until: for each unit the last
-    segment that needs it for what is computed again. forced: of each segment, the units that are freed anyway."""
+    segment that needs it for what is computed again. forced: of each segment, the units that are freed anyway.
+    with_host: whether values may wait in host memory."""
 
     lookup: Lookup
     units: tuple[tuple[int, ...], ...]
@@ -64,11 +71,12 @@ class Spans:
     forced: tuple[frozenset[int], ...]
     kinds: tuple[Hashable, ...]
     starts: tuple[tuple[int, int], ...]
+    with_host: bool = False
 
     @classmethod
-    def of(cls, values: Values) -> Spans:
+    def of(cls, values: Values, with_host: bool = False) -> Spans:
         """The segments of the program of these values."""
-        return _Cutter(values).spans()
+        return replace(_Cutter(values).spans(), with_host=with_host)
 
     def ways(self) -> Iterator[Way]:
         """All ways of all spans that are worth to be tried."""
@@ -76,7 +84,7 @@ class Spans:
             for j in range(i + 1, min(i + self._longest, len(self.units)) + 1):
                 units, forced = self.between(i, j), frozenset().union(*self.forced[i:j])
                 for freed, effect in self._ways(i, j):
-                    yield Way(i, j, frozenset([units[n] for n in freed]) | forced, self._placed(i, effect))
+                    yield Way(i, j, frozenset([units[n] for n in freed]) | forced, self._placed(i, effect, units))
 
     def _ways(self, i: int, j: int) -> list[tuple[tuple[int, ...], _Relative]]:
         """The ways of a span: which of its units are freed, by number, and what that does."""
@@ -85,7 +93,7 @@ class Spans:
             units = self.between(i, j)
             at = {unit: n for n, unit in enumerate(units)}
             ways = self._found(i, j, units)
-            self._known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e)) for freed, e in ways]
+            self._known[kind] = [(tuple([at[u] for u in freed]), self._apart(i, e, at)) for freed, e in ways]
         return self._known[kind]
 
     @cached_property
@@ -109,21 +117,50 @@ class Spans:
     def _kind(self, i: int, j: int) -> Hashable:
         (f, b), ends = self.starts[i], self.starts[i:j]
         inside = tuple([self.until[u] < j for s in range(i, j) for u in self.units[s]])
-        return self.kinds[i:j], tuple([(x - f, y - b) for x, y in ends]), inside
+        last = self.with_host and self.is_last(j)
+        return self.kinds[i:j], tuple([(x - f, y - b) for x, y in ends]), inside, last
+
+    @cached_property
+    def groups(self) -> list[range]:
+        """Segments whose backwards come before the forward of the next ones, as those of one of several batches."""
+        first, latest, groups = 0, -1, []
+        for s, (forward, backward) in enumerate(self.starts):
+            if s > first and forward > latest:
+                groups.append(range(first, s))
+                first, latest = s, -1
+            latest = max(latest, backward)
+        return [*groups, range(first, len(self.starts))] if self.starts else []
+
+    def is_last(self, j: int) -> bool:
+        """Whether the segment before this one is the last of its batch, behind which the backward begins."""
+        return any(j == group.stop for group in self.groups)
+
+    def window(self, j: int, at_once: bool = False) -> Window:
+        """When copies of a span may be under way that ends before this segment."""
+        backward = self.starts[j - 1][1]
+        last = backward - 1 if self.is_last(j) else self.starts[j][0] - 2  # freed before the next segment begins
+        return Window(last, backward, at_once)
 
     # ---- times relative to a span -------------------------------------------------------------
-    def _apart(self, i: int, effect: Effect) -> _Relative:
-        """An effect with its times relative to the starts of a segment, forward and backward."""
+    def _apart(self, i: int, effect: Effect, at: Mapping[int, int]) -> _Relative:
+        """An effect with its times relative to the starts of a segment, forward and backward. at: numbers of units."""
         turn = 2 * self.lookup.values.turn
 
         def relative(t: int) -> tuple[bool, int]:
             return t > turn, t - 2 * self.starts[i][t > turn]
 
-        return effect.us, tuple([(relative(a), relative(b), n) for a, b, n in effect.changes])
+        copies = tuple([self._moved(copy, at[copy.unit], i, -1) for copy in effect.copies])
+        return effect.us, tuple([(relative(a), relative(b), n) for a, b, n in effect.changes]), copies
 
-    def _placed(self, i: int, effect: _Relative) -> Effect:
-        starts, (us, changes) = self.starts[i], effect
-        return Effect(us, tuple([(t + 2 * starts[s], u + 2 * starts[v], n) for (s, t), (v, u), n in changes]))
+    def _placed(self, i: int, effect: _Relative, units: Sequence[int]) -> Effect:
+        starts, (us, changes, copies) = self.starts[i], effect
+        moved = tuple([self._moved(copy, units[copy.unit], i, 1) for copy in copies])
+        return Effect(us, tuple([(t + 2 * starts[s], u + 2 * starts[v], n) for (s, t), (v, u), n in changes]), moved)
+
+    def _moved(self, copy: Copy, unit: int, i: int, sign: int) -> Copy:
+        """A copy of a unit, so many starts later."""
+        forward, backward = (sign * start for start in self.starts[i])
+        return Copy(unit, copy.begins + forward, copy.leaves + forward, copy.returns + backward, copy.us)
 
     # ---- which sets are tried -----------------------------------------------------------------
     def _found(self, i: int, j: int, units: list[int]) -> list[tuple[list[int], Effect]]:
@@ -139,7 +176,17 @@ class Spans:
                 found.append((list(freed), self.lookup.effect(forced.union(freed))))
             except CannotRecompute:
                 continue
-        return _best(found, len(self.units) > SOME)
+        on_hull = len(self.units) > SOME
+        worth = best(found, on_hull)
+        if not self.with_host or (on_hull and j > i + LONGEST_HOSTED):
+            return worth
+        windows = self.window(j), self.window(j, at_once=True)
+        for freed, hosted, window in hosted_too(self.lookup, [freed for freed, _ in worth], units, *windows):
+            try:
+                worth.append((list(freed), self.lookup.effect(forced.union(freed), hosted, window)))
+            except CannotRecompute:
+                continue
+        return best(worth, on_hull)
 
     def _sets(self, i: int, j: int, units: list[int]) -> Iterator[tuple[int, ...]]:
         if len(units) <= (ALL_TRIED if self._is_small else MOST_TRIED):
@@ -173,7 +220,7 @@ class Spans:
         return [frozenset([units[n] for n in freed]) for freed, _ in some]
 
 
-def _best(found: list[tuple[list[int], Effect]], on_hull: bool) -> list[tuple[list[int], Effect]]:
+def best(found: list[tuple[list[int], Effect]], on_hull: bool) -> list[tuple[list[int], Effect]]:
     """Leave out sets that take as long as another one or longer, and need as much memory everywhere. on_hull: also
     those above the hull of bytes and time."""
     times = sorted({t for _, effect in found for a, b, _ in effect.changes for t in (a, b)})
