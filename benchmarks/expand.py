@@ -4,6 +4,7 @@
     python benchmarks/expand.py --layers 12            # one depth
     python benchmarks/expand.py --models gpt2 llama    # stock models of transformers, 12 and 22 layers
     python benchmarks/expand.py --ranks 2x4 2x2048     # the parts after the capture, on meshes of these shapes
+    python benchmarks/expand.py --text                 # is a program's text the same on ranks and in processes?
     python benchmarks/expand.py --short                # 4 layers, for CI
 
 Each row takes turns, `--rounds` times, between
@@ -21,7 +22,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
+import itertools
+import json
 import operator
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -30,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from _table import table
@@ -99,6 +106,9 @@ class Case:
         model = MODELS[self.name][0](self.layers)
         tokens = torch.randint(WORDS, (BATCH, TIME))
         return model, torch.optim.AdamW(model.parameters()), tokens, tokens
+
+    def program(self) -> spmd.Program:
+        return self.step().program_for(*self.arguments())
 
     def step(self) -> spmd.CompiledStep:
         return spmd.compile(train_step, self.mesh, params=MODELS[self.name][2], inputs=INPUTS)
@@ -209,6 +219,38 @@ def by_ranks(meshes: list[str], layers: int, rounds: int) -> str:
     return table(["mesh", "first round", "ratio", "least", "ratio"], rows)
 
 
+SEEDS, PROCESSES = (0, 1, 77), 2
+
+
+def text_of(rank: int, layers: int) -> str:
+    """A digest of the program of a step as this rank writes it, and how many nodes the program has."""
+    program = Case("gpt", layers, mesh_of("2x2")).program()
+    return f"{hashlib.sha256(str(program).encode()).hexdigest()[:16]}, {len(program.graph.nodes):,} nodes"
+
+
+def by_process(layers: int) -> tuple[str, bool]:
+    """The table of the program's text on four gloo ranks, for each of three hash seeds in two processes."""
+    command = [sys.executable, __file__, "--text-here", "--layers", str(layers)]
+    rows = []
+    for seed, _ in itertools.product(SEEDS, range(PROCESSES)):
+        environment = os.environ | {"PYTHONHASHSEED": str(seed)}
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        rows.append([str(seed), *json.loads(ran.stdout.splitlines()[-1])])
+    texts = {text for _, *of_ranks in rows for text in of_ranks}
+    return table(["hash seed", *[f"rank {rank}" for rank in range(4)]], rows, left=5), len(texts) == 1
+
+
+def texts_here(layers: int) -> list[str]:
+    """The digests of four ranks that are started from this process."""
+    from workers import Pool  # starts processes
+
+    pool = Pool(4)
+    try:
+        return pool.run(text_of, layers, timeout=600)
+    finally:
+        pool.close()
+
+
 class Captures:
     """Measures the captures of compiled steps. took: the seconds of the last one."""
 
@@ -232,11 +274,20 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=["gpt"])
     parser.add_argument("--layers", nargs="*", type=int, help="by default those of the model")
     parser.add_argument("--ranks", nargs="*", help="compare meshes of so many ranks, or such shapes, instead")
+    parser.add_argument("--text", action="store_true", help="compare the program's text instead")
+    parser.add_argument("--text-here", action="store_true", help="be one of the processes that are compared")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-aot", action="store_true", help="leave out aot_eager, which takes longest")
     parser.add_argument("--short", action="store_true", help="4 layers, without aot_eager")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.text_here:
+        print(json.dumps(texts_here((args.layers or [2])[0])))
+        return 0
+    if args.text:
+        text, good = by_process((args.layers or [2])[0])
+        print(text)
+        return 0 if good else 1
     if args.ranks:
         Captures.watch()
         Case("gpt", 1, mesh_of("2x3")).first_call()  # not one of those that are compared

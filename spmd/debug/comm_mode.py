@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from threading import get_ident
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.module_tracker import ModuleTracker
 
 from spmd import _torch
@@ -196,12 +198,24 @@ class _Modules(ModuleTracker):
 
     def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
         if get_ident() == self._thread:
-            super()._fw_pre_hook(mod, input)
+            super()._fw_pre_hook(mod, self._hooked(input, self._get_pop_fn(self._get_mod_name(mod), True)))
             self.parameters.setdefault(self._get_mod_name(mod), dict(mod.named_parameters(recurse=False)))
 
     def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
         if get_ident() == self._thread:
-            super()._fw_post_hook(mod, input, output)
+            super()._fw_post_hook(mod, input, self._hooked(output, self._get_append_fn(self._get_mod_name(mod), True)))
+
+    def _hooked(self, values: Any, note: Callable[..., None]) -> list[torch.Tensor]:
+        """Of the tensors among the values those that torch can wait for together, in any backward pass.
+
+        `autograd.grad`, by which torch's pipelines take the gradients of a stage, raises where a hook of several
+        tensors has a leaf. If there are only leaves, `note` is called at the first gradient of one.
+        """
+        with_gradient = [x for x in _torch.pytree.tree_leaves(values) if _has_gradient(x)]
+        computed = [x for x in with_gradient if not x.is_leaf]
+        if with_gradient and not computed:
+            self._hooks.append(register_multi_grad_hook(with_gradient, note, mode="any"))
+        return computed
 
     def depth(self, name: str) -> int:
         """How far inside the module is."""
@@ -210,3 +224,7 @@ class _Modules(ModuleTracker):
     def innermost(self, names: frozenset[str]) -> str:
         """The innermost of modules that were running together."""
         return max(names, key=self.depth)
+
+
+def _has_gradient(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.requires_grad

@@ -101,3 +101,13 @@ def _ran_there():
     layer = nn.Linear(2, 2)
     layer(torch.ones(1, 2))
     return layer
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_gradients_that_are_asked_for(leaf):
+    """`autograd.grad`, as pipelines call it, of a stage whose inputs may be leaves."""
+    x = torch.ones(4, 8, requires_grad=True)
+    with CommDebugMode() as sent:
+        y = nn.ReLU()(x if leaf else x * 2)
+        (grad,) = torch.autograd.grad([y], [x], [torch.ones_like(y)])
+    assert torch.equal(grad, torch.full_like(grad, 1.0 if leaf else 2.0)) and sent.get_total_counts() == 0
