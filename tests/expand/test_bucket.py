@@ -92,6 +92,30 @@ def test_only_like_goes_with_like():
 # ---- gathers, reduce-scatters, all-to-alls ------------------------------------------------------
 
 
+def moved_twice(*xs):
+    """Each tensor moves along one axis, then along the other."""
+    found = []
+    for x in xs:
+        once = spmd.constrain(x, {"dp": Shard(1), "tp": Shard(2)})
+        found.append(spmd.constrain(once, {"dp": Shard(1), "tp": Shard(0)}))
+    return [x * 2 for x in found]
+
+
+@pytest.mark.parametrize("mb, sent_then", [(100.0, [4, 4]), (0.0, [1] * 8), (4e-4, None)])
+def test_moves_that_read_each_other_wait_together(mb, sent_then):
+    """What is sent along one axis waits for others, though it waits to be sent along the other, too."""
+    xs = [torch.arange(4.0 * n * 4).view(4, n, 4) for n in (4, 6, 5, 8)]
+
+    def ranks(passes):
+        mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        step = spmd.compile(moved_twice, mesh, inputs={"*": {"dp": Shard(0), "tp": Shard(2)}}, passes=passes)
+        return [r.full_tensor() for r in step(*xs)], [c.tensors for c in step.program.collectives]
+
+    for found, sent in ways.on_ranks(lambda: ranks((Buckets(mb, mb),)), 4):
+        assert ways.same(found, [x * 2 for x in xs])
+        assert sum(sent) == 8 and sent == (sent_then or sent)
+
+
 def exchanged(x, y):
     """Each tensor moves from rows to columns."""
     a, b = spmd.constrain(x * 2, {"dp": Shard(1)}), spmd.constrain(y * 3, {"dp": Shard(1)})

@@ -95,10 +95,12 @@ def _modelled_bytes(step: Step) -> float:
 
 @dataclass
 class _OpenBucket:
-    """A bucket that is being filled. It is sent when it has `limit` bytes. held: bytes of what waits to be sent."""
+    """A bucket that is being filled. It is sent when it has `limit` bytes. held: bytes of what waits to be sent.
+    behind: the buckets whose members its own read, which must be sent before it."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
+    behind: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
     held: int = 0
 
@@ -120,11 +122,29 @@ class _Packer:
 
     def pack(self) -> None:
         for node in list(self.graph.nodes):
-            for key in {self.waiting[n]: None for n in node.all_input_nodes if n in self.waiting}:
-                self._close(key)
-            step = node.target
-            if isinstance(step, Step) and step.kind in self.kinds and (key := bucket_key(step)) is not None:
+            key = self._key(node)
+            if key is None or any(self._is_behind(read, key) for read in self._read(node)):
+                self._close_read(node)
+            if key is not None:  # what it reads may wait as long as it does
                 self._add(key, node)
+        for key in list(self.open):
+            self._close(key)
+
+    def _key(self, node: fx.Node) -> Hashable | None:
+        """What a node must have in common with others to wait for them; None if it cannot wait."""
+        is_kind = isinstance(node.target, Step) and node.target.kind in self.kinds
+        return bucket_key(node.target) if is_kind else None
+
+    def _is_behind(self, key: Hashable, other: Hashable) -> bool:
+        return key == other or any(self._is_behind(each, other) for each in self.open[key].behind)
+
+    def _read(self, node: fx.Node) -> dict[Hashable, None]:
+        return {self.waiting[n]: None for n in node.all_input_nodes if n in self.waiting}
+
+    def _close_read(self, node: fx.Node) -> None:
+        """Send what a node reads and what is still waiting."""
+        for key in self._read(node):
+            self._close(key)
 
     def _add(self, key: Hashable, node: fx.Node) -> None:
         if key not in self.open:
@@ -135,6 +155,7 @@ class _Packer:
         if bucket.members:
             self.room.take(self.places[bucket.members[-1]], self.places[node], bucket.held)
         bucket.add(node)
+        bucket.behind.update(self._read(node))
         self.waiting[node] = key
         if bucket.nbytes >= bucket.limit:
             self._close(key)
@@ -151,7 +172,14 @@ class _Packer:
             for node in members:
                 del self.waiting[node]
             self.open[key] = _OpenBucket(self.sizes.limit(members[0].target, False))
-            _join(self.graph, members, after=members[-1])
+            for each in self.open.values():
+                each.behind.discard(key)
+            for node in members:
+                self._close_read(node)
+            last = max(members[-1], *[node.args[0] for node in members])  # nodes compare by their places
+            if len(members) == 1 and last is not members[0]:
+                last.append(members[0])
+            _join(self.graph, members, after=last)
 
 
 def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
