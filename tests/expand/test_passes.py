@@ -145,9 +145,9 @@ def test_any_order_is_one_that_the_tasks_allow(ways):
     for seed in range(60):
         work = random_work(seed)
         limit = max(work.memory(range(len(work.tasks))))
-        start = Start(work)
-        order = listed(start, limit, ways)
-        assert order == listed(start, limit, ways) == listed(Start(work), limit, ways)
+        start = Start(work, limit)
+        order = listed(start, ways)
+        assert order == listed(start, ways) == listed(Start(work, limit), ways)
         assert sorted(order) == list(range(len(work.tasks))), seed
         at = {i: place for place, i in enumerate(order)}
         for i, task in enumerate(work.tasks):
@@ -160,7 +160,7 @@ def test_no_order_is_faster_than_the_bound():
     for seed in range(60):
         work, r = random_work(seed), random.Random(seed)
         least = least_us(work)
-        steps = [step_us(work, listed(Start(work), 1 << 40, way)) for way in WAYS]
+        steps = [step_us(work, listed(Start(work, 1 << 40), way)) for way in WAYS]
         steps += [step_us(work, any_order(work, r)) for _ in range(20)]
         assert critical_us(work) <= least + 1e-6 and least <= min(steps) + 1e-6, seed
         tight += least > max(bound_us(work), 1e-9) * (1 + 1e-6)
@@ -197,4 +197,4 @@ def test_launches_that_wait_in_a_long_program_are_found():
     tasks.append(Task("use", (n - 1, n), (n,), (), 1.0, 0, n + 1, None, "", True))
     work = Work(tuple(tasks), 0)
     assert step_us(work) == n + 50
-    assert step_us(work, listed(Start(work), 0, Ways())) == n
+    assert step_us(work, listed(Start(work, 0), Ways())) == n

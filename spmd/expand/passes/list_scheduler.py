@@ -23,7 +23,7 @@ from spmd.expand.passes.room import Room
 from spmd.expand.timeline.work import Task, Work
 
 MOST_BEFORE_LAUNCH = 8
-"""The most ops, such as casts, that may be run early so that what follows them can be sent."""
+"""The most ops, such as casts, that may be run early so that what follows them can be sent, for each tensor of it."""
 WINDOW = 64
 """How many ops in front of a launch are looked at, whether they can run behind it."""
 
@@ -31,16 +31,16 @@ WINDOW = 64
 @dataclass(frozen=True)
 class Ways:
     """What a schedule may do. fill: run later ops while the next one would wait. sink: move ops behind a launch that
-    others wait for. margins: how early a gather is launched, in times of the longest collective of its stream."""
+    others wait for. margin: how early a gather is launched, in times of the longest collective of its stream."""
 
     fill: bool = True
     sink: bool = True
     margin: float = 2.0
 
 
-def listed(start: Start, limit: int, ways: Ways) -> list[int]:
-    """An order of all tasks. limit: bytes that should be alive at most; the caller checks it."""
-    return _Scheduler(start, limit, ways).run()
+def listed(start: Start, ways: Ways) -> list[int]:
+    """An order of all tasks. The caller checks whether it keeps within the memory."""
+    return _Scheduler(start, ways).run()
 
 
 # ---- what depends on what ---------------------------------------------------------------------
@@ -88,7 +88,8 @@ class Graph:
         for i in self.steps:
             parts = [found[n] for n in self.needs[i]]
             known = dict.fromkeys([x for n, p in zip(self.needs[i], parts, strict=True) for x in (*(p or ()), n)])
-            blocked = None in parts or len(known) > MOST_BEFORE_LAUNCH or any(map(self._is_sent, known))
+            most = MOST_BEFORE_LAUNCH * max(1, len(self.work.tasks[i].reads))
+            blocked = None in parts or len(known) > most or any(map(self._is_sent, known))
             found[i] = None if blocked else tuple(sorted(known))
         return {i: found[i] for i in self.launches() if found[i] is not None}
 
@@ -121,9 +122,10 @@ def first_waits(graph: Graph, order: Sequence[int]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Start:
-    """What all schedules of the same tasks begin with."""
+    """What all schedules of the same tasks begin with. limit: bytes that should be alive at most."""
 
     work: Work
+    limit: float
 
     @cached_property
     def graph(self) -> Graph:
@@ -142,8 +144,8 @@ class Start:
 
     @cached_property
     def early(self) -> list[int]:
-        """The steps with launches before what is not needed for them."""
-        return launched_early(self.graph)
+        """The steps with launches before what is not needed for them, as far as there is memory."""
+        return launched_early(self.graph, [self.limit - nbytes for nbytes in self.alive])
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:
@@ -154,12 +156,35 @@ class Start:
                 found.setdefault(n, []).append(i)
         return found
 
+    @cached_property
+    def touched(self) -> dict[int, tuple[int, ...]]:
+        """By op, the values whose memory it reads."""
+        tasks = self.work.tasks
+        read = {i: {tasks[r].shows for r in tasks[i].reads} for i in self.graph.steps}
+        return {i: tuple([v for v in values if tasks[v].makes]) for i, values in read.items()}
+
+    @cached_property
+    def uses(self) -> list[int]:
+        """How many steps read the memory of each value. What is sent is read by whoever waits for it, too."""
+        found = [0] * len(self.work.tasks)
+        for i, values in self.touched.items():
+            for v in values:
+                found[v] += 2 if self.work.tasks[i].sends else 1
+        for i, task in enumerate(self.work.tasks):  # outputs, say, are read behind all steps
+            if task.shows == i and i not in self.touched:
+                for r in task.reads:
+                    found[self.work.tasks[r].shows] += 1
+        return found
+
 
 # ---- ops behind launches ----------------------------------------------------------------------
 
 
-def launched_early(graph: Graph) -> list[int]:
-    """The steps, with those moved behind a launch that stand before it, are not needed for it, and fill its time."""
+def launched_early(graph: Graph, room: Sequence[float]) -> list[int]:
+    """The steps, with those moved behind a launch that stand before it, are not needed for it, and fill its time.
+
+    room: bytes that may come to what is alive at each task.
+    """
     at, first = computed_before(graph, graph.steps), first_waits(graph, graph.steps)
     order = list(graph.steps)
     for c in graph.launches():
@@ -167,18 +192,20 @@ def launched_early(graph: Graph) -> list[int]:
             hidden = at[first[c]] - at[c] - graph.work.tasks[c].us
             lacks = graph.work.tasks[c].sends.us - hidden
             if lacks > 0 and hidden < lacks:
-                _sink(graph, order, c, lacks)
+                _sink(graph, order, c, lacks, room)
     return order
 
 
-def _sink(graph: Graph, order: list[int], c: int, lacks: float) -> None:
+def _sink(graph: Graph, order: list[int], c: int, lacks: float, room: Sequence[float]) -> None:
     """Move ops in front of a launch, that it does not need, behind it, until they fill this time."""
+    task = graph.work.tasks[c]
+    brings = task.makes + task.sends.packed
     at, needed, moved = order.index(c), set(graph.needs[c]), []
     for j in range(at - 1, max(at - WINDOW, -1), -1):
         i = order[j]
         if i in needed:
             needed.update(graph.needs[i])
-        elif graph.work.tasks[i].sends or graph.waits[i]:
+        elif graph.work.tasks[i].sends or graph.waits[i] or room[i] < brings:
             break
         else:
             moved.append(i)
@@ -210,7 +237,7 @@ class _Stream:
 
 
 class _Scheduler:
-    def __init__(self, start: Start, limit: int, ways: Ways) -> None:
+    def __init__(self, start: Start, ways: Ways) -> None:
         graph = start.graph
         self.graph, self.tasks, self.ways = graph, graph.work.tasks, ways
         self.order = start.early if ways.sink else graph.steps
@@ -229,7 +256,8 @@ class _Scheduler:
                 self.pieces.setdefault(task.reads[0], []).append(i)
         self.ready: list[tuple[int, int]] = []
         self.waiting: list[tuple[float, int, int]] = []
-        self.room = Room([start.alive[i] for i in self.order], limit)
+        self.room = Room([start.alive[i] for i in self.order], start.limit)
+        self.touched, self.uses = start.touched, list(start.uses)
         self.at = 0
 
     def run(self) -> list[int]:
@@ -292,7 +320,7 @@ class _Scheduler:
                 heapq.heappush(self.waiting, (arrival, rank, i))
                 if i == due and not self.ways.fill:
                     break
-            elif i == due or self.room.has(self.at, rank, self.tasks[i].makes):
+            elif i == due or self.room.has(self.at, rank, self._adds(i)):
                 found = i
                 break
             else:
@@ -302,6 +330,10 @@ class _Scheduler:
         for each in kept:
             heapq.heappush(self.ready, each)
         return found
+
+    def _adds(self, i: int) -> int:
+        """The bytes that an op makes, less those that nothing reads behind it."""
+        return self.tasks[i].makes - sum([self.tasks[v].makes for v in self.touched[i] if self.uses[v] == 1])
 
     def _arrival(self, i: int) -> float:
         return max([self.arrives.get(w, 0.0) for w in self.graph.waits[i]], default=0.0)
@@ -313,7 +345,7 @@ class _Scheduler:
         self._wait(i)
         self.clock += self.tasks[i].us
         if self.rank[i] > self.at:
-            self.room.take(self.at, self.rank[i], self.tasks[i].makes)
+            self.room.take(self.at, self.rank[i], self._adds(i))
         self._emit(i)
 
     def _wait(self, i: int) -> None:
@@ -354,8 +386,8 @@ class _Scheduler:
             heapq.heappop(stream.ready)
         while stream.next < len(stream.early) and self.is_done[stream.early[stream.next][1]]:
             stream.next += 1
-        gather = self._gather_due(stream, until, late)
         c = self._ready_on(stream)
+        gather = self._gather_due(stream, until, late, c)
         if c is None or (gather is not None and self._needed(gather) < self._needed(c)):
             return gather
         soon = self._needed(c) + late <= until + self.tasks[c].sends.us
@@ -370,11 +402,13 @@ class _Scheduler:
                 return c
         return None
 
-    def _gather_due(self, stream: _Stream, until: float, late: float) -> int | None:
+    def _gather_due(self, stream: _Stream, until: float, late: float, ready: int | None) -> int | None:
+        """The next gather, if it is time for it: or if it would be late behind what is ready to be sent."""
         if stream.next == len(stream.early) or stream.free >= until:
             return None
         start, c = stream.early[stream.next]
-        if start + late > until:
+        behind = until if ready is None else max(self.clock, stream.free) + self.tasks[ready].sends.us
+        if start + late > max(until, behind):
             return None
         makes = self._brings(c) + sum([self.tasks[i].makes for i in self.preludes[c] if not self.is_done[i]])
         return c if self.room.has(self.at, self.rank[c], makes) else None
@@ -424,6 +458,8 @@ class _Scheduler:
             if not self.is_done[i]:
                 self.is_done[i] = 1
                 self.done.append(i)
+                for v in self.touched.get(i, ()):
+                    self.uses[v] -= 1
                 stack += self.pieces.get(i, ())
                 for reader in self.readers.get(i, ()):
                     self.left[reader] -= 1

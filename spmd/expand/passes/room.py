@@ -26,11 +26,11 @@ class Room:
 
     def has(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether so many bytes more can be alive from one place to before another."""
-        if stop <= start or not nbytes or self.limit == inf:
+        if stop <= start or nbytes <= 0 or self.limit == inf:
             return True
         return int(self.alive[start:stop].max()) + nbytes <= self.limit
 
     def take(self, start: int, stop: int, nbytes: int) -> None:
-        """Note that they are."""
+        """Note that they are; or, of less than none, that they are not."""
         if nbytes and stop > start and self.limit < inf:
             self.alive[start:stop] += nbytes

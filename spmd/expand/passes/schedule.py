@@ -19,7 +19,7 @@ from spmd.expand.program import Program
 from spmd.expand.timeline.replay import bound_us, step_us
 from spmd.expand.timeline.work import Work
 
-WAYS = (Ways(), Ways(sink=False), Ways(margin=1.0), Ways(sink=False, fill=False))
+WAYS = (Ways(margin=16.0), Ways(), Ways(margin=1.0), Ways(sink=False, margin=16.0), Ways(sink=False, fill=False))
 """The schedules that are made, of which one is taken."""
 LEAST_GAIN = 1e-3
 """A schedule is taken if it is faster by this part. Below it the model knows no difference."""
@@ -48,8 +48,8 @@ def schedule(program: Program, memory: int | None = None) -> Program:
 
 def best_order(work: Work, limit: int) -> Found | None:
     """The fastest order that keeps within the memory; None if none is found. A tenth of a percent is no difference."""
-    least, best, start = bound_us(work) * (1 + LEAST_GAIN), None, Start(work)
-    for order in itertools.chain([range(len(work.tasks))], (listed(start, limit, ways) for ways in WAYS)):
+    least, best, start = bound_us(work) * (1 + LEAST_GAIN), None, Start(work, limit)
+    for order in itertools.chain([range(len(work.tasks))], (listed(start, ways) for ways in WAYS)):
         if max(work.memory(order), default=0) <= limit:
             us = step_us(work, order)
             best = Found(order, us) if best is None or us < best.us * (1 - LEAST_GAIN) else best
