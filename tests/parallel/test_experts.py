@@ -231,6 +231,23 @@ def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
             torch.testing.assert_close(each, p.grad, rtol=1e-10, atol=1e-12)
 
 
+def test_a_block_that_is_compiled_leaves_its_experts_as_they_are():
+    """By torch.compile: how many tokens go where is of each call, and no number of the code."""
+    want, x = block("mixtral", 6), X.flatten(0, 1)
+    _, weights, index = want.gate(x)
+    (dropping(99.0, x, index, weights, want.experts) * W.flatten(0, 1)).sum().backward()
+    with LocalTensorMode(RANKS):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+        net = parallelize_module(block("mixtral", 6), mesh, {"experts": ExpertParallel(average_gradients=False)})
+        net.compile(backend="eager")
+        part = [distribute_tensor(y, mesh, [Shard(0)], src_data_rank=None).to_local() for y in (X, W)]
+        train(net, *part)
+        got = {name: p.grad.full_tensor() for name, p in net.experts.named_parameters()}
+    for name, each in got.items():
+        for mine in every_rank(each):
+            torch.testing.assert_close(mine, want.experts.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
+
+
 # ---- balance ------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
@@ -81,6 +82,7 @@ class SharedExperts(nn.Module):
     _expert_parallel: ExpertParallel
     _expert_mesh: DeviceMesh
 
+    @_torch.left_out_by_dynamo  # which tokens go where is of each call: code for these sizes would serve no other
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         x, mesh = hidden_states, self._expert_mesh
         if capturing() is not None:
