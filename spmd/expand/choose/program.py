@@ -57,7 +57,8 @@ class Expansion:
         )  # fmt: skip
         program = replace(program, owed=self.owed).verify()
         for rewrite in self.passes:
-            program = rewrite(program).verify()
+            new = rewrite(program)
+            program = new if new is program else new.verify()
         return program
 
     @cached_property
