@@ -1,5 +1,7 @@
 """A fused update is the chain of ops that it stands for, in one op, in place where the chain was."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn, optim
@@ -10,6 +12,9 @@ from spmd.expand.passes.passes import FusedUpdates
 
 ADAM, ADAMW = (lambda ps: optim.Adam(ps, weight_decay=0.1)), optim.AdamW
 FOREACH = lambda ps: optim.AdamW(ps, foreach=True)  # noqa: E731
+FUSED, FUSED_ADAM = (
+    (lambda ps: optim.AdamW(ps, fused=True)), (lambda ps: optim.Adam(ps, weight_decay=0.1, maximize=True, fused=True)),
+)  # fmt: skip
 
 
 def train_step(model, optimizer, x):
@@ -60,8 +65,10 @@ SPLIT = {"params": {"0.weight": {"tp": Shard(0)}, "0.bias": {"tp": Shard(0)}, "2
         (train_step, FOREACH, torch.float64, (4, 1), {}),
         (averaged_step, ADAMW, torch.float64, (4, 1), {}),
         (two_steps, ADAMW, torch.float64, (4, 1), {}),
+        (train_step, FUSED, torch.float64, (2, 2), SPLIT),
+        (averaged_step, FUSED_ADAM, torch.float32, (4, 1), SHARDED),
     ],
-    ids=["AdamW", "Adam in shards", "foreach", "old values read", "twice"],
+    ids=["AdamW", "Adam in shards", "foreach", "old values read", "twice", "fused", "fused, in shards"],
 )
 def test_fused_updates_train_as_chains_do(step, make, dtype, shape, said):
     losses, state, fused = trained(step, make, dtype, shape, said, [FusedUpdates()])
@@ -76,3 +83,27 @@ def test_deterministic_mode_keeps_the_chains():
     with spmd.deterministic():
         *_, fused = trained(train_step, ADAMW, torch.float32, (4, 1), {}, [FusedUpdates()])
     assert fused == 0
+
+
+def test_an_optimiser_that_is_fused_stays_so():
+    """By default, and as on one device, to the last bit, also where the learning rate changes."""
+    torch.manual_seed(0)
+    given, start = torch.randn(8, 6), nn.Linear(6, 10)
+
+    def step(model, optimizer, x):
+        optimizer.zero_grad()
+        (model.weight * x[:1].sum() + model.bias.sum()).sum().backward()
+        optimizer.step()
+
+    def trained_by(run, model):
+        optimizer = optim.AdamW(model.parameters(), 0.1, fused=True)
+        for lr in (0.1, 0.1, 0.07, 0.05):
+            optimizer.param_groups[0]["lr"] = lr
+            run(model, optimizer, given)
+        return [x for p in model.parameters() for x in (p, *map(optimizer.state[p].get, ("step", "exp_avg_sq")))]
+
+    with LocalTensorMode(2):
+        compiled = spmd.compile(step, spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        found = [x.full_tensor().reconcile().detach() for x in trained_by(compiled, copy.deepcopy(start))]
+    assert sum(getattr(n.target, "__name__", "") == "adamw" for n in compiled.program.graph.nodes) == 2
+    assert all(map(torch.equal, found, trained_by(step, start)))

@@ -20,7 +20,7 @@ from typing import ClassVar
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.chunks import PIECES, chunked
 from spmd.expand.passes.fewer_moves import fewer_moves
-from spmd.expand.passes.fused_updates import fused
+from spmd.expand.passes.fused_updates import OF_FUSED, fused
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.offload import offloaded, readers_first
 from spmd.expand.passes.report import Figures, Noted, Report
@@ -171,15 +171,22 @@ class Overlap:
 
 @dataclass(frozen=True)
 class FusedUpdates(_Noting):
-    """Makes one op of the chain that updates a parameter, where there is a kernel for it: AdamW and Adam on the CPU."""
+    """Makes one op of the chain that updates a parameter, where there is a kernel for it: AdamW and Adam on the CPU.
 
+    asked: whether only those are fused whose optimiser was given `fused=True`; then that is not judged.
+    """
+
+    asked: bool = False
     name: ClassVar[str] = "fused_updates"
     same_bits: ClassVar[bool] = False
-    judged: ClassVar[bool] = True
+
+    @property
+    def judged(self) -> bool:
+        return not self.asked
 
     def noted(self, program: Program) -> Noted:
         """The program, and how many updates were fused."""
-        return fused(program)
+        return fused(program, OF_FUSED) if self.asked else fused(program)
 
 
 @dataclass(frozen=True)
@@ -231,14 +238,16 @@ def usual_passes(device_type: str, bucket_mb: float | None, keeps_memory: bool =
 
     Where a device sends beside its computing, buckets and order are chosen by the replay. On the CPU all-reduces are
     sent in buckets, and so are the gathers and reduce-scatters of parameters in shards as far as there is memory.
-    Updates are fused by name only: where a gradient is next to nothing, Adam makes a whole step of a rounding.
+    Updates are fused for optimisers that are given `fused=True`, and for others by name only: where a gradient is next
+    to nothing, Adam makes a whole step of a rounding.
     """
     if bucket_mb is None:
         return ()
     if device_type == "cuda":
         return (Overlap(),)
     sums = Buckets(bucket_mb, 1.0, ("all_reduce",), keeps_memory)
-    return NumbersLate(), sums, Buckets(bucket_mb, bucket_mb, ("reduce_scatter", "all_gather"), keeps_memory=True)
+    shards = Buckets(bucket_mb, bucket_mb, ("reduce_scatter", "all_gather"), keeps_memory=True)
+    return NumbersLate(), sums, shards, FusedUpdates(asked=True)
 
 
 OURS = (NumbersLate, Buckets, Schedule, Overlap, _Noting)

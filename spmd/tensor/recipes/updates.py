@@ -26,8 +26,8 @@ def adamw(p, g, m, v, step, lr, beta1, beta2, eps, decay):
 
 def adamw_(p, g, m, v, step, lr, beta1, beta2, eps, decay):
     """`adamw` in the memory of the parameter and the averages."""
-    if p.numel() and p.device.type == "cpu" and all(x.is_contiguous() for x in (p, g, m, v)):
-        _torch.fused_adamw_(p, g, m, v, step, lr, beta1, beta2, eps, decay)
+    if p.numel() and p.device.type == "cpu" and all(x.is_contiguous() for x in (p, m, v)):
+        _torch.fused_adamw_(p, g.contiguous(), m, v, step, lr, beta1, beta2, eps, decay)
         return p, m, v
     n = step.item()
     p.mul_(1 - lr * decay)
