@@ -29,9 +29,11 @@ from schedule import Row
 from spmd.expand.passes.memory_budget import Plan
 from spmd.expand.program import Program
 from spmd.expand.timeline.replay import step_us
-from tests.expand.budgets import SMALL, all_choices, measured, program_of
+from tests.expand.budgets import SMALL, all_choices, all_choices_with_host, measured, program_of
 
 BUDGETS = 10
+MOST_OF_TWO, MOST_OF_THREE = 16, 7
+"""Of how many units all choices are tried: to keep or to compute again, and also to send to host memory."""
 MOST_ABOVE = 1.05
 """The bar: the time beside the least of all choices."""
 
@@ -63,10 +65,11 @@ def chosen_rows(name: str, program: Program, offload: bool) -> Iterator[list[str
         yield [name, str(len(plan.spans.units)), str(ways), *cells]
 
 
-def exhaustive_rows(name: str, most: int) -> Iterator[tuple[list[str], bool]]:
-    """A row for each budget, beside the least time of all sets of the `most` largest units."""
-    plan = Plan.of(program_of(name))
-    every, base = all_choices(plan, most), plan.choice.unlimited.us
+def exhaustive_rows(name: str, offload: bool) -> Iterator[tuple[list[str], bool]]:
+    """A row for each budget, beside the least time of all sets of the largest units."""
+    plan = Plan.of(program_of(name), offload)
+    every = all_choices_with_host(plan, MOST_OF_THREE) if offload else all_choices(plan, MOST_OF_TWO)
+    base = min(us for _, us in every)
     for limit in limits(plan):
         chosen = plan.choice.least_time(limit) or plan.choice.least_peak()
         best = min([us for peak, us in every if peak <= limit], default=chosen.us)
@@ -75,16 +78,16 @@ def exhaustive_rows(name: str, most: int) -> Iterator[tuple[list[str], bool]]:
         yield [name, f"{limit:,}", f"{chosen.peak:,}", f"{ours:.2f}", f"{least:.2f}", "" if fine else "above"], fine
 
 
-def measured_rows(names: list[str]) -> Iterator[tuple[list[str], bool]]:
+def measured_rows(names: list[str], offload: bool) -> Iterator[tuple[list[str], bool]]:
     """A row for each budget of trainings on gloo: of the four ranks the one that needs most."""
     from workers import Pool  # starts processes
 
     pool = Pool(4)
     for name in names:
-        (least, most), *_ = pool.run(measured, name, None, timeout=600.0)
+        (least, most), *_ = pool.run(measured, name, None, offload, timeout=600.0)
         for k in range(BUDGETS):
             budget = least + (most - least) * k // (BUDGETS - 1)
-            ranks = pool.run(measured, name, budget, timeout=600.0)
+            ranks = pool.run(measured, name, budget, offload, timeout=600.0)
             predicted, counted = max(ranks, key=lambda pair: pair[1])
             apart = max(abs(p - c) / c for p, c in ranks)
             fine = counted <= budget and apart <= 0.005
@@ -102,10 +105,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.measured is not None:
         head = ["program", "budget", "predicted", "counted", "apart"]
-        rows = measured_rows(args.measured or ["net", "block, zero3", "gpt, zero3 x tp"])
+        rows = measured_rows(args.measured or ["net", "block, zero3", "gpt, zero3 x tp"], args.offload)
     elif args.exhaustive:
         head = ["program", "budget", "bytes", "again us", "least us", ""]
-        rows = (row for name in SMALL for row in exhaustive_rows(name, 16))
+        rows = (row for name in SMALL for row in exhaustive_rows(name, args.offload))
     else:
         head = ["plan", "segments", "ways", "GiB", "foreseen", "written", "to host", "lost ms", "step ms"]
         head += ["read s", "ways s", "choose s"]

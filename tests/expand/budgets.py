@@ -96,15 +96,18 @@ def all_choices_with_host(plan: Plan, most: int) -> list[tuple[int, float]]:
     return found
 
 
-def measured(rank: int, name: str, budget: int | None) -> tuple[int, int]:
+def measured(rank: int, name: str, budget: int | None, offload: bool = False) -> tuple[int, int]:
     """What a training step needs at most on this rank: predicted, and counted while it runs. With no budget: the
-    smallest budget there is, and what the program needs as it comes."""
+    smallest budget there is, and what the program needs as it comes. offload: where host memory is another one."""
     shape, build, batch, said = SMALL[name]
     mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    if offload:
+        mesh, said = mesh.with_topology(MeshTopoInfo(HostGrid(shape), NEAR_HOST)), {**said, "offload": True}
     model = seeded(build)
     optimizer, data = optim.AdamW(model.parameters()), batch()
     if budget is None:
-        plain = spmd.compile(train_step, mesh, inputs=INPUTS, **said).program_for(model, optimizer, *data)
+        came = {k: v for k, v in said.items() if k != "offload"}
+        plain = spmd.compile(train_step, mesh, inputs=INPUTS, **came).program_for(model, optimizer, *data)
         with pytest.raises(BudgetError) as e:
             spmd.compile(train_step, mesh, inputs=INPUTS, memory_budget=1, **said).program_for(model, optimizer, *data)
         return e.value.smallest, plain.memory().peak

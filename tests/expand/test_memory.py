@@ -10,11 +10,12 @@ import pytest
 import torch
 import ways
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import spmd
 from spmd import FullyShard, Shard
 from spmd._torch import pytree
+from spmd.tensor.recipes import host
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, tokens, train_step
 
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
@@ -28,12 +29,21 @@ PLANS = {
 
 
 class Counted(TorchDispatchMode):
-    """Counts the bytes of all tensors that ops make, from when they are made until nobody holds them."""
+    """Counts the bytes of all tensors that ops make, from when they are made until nobody holds them; but for those of
+    host memory, as on a device that has memory of its own."""
 
     def __init__(self):
         super().__init__()
         self.alive: dict[int, tuple[weakref.ref, int]] = {}
+        self.apart: dict[int, weakref.ref] = {}
         self.most = 0
+
+    def host_room(self, x: torch.Tensor) -> torch.Tensor:
+        with _disable_current_modes():
+            made = torch.empty_like(x)
+        storage = made.untyped_storage()
+        self.apart[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage)
+        return made
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         out = op(*args, **(kwargs or {}))
@@ -46,6 +56,8 @@ class Counted(TorchDispatchMode):
         for x in pytree.tree_leaves(values):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
+                if (there := self.apart.get(storage._cdata)) is not None and not there.expired():
+                    continue
                 self.alive[storage._cdata] = torch.multiprocessing.reductions.StorageWeakRef(storage), storage.nbytes()
         self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
         self.most = max(self.most, sum(nbytes for _, nbytes in self.alive.values()))
@@ -76,7 +88,7 @@ def counted_beside(step: spmd.CompiledStep, mesh: spmd.DeviceMesh, call: Callabl
 
     def module(*inputs):
         counts.append(Counted())
-        with counts[-1]:
+        with counts[-1], mock.patch.object(host, "room", counts[-1].host_room):
             counts[-1].note(inputs)
             return run(*inputs)
 

@@ -36,8 +36,13 @@ def to_host(x: torch.Tensor) -> Copied:
     >>> torch.equal(x, y), x.stride() == y.stride(), x.data_ptr() == y.data_ptr()
     (True, True, False)
     """
-    host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
+    host = room(x)
     return Copied(host, x.device, _copy(host, x, x.device, "to host"))
+
+
+def room(x: torch.Tensor) -> torch.Tensor:
+    """Host memory for a tensor."""
+    return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)
 
 
 def on_host(copied: Copied, x: torch.Tensor) -> Copied:
