@@ -5,6 +5,7 @@
     python benchmarks/recompute.py --exhaustive           # small programs, beside all choices of what to free
     python benchmarks/recompute.py --measured             # a training on four gloo ranks: bytes counted as it runs
     python benchmarks/recompute.py --offload [...]        # each of these where values may wait in host memory, too
+    python benchmarks/recompute.py --bits 25              # random nets, trained so and without, to the bit
 
 Nothing is run but with `--measured`. Modelled on Hopper. For each budget: what is needed at most as foreseen, by the
 count of the rank's code (with --measured: by counting all tensors of the run), the time that is computed again or
@@ -30,6 +31,7 @@ from spmd.expand.passes.memory_budget import Plan
 from spmd.expand.program import Program
 from spmd.expand.timeline.replay import step_us
 from tests.expand.budgets import SMALL, all_choices, all_choices_with_host, measured, program_of
+from tests.expand.random_nets import differences
 
 BUDGETS = 10
 MOST_OF_TWO, MOST_OF_THREE = 16, 7
@@ -95,15 +97,25 @@ def measured_rows(names: list[str], offload: bool) -> Iterator[tuple[list[str], 
     pool.close()
 
 
+def bits_rows(nets: int) -> Iterator[tuple[list[str], bool]]:
+    """A row for each random net: what differs from the plain training."""
+    for seed in range(nets):
+        found = differences(seed)
+        yield [str(seed), "; ".join(found)], not found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--plans", nargs="*", default=["dp", "zero3", "zero3 x tp"])
     parser.add_argument("--offload", action="store_true")
     parser.add_argument("--exhaustive", action="store_true")
+    parser.add_argument("--bits", type=int, help="how many random nets")
     parser.add_argument("--measured", nargs="*", help="names of small programs; by default three")
     args = parser.parse_args()
-    if args.measured is not None:
+    if args.bits:
+        head, rows = ["net", "differs"], bits_rows(args.bits)
+    elif args.measured is not None:
         head = ["program", "budget", "predicted", "counted", "apart"]
         rows = measured_rows(args.measured or ["net", "block, zero3", "gpt, zero3 x tp"], args.offload)
     elif args.exhaustive:
