@@ -10,12 +10,14 @@ the one op, on a mesh of the one axis.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import fx
 
 from spmd.expand.choose.choice import Pin
 from spmd.expand.choose.options import Way
+from spmd.expand.choose.price import node_work, program_cost
+from spmd.expand.choose.work import Roofline
 from spmd.expand.expand import expand
 from spmd.expand.nodes import in_schema_order
 from spmd.expand.places.roles import Roles
@@ -77,6 +79,7 @@ def _tried(node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, ins: tu
             given[n] = graph.placeholder(n.name)
             given[n].meta["val"] = n.meta["val"]
             specs[n] = placed(Spec.of(mesh, tuple(n.meta["val"].shape), n.meta["val"].dtype), [p])
+            given[n].meta["spec"] = specs[n]
     op = graph.node_copy(node, given.__getitem__)
     results = _results(graph, op)
     graph.output(tuple(results))
@@ -87,7 +90,17 @@ def _tried(node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, ins: tu
     pin = pins.get(op)
     if pin is None or not pin.arrives or pin.rows[0].ins != ins:
         return None
-    return Way(pin.rows[0], True, sum(step.cost for _, step in program.steps()))
+    cost, own = program_cost(program), _own_work(op, specs, pin.rows[0])
+    return Way(pin.rows[0], True, cost.moves, max(1.0, cost.work / own) if own else 1.0)
+
+
+def _own_work(op: fx.Node, specs: Mapping[fx.Node, Spec], row: Row) -> float:
+    """Microseconds of an op that is one: it reads and writes once what each part of its decomposition does again."""
+    mesh, value = next(iter(specs.values())).mesh, op.meta["val"]
+    outs = zip(value if isinstance(value, (tuple, list)) else (value,), row.outs, strict=True)
+    made = tuple([placed(Spec.of(mesh, tuple(x.shape), x.dtype), [p]) if hasattr(x, "shape") else None for x, p in outs])
+    op.meta["spec"] = made
+    return node_work(op, mesh, Roofline(mesh.topology))
 
 
 def _results(graph: fx.Graph, op: fx.Node) -> list[fx.Node]:

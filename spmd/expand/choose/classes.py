@@ -76,12 +76,16 @@ class Classes:
     """The classes of cells, and the values in groups.
 
     of: the class of each cell, numbered in order of appearance. own: the same for cells with equal ops and shapes.
-    groups: all values.
+    groups: all values. are_shared: whether cells may be of one class that are alike but for their layer; not if they
+    are to be `apart`, or if the graph is small.
     """
 
-    def __init__(self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting]) -> None:
+    def __init__(
+        self, cells: Cells, sources: dict[fx.Node, Spec], meetings: Sequence[Meeting], apart: bool = False
+    ) -> None:
         self.own = _numbered_cells(cells, sources)
-        self.of, types = _classes(self.own, meetings)
+        self.are_shared = len(self.own) > MOST_CELLS and not apart
+        self.of, types = _classes(self.own, meetings, self.are_shared)
         self._before = dict(zip(self.of, types.before.tolist(), strict=True))
         self.groups = self._groups(meetings, types.values.tolist())
         self._join_kinds()
@@ -131,9 +135,9 @@ class Classes:
             group.slots = [slot[:3] if slot[:3] in unclear else slot for slot in group.slots]
 
 
-def _classes(own: list[int], meetings: Sequence[Meeting]) -> tuple[list[int], _Types]:
-    """The class of each cell, and the types by which values are alike."""
-    if len(own) <= MOST_CELLS:
+def _classes(own: list[int], meetings: Sequence[Meeting], shared: bool) -> tuple[list[int], _Types]:
+    """The class of each cell, and the types by which values are alike. shared: whether layers are of one class."""
+    if not shared:
         types = _Types(own, meetings, len(own))
         return types.of.tolist(), types
     values: dict[fx.Node, list[tuple[int, int]]] = {}

@@ -83,6 +83,22 @@ class Layouts:
             number = number * len(self.alphabet) + letter
         return number
 
+    @property
+    def has_units(self) -> bool:
+        """Whether some layout shards a dim in blocks or units."""
+        return any(isinstance(p, Shard) and p.units != 1 for p in self.alphabet)
+
+    @property
+    def cut_alike(self) -> np.ndarray:
+        """For each choice of letters whether it is a layout: axes that shard one dim cut it in the same blocks and
+        units. Words over dp and heads over tp, seen as one dim, are not: no spec says which rank has what there."""
+        of = [p.units if isinstance(p, Shard) else None for p in self.alphabet]
+        dim = np.array([p.dim if isinstance(p, Shard) else -1 for p in self.alphabet])
+        unlike = (dim[:, None] == dim) & (dim >= 0) & ~np.array([[a == b for b in of] for a in of])
+        digits = np.indices([len(of)] * len(self.axes)).reshape(len(self.axes), -1)
+        pairs = itertools.combinations(digits, 2)
+        return ~np.logical_or.reduce([unlike[one, other] for one, other in pairs] or [np.zeros(digits.shape[1], bool)])
+
     def packed(self, packing: Packing) -> np.ndarray:
         """For each layout the number of the same one with dims packed."""
         letters = np.array([self.alphabet[self.plain(packing.of(p, self.shape))] for p in self.alphabet])

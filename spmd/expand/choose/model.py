@@ -37,7 +37,7 @@ class Model:
 
     def __init__(
         self, mesh: DeviceMesh, graph: fx.Graph, sources: dict[fx.Node, Spec], output_spec: OutputSpec,
-        roles: Roles, places: Mapping[str, Places], by_op: dict[fx.Node, Pin],
+        roles: Roles, places: Mapping[str, Places], by_op: dict[fx.Node, Pin], apart: bool = False,
     ) -> None:  # fmt: skip
         self.mesh, self.graph, self.sources, self.by_op = mesh, graph, sources, by_op
         self._others: dict[Spec, Spec] = {}
@@ -49,7 +49,7 @@ class Model:
         self.axes = self.ways.axes
         self.cells: Cells = cells_of(graph, self.gradients)
         self.homes = self._homes()
-        self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings())
+        self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings(), apart)
         self.choosers = self.ways.of(self.classes, self.cells)
         self._admit_given()
         self.ways.find_options(self.choosers)

@@ -26,13 +26,19 @@ from spmd.tensor.recipes import RECIPES
 from spmd.tensor.rules.rule import Row
 
 
+Placed = tuple[Layouts, Callable[[Row], Placement]]
+"""A tensor of an op, and where a row places it."""
+
+
 @dataclass(frozen=True)
 class Way:
-    """A row that a cell may take on one axis. us: what it takes beyond the cell's work, as inside a decomposition."""
+    """A row that a cell may take on one axis. us: what is sent inside a decomposition. times: its work, for 1.0 of the
+    op's own."""
 
     row: Row
     arrives: bool = False
     us: float = 0.0
+    times: float = 1.0
 
 
 @dataclass(eq=False)
@@ -92,7 +98,7 @@ class Options:
         for each, d in zip(self.ways, self.digits, strict=True):
             fits = []
             for way in each:
-                shards = [(p, x) for p, x in op.placed(way.row) if isinstance(p, Shard)]
+                shards = [(x.plain(p), x) for p, x in op.placed(way.row) if isinstance(p, Shard)]
                 packs = [packing.of(p, x.shape) != p for p, x in shards]
                 fits.append(not any(packs) or (all(packs) and not way.arrives))
             allowed &= np.array(fits)[d]
@@ -146,6 +152,9 @@ def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofl
     digits = np.indices([len(each) for each in ways]).reshape(len(ways), -1) if ways else np.zeros((0, 1), int)
     if op.call is not None and op.call.op in RECIPES:
         digits = digits[:, _go_together(ways, digits)]
+    ins = [(x, lambda row, i=i: row.ins[i]) for i, x in enumerate(op.ins)]
+    outs = [(x, lambda row, j=j: row.outs[j]) for j, x in enumerate(op.outs) if x is not None]
+    digits = digits[:, _are_layouts([*ins, *outs], ways, digits)]
     n = digits.shape[1]
 
     def numbers(layouts: Layouts, of: Callable[[Row], Placement]) -> np.ndarray:
@@ -158,12 +167,24 @@ def combined(op: Op, ways: list[list[Way]], axes: Sequence[int], roofline: Roofl
             found = found * np.array([op.fraction(layouts, of(w.row), axis) for w in each])[d]
         return found
 
-    ins = [(x, lambda row, i=i: row.ins[i]) for i, x in enumerate(op.ins)]
-    outs = [(x, lambda row, j=j: row.outs[j]) for j, x in enumerate(op.outs) if x is not None]
     us = _work(op, [share(*each) for each in ins], [share(*each) for each in outs], ways, digits, axes, roofline)
+    sent, times = np.zeros(n), np.ones(n)
     for each, d in zip(ways, digits, strict=True):
-        us = us + np.array([w.us for w in each])[d]
+        sent = sent + np.array([w.us for w in each])[d]
+        times = np.maximum(times, np.array([w.times for w in each])[d])  # it is decomposed once for all axes
+    us = us * times + sent
     return Options([numbers(*each) for each in ins], [numbers(*each) for each in outs], us, ways, digits, [None] * n)
+
+
+def _are_layouts(tensors: list[Placed], ways: list[list[Way]], digits: np.ndarray) -> np.ndarray:
+    """The combinations whose rows cut each dim of each tensor in one way. Others say what no value can be."""
+    found = np.ones(digits.shape[1], bool)
+    for layouts, of in tensors:
+        if layouts.has_units:
+            letters = [np.array([layouts.letter(of(w.row)) for w in each])[d]
+                       for each, d in zip(ways, digits, strict=True)]  # fmt: skip
+            found &= layouts.cut_alike[layouts.number_of(letters)]
+    return found
 
 
 def _go_together(ways: list[list[Way]], digits: np.ndarray) -> np.ndarray:
