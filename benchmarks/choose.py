@@ -9,10 +9,11 @@
 Each row is a train step (forward, loss, backward, AdamW) of a small model under a plan - what the user says of
 parameters and inputs - on a mesh of simulated links. For the choice by op and for the program's the table has the
 modelled time, the bytes that a rank puts into collectives, their number, and the work of the busiest rank over an even
-share of the work; then the seconds that choosing and writing took after the capture, and the gap: how much dearer than
-the best assignment of the model the chosen one may be at most. Nothing is run, and seconds are the processor's. Exits 1
-if the choice for the program costs more anywhere. Each model and plan comes once, on some mesh and machine, before any
-comes again. `--summary` prints a line for each model and plan: the range over meshes and machines.
+share of the work; then the seconds that choosing and writing took after the capture, the gap: how much dearer than
+the best assignment of the model the chosen one may be at most, and what the model foresees of it. Nothing is run, and
+seconds are the processor's. Exits 1 if the choice for the program costs more anywhere. Each model and plan comes once,
+on some mesh and machine, before any comes again. `--summary` prints a line for each model and plan: the range over
+meshes and machines.
 
 Trained are smaller models on simulated ranks, three steps of SGD in float64, beside one device: the largest difference
 of a loss or a parameter. The choice is that for `near` ranks, which spread all they can; on the other machines models
@@ -271,7 +272,7 @@ def measured(row: Row, name: str, plan: str, mesh_name: str, machine: str) -> li
     cells = [name, plan, mesh_name, machine, *(f"{c.us:,.0f}" for c in costs), f"{costs[1].us / costs[0].us:.3f}",
              *(f"{n / 1e6:.2f}" for n in sent), *(str(len(p.collectives)) for p in (by_op, chosen)),
              *(f"{c.work:,.0f}" for c in costs), f"{seconds:.2f}", f"{chosen.certificate.gap:.2%}",
-             "" if fine else "DEARER"]  # fmt: skip
+             f"{chosen.certificate.solved:,.0f}", "" if fine else "DEARER"]  # fmt: skip
     return cells
 
 
@@ -343,7 +344,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 # ---- tables -----------------------------------------------------------------------------------
 
 HEADER = ["model", "plan", "mesh", "machine", "by op, us", "program, us", "ratio", "by op, MB", "program, MB",
-          "collectives", "of program", "work, us", "of program", "choosing, s", "gap", ""]  # fmt: skip
+          "collectives", "of program", "work, us", "of program", "choosing, s", "gap", "foreseen, us", ""]  # fmt: skip
 
 
 SUMMARY = ["model", "plan", "rows", "ratio", "MB of by op", "of program", "collectives", "of program", "work of by op",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -51,8 +52,7 @@ def along(mesh: DeviceMesh, axis: int) -> DeviceMesh:
 def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[Hashable]) -> list[Way]:
     """The ways of an op on a mesh of one axis beyond these rows. refused: gets what came to nothing, which is not tried
     again on an axis that shares out as evenly."""
-    operands: list[fx.Node] = []
-    in_schema_order(node, lambda n: operands.append(n))
+    operands = _operands(node)
     shapes = [tuple(n.meta["val"].shape) for n in operands]
     known = {row.ins for row in rows}
     found: dict[tuple[Placement, ...], Way] = {}
@@ -68,6 +68,18 @@ def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[
                 else:
                     found.setdefault(way.row.ins, way)
     return list(found.values())
+
+
+def arrival(node: fx.Node, mesh: DeviceMesh, row: Row) -> Way:
+    """The way of an op whose operands arrive as in a row, as they do by op, on a mesh of one axis."""
+    way = _tried(node, _operands(node), mesh, row.ins) if may_arrive(node) else None
+    return Way(row, True) if way is None else replace(way, row=row)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    in_schema_order(node, lambda n: found.append(n))
+    return found
 
 
 def _tried(node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
@@ -98,7 +110,9 @@ def _own_work(op: fx.Node, specs: Mapping[fx.Node, Spec], row: Row) -> float:
     """Microseconds of an op that is one: it reads and writes once what each part of its decomposition does again."""
     mesh, value = next(iter(specs.values())).mesh, op.meta["val"]
     outs = zip(value if isinstance(value, (tuple, list)) else (value,), row.outs, strict=True)
-    made = tuple([placed(Spec.of(mesh, tuple(x.shape), x.dtype), [p]) if hasattr(x, "shape") else None for x, p in outs])
+    made = tuple(
+        [placed(Spec.of(mesh, tuple(x.shape), x.dtype), [p]) if hasattr(x, "shape") else None for x, p in outs]
+    )
     op.meta["spec"] = made
     return node_work(op, mesh, Roofline(mesh.topology))
 

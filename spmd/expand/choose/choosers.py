@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from spmd.expand.choose.arrivals import along, arrivals, may_arrive
+from spmd.expand.choose.arrivals import along, arrival, arrivals, may_arrive
 from spmd.expand.choose.cells import Cell, Cells, is_tensor, operands_of, value_shape
 from spmd.expand.choose.choice import Pin
 from spmd.expand.choose.classes import Classes
@@ -175,7 +175,9 @@ class Choosers:
         row = pin.rows[axis]
         plain = all(map(sums_only, (*row.ins, *row.outs)))
         known = any((w.row.ins, w.row.outs) == (row.ins, row.outs) for w in ways)
-        return [] if known or not plain else [Way(row, pin.arrives)]
+        if known or not plain:
+            return []
+        return [arrival(node, self.along[axis], row) if pin.arrives else Way(row)]
 
     def _update(self, chooser: Chooser) -> None:
         """The ways of a cell of pointwise ops: all of them share out one dim, or none does."""

@@ -25,7 +25,6 @@ from spmd.tensor.placement import Placement, Shard
 from spmd.tensor.recipes import RECIPES
 from spmd.tensor.rules.rule import Row
 
-
 Placed = tuple[Layouts, Callable[[Row], Placement]]
 """A tensor of an op, and where a row places it."""
 

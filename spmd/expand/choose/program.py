@@ -1,10 +1,11 @@
 """A program whose placements were chosen for all of it, and never one that costs more than op by op.
 
-    chosen(inputs)    ->    the cheaper of two programs by their modelled cost, with a `Certificate`
+    chosen(inputs)    ->    the choice if it costs less and its step is no longer, or else by op, with a `Certificate`
 
 The choice is solved on a model of the graph. Then the program is written with it, as it is without: the specs are
 those that really flow, and the moves those that are really made. Both programs are priced in the same way, and the
-cheaper one is taken. So whatever the model leaves out, the result is at most as dear as that of the choice by op.
+cheaper one is taken. So whatever the model leaves out, the result is at most as dear as that of the choice by op; and
+it is at most as long, by the timelines of both, in which what is sent and what is computed overlap.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor.spec import Spec
 
-
 DOUBTFUL = 0.01
 """The gap at which layers that choose alike are solved again, each for itself."""
+
+ROUNDING = 1e-9
+"""Part of a time by which it has to be longer."""
 
 MOST_APART = 6000
 """Cells of a graph for which that is done: of those of T5 with 12 layers it takes 10 s."""
@@ -88,7 +91,10 @@ def as_written(program: Program) -> Program:
 
 
 def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) -> Program:
-    """The program of a graph, by the choice for the program or by op, whichever costs less, with its certificate.
+    """The program of a graph, by the choice for the program if it costs less, or by op, with its certificate.
+
+    A choice is not taken either if its step is longer, where what is sent and what is computed overlap: the objective
+    knows no order, and moves that others hide are dear in it.
 
     as_run: what a program becomes before it runs. By that it is priced: many all-reduces of gradients are one bucket.
     """
@@ -98,9 +104,15 @@ def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) 
     settle(simple.graph, by_op.graph)
     solved, choice = solved_choice(simple, pins)
     by_choice = simple.program(choice)
-    costs = program_cost(as_run(by_op)), program_cost(as_run(by_choice))
-    taken = costs[1].us < costs[0].us
+    run = as_run(by_op), as_run(by_choice)
+    costs = program_cost(run[0]), program_cost(run[1])
+    taken = costs[1].us < costs[0].us and not _is_slower(run[1], run[0])
     return replace(by_choice if taken else by_op, certificate=_certificate(solved, costs, taken))
+
+
+def _is_slower(program: Program, other: Program) -> bool:
+    """Whether a step takes longer, by the timelines."""
+    return program.timeline().us > other.timeline().us * (1 + ROUNDING)
 
 
 def solved_choice(given: Expansion, pins: dict[fx.Node, Pin]) -> tuple[Solved, Choice]:

@@ -1,0 +1,94 @@
+"""What the model of a choice foresees is what its program does; where it may not be, the choice is judged again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd import Shard
+from spmd.expand.choose import classes
+from spmd.expand.choose import program as choosing
+from spmd.expand.choose.layouts import Layouts
+from spmd.expand.choose.price import program_cost
+from tests.expand.choose.test_depth import certificate
+
+GIVEN = {"inputs": {"x": {"dp": Shard(0)}}, "bucket_mb": None}
+
+
+def mesh(*shape: int) -> spmd.DeviceMesh:
+    return spmd.DeviceMesh("cpu", torch.arange(4).view(shape).tolist(), mesh_dim_names=("dp", "tp")[: len(shape)])
+
+
+def step(model, x):
+    loss = model(x).square().sum()
+    loss.backward()
+    return loss
+
+
+def test_no_layout_cuts_a_dim_in_two_ways():
+    """Words over dp and heads over tp, seen as one dim of both: no spec says so."""
+    found = Layouts(mesh(2, 2), (32, 8), torch.float32)
+    of = {found.letter(p): p for p in (Shard(0), Shard(0, blocks=4), Shard(1))}
+    alike = found.cut_alike
+    unlike = [(of[a], of[b]) for a in of for b in of if not alike[found.number_of([a, b])]]
+    assert unlike == [(Shard(0), Shard(0, blocks=4)), (Shard(0, blocks=4), Shard(0))]
+
+
+class Heads(nn.Module):
+    """Products of heads, with sequences and heads as one dim."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        q, k = (f(x).view(8, 64, 4, 16).transpose(1, 2).reshape(32, 64, 16) for f in (self.q, self.k))
+        return q.bmm(k.transpose(1, 2)).view(8, 4, 64, 64)
+
+
+class Normed(nn.Module):
+    """A norm over words that a product before it leaves sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(64, 4096), nn.LayerNorm(4096)
+
+    def forward(self, x):
+        return self.norm(self.up(x))
+
+
+@pytest.mark.parametrize("net, tp", [(Heads, {"model.[qk].weight": 0}), (Normed, {"model.up.*": 0, "model.norm.*": 0})])
+def test_the_program_of_a_choice_costs_no_more_than_foreseen(net, tp):
+    """By views that merge two dims, and by a norm that is decomposed where its dim is sharded."""
+    model = net()
+    params = {name: {"tp": Shard(dim)} for name, dim in tp.items()}
+    compiled = spmd.compile(step, mesh(2, 2), choose="program", params=params, **GIVEN)
+    found = compiled.program_for(model, torch.randn(8, 64, 64))
+    assert found.certificate.taken
+    assert program_cost(found).us <= found.certificate.solved * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("slower", (False, True))
+def test_a_choice_whose_step_is_longer_is_not_taken(slower, monkeypatch):
+    """The sum of all that is sent and computed may be less where the step is longer, for some of it overlaps."""
+    steps = iter((2.0, 1.0) if slower else (1.0, 1.0))
+    monkeypatch.setattr(spmd.Program, "timeline", lambda self: SimpleNamespace(us=next(steps)))
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False))
+    compiled = spmd.compile(step, mesh(4), choose="program", fully_shard="dp", **GIVEN)
+    found = compiled.program_for(model, torch.randn(16, 512)).certificate
+    assert found.taken is not slower
+    assert found.us <= found.by_op
+
+
+def test_layers_are_solved_apart_where_they_leave_a_doubt(monkeypatch):
+    """Then the choice is that of the graph in which each layer chooses for itself, with its certificate."""
+    whole = certificate(7, (16, 64), 1000, monkeypatch)
+    monkeypatch.setattr(choosing, "DOUBTFUL", 0.0)
+    monkeypatch.setattr(classes, "MOST_CLASSES", 0)
+    apart = certificate(7, (16, 64), 0, monkeypatch)
+    assert apart.solved == pytest.approx(whole.solved)
+    assert apart.gap <= whole.gap + 1e-9
