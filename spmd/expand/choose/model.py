@@ -33,15 +33,17 @@ NEVER_US = 1e7
 
 
 class Model:
-    """The problem of a graph, and the way back from an assignment to a choice."""
+    """The problem of a graph, and the way back from an assignment to a choice. exposed: the part of a gradient's
+    reduction that counts; what the backward hides does not."""
 
     def __init__(
         self, mesh: DeviceMesh, graph: fx.Graph, sources: dict[fx.Node, Spec], output_spec: OutputSpec,
         roles: Roles, places: Mapping[str, Places], by_op: dict[fx.Node, Pin], apart: bool = False,
+        exposed: float = 1.0,
     ) -> None:  # fmt: skip
         self.mesh, self.graph, self.sources, self.by_op = mesh, graph, sources, by_op
         self._others: dict[Spec, Spec] = {}
-        self.output_spec, self.roles = output_spec, roles
+        self.output_spec, self.roles, self.exposed = output_spec, roles, exposed
         self.gradients = gradient_places(roles, places)
         self.places = {n: places[path] for n, path in roles.parameters.items() if not places[path].is_one}
         self.following = Following(graph, roles, self.places)
@@ -185,7 +187,7 @@ class Model:
         costs = layouts.costs
         for place in dict.fromkeys(places):
             costs = costs.copy()
-            costs[:, layouts.number(place)] = layouts.costs_as_gradient(place)
+            costs[:, layouts.number(place)] = self.exposed * layouts.costs_as_gradient(place)
         if group.members[0].value in self.before_widened:
             owed = [frozenset(spec.partial) for spec in layouts.specs]
             reduced = np.array([[not before <= after for after in owed] for before in owed])
