@@ -10,8 +10,8 @@ class Certificate:
     """What a choice for a program is worth, in modelled microseconds.
 
     us: the program. by_op: the program in which every op decided by itself. solved: the model's cost. at_least: what no
-    assignment of the model is below. taken: whether the program has a choice; it is the solved one, or, where the step of
-    that was longer than by op, one that is solved with other prices.
+    assignment of the model is below. taken: whether the program has a choice; it is the solved one, or, where the step
+    of that was longer than by op, one that is solved with other prices.
     """
 
     us: float
