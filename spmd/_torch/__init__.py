@@ -200,4 +200,4 @@ from spmd._torch.traces import (
     track,
     without_layouts,
 )
-from spmd._torch.updates import fused_adamw_
+from spmd._torch.updates import FUSED_STEPS, fused_adamw_

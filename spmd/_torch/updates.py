@@ -14,3 +14,10 @@ def fused_adamw_(
         [p], [g], [m], [v], [], [step], lr=lr, beta1=beta1, beta2=beta2, weight_decay=decay, eps=eps, amsgrad=False,
         maximize=False,
     )  # fmt: skip
+
+
+FUSED_STEPS = {
+    getattr(torch, name): getattr(torch.ops.aten, name).default
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+}
+"""The functions that optimisers with `fused=True` call for all parameters, with their ops for numbers as floats."""

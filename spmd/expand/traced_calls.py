@@ -1,6 +1,7 @@
 """Calls of torch that a trace takes apart, or makes of symbols.
 
     torch.as_tensor(lr / (1 + decay * step))      one number, as ASGD keeps it: an op of the program
+    torch._fused_adamw_(ps, ..., lr=lr)           the arithmetic of the step, for each parameter
     torch.lstm(x, ...)                            its products and gates
 
 Of a symbol torch would ask for the value, and freeze it. For recurrent layers torch may have one kernel of the machine,
@@ -17,12 +18,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.traced_ops import Normalise
 
 aten = torch.ops.aten
 
 
 class TracedCalls(TorchFunctionMode):
-    """Inside, `torch.tensor` and `torch.as_tensor` take symbols, and recurrent layers are made of many ops."""
+    """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, and recurrent layers are made of many
+    ops."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -31,6 +34,8 @@ class TracedCalls(TorchFunctionMode):
                 return function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and args and _has_symbol(args[0]):
             return _tensor(args[0], **_options(**kwargs))
+        if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):
+            return Normalise.table[_torch.FUSED_STEPS[function]](*args, **kwargs)
         return function(*args, **kwargs)
 
 

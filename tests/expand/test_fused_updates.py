@@ -107,3 +107,29 @@ def test_an_optimiser_that_is_fused_stays_so():
         found = [x.full_tensor().reconcile().detach() for x in trained_by(compiled, copy.deepcopy(start))]
     assert sum(getattr(n.target, "__name__", "") == "adamw" for n in compiled.program.graph.nodes) == 2
     assert all(map(torch.equal, found, trained_by(step, start)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps: optim.AdamW(ps, 0.1, amsgrad=True, fused=True),
+        lambda ps: optim.Adam(ps, 0.1, weight_decay=0.01, fused=True),
+        lambda ps: optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01, fused=True),
+        lambda ps: optim.Adagrad(ps, 0.1, lr_decay=0.01, fused=True),
+    ],
+    ids=["AdamW", "Adam", "SGD", "Adagrad"],
+)
+def test_a_learning_rate_of_a_fused_optimiser_is_a_number_of_the_program(make):
+    torch.manual_seed(0)
+    model, x, programs = nn.Linear(6, 10).double(), torch.randn(8, 6, dtype=torch.float64), []
+    compiled = spmd.compile(train_step, spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
+    for run, trained in ((train_step, model), (compiled, copy.deepcopy(model))):
+        optimizer = make(trained.parameters())
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        for _ in range(4):
+            run(trained, optimizer, x)
+            scheduler.step()
+            programs += [compiled.program] if run is compiled else []
+    assert all(each is programs[1] for each in programs[1:])  # SGD's momentum begins as the gradient
+    found = [p.full_tensor().detach() for p in trained.parameters()]
+    torch.testing.assert_close(found, [p.detach() for p in model.parameters()], rtol=1e-12, atol=1e-12)
