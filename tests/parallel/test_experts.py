@@ -9,6 +9,7 @@ import pytest
 import torch
 import ways
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, Qwen2MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
@@ -51,9 +52,9 @@ X = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=t
 W = torch.randn(8, 3, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def step(net: nn.Module, x: torch.Tensor, w: torch.Tensor) -> dict[str, torch.Tensor]:
+def step(net: nn.Module, x: torch.Tensor, w: torch.Tensor, again: bool = False) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
-    out = net(x)
+    out = checkpoint(net, x, use_reentrant=False) if again else net(x)
     (out * w).sum().backward()
     return {"out": out.detach(), "x": x.grad} | {name: p.grad for name, p in net.named_parameters()}
 
@@ -63,19 +64,23 @@ def own(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return x.chunk(ranks)[current_rank()].clone()
 
 
-def shared_out(kind: str, experts: int, **said) -> dict[str, torch.Tensor]:
+def shared_out(kind: str, experts: int, again: bool = False, **said) -> dict[str, torch.Tensor]:
     """Own tokens, own loss; averages over the ranks, as of data parallelism, times the number of ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     net = parallelize_module(block(kind, experts), mesh, {"experts": ExpertParallel(**said)})
     assert (isinstance(net.experts.down_proj, DTensor) and "SharedM" in repr(net)) or kind == "qwen"
-    found = step(net, *(own(x, RANKS) for x in (X, W)))
+    found = step(net, *(own(x, RANKS) for x in (X, W)), again)
     for name in found.keys() - {"out", "x"}:
         g = found[name]
         found[name] = g.full_tensor() * RANKS if isinstance(g, DTensor) else wait(all_reduce(g, "sum", mesh))
     return found
 
 
-@pytest.mark.parametrize("kind, experts, said", [("mixtral", 5, {}), ("qwen", 3, {"capacity_factor": 4.0})], ids=str)
+@pytest.mark.parametrize(
+    "kind, experts, said",
+    [("mixtral", 5, {}), ("mixtral", 5, {"again": True}), ("qwen", 3, {"capacity_factor": 4.0})],
+    ids=str,
+)
 def test_in_one_thread_of_simulated_ranks(kind, experts, said):
     want = step(block(kind, experts), X, W)
     equal(ways.on_ranks(lambda: shared_out(kind, experts, **said), RANKS), want)

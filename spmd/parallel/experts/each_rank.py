@@ -6,7 +6,8 @@ itself, and what it was given gets its gradient. On a real rank the function is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +43,21 @@ class _OnEachRank(torch.autograd.Function):
         return None, *(next(found) if want else None for want in ctx.wants)
 
 
+@contextlib.contextmanager
+def _saved_as_they_are() -> Iterator[None]:
+    """Inside, autograd keeps tensors as they are, though a checkpoint around it makes others again: that would run what
+    is around this function, with its collectives, once for each rank."""
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        yield
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 @per_rank
 def _called(fn: Callable[..., torch.Tensor], wants: list[bool], tensors: tuple) -> tuple[torch.Tensor, _Call]:
-    with torch.enable_grad():
+    with torch.enable_grad(), _saved_as_they_are():
         given = [x.detach().requires_grad_(want) for x, want in zip(tensors, wants, strict=True)]
         out = fn(*given)
     return out.detach(), _Call(out, [x for x, want in zip(given, wants, strict=True) if want])
