@@ -211,19 +211,21 @@ def group_blocks(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> B
 @functools.lru_cache(maxsize=16384)
 def sent_boxes(before: Spec, after: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> Boxes:
     """What each rank of the group wants, that this rank has; relative to this rank's block."""
-    mine, wanted = before.box(coordinate), _arrays(after, axes, coordinate)
-    if wanted is None or not _is_simple(mine):
-        return _each([relative_to(overlap(mine, want), mine) for want in members(after, axes, coordinate)])
-    return in_runs(_common(wanted, mine))
+    return _met(after, axes, coordinate, before.box(coordinate))
 
 
 @functools.lru_cache(maxsize=16384)
 def received_boxes(before: Spec, after: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> Boxes:
     """What each rank of the group has, that this rank wants; relative to this rank's block after the move."""
-    want, had = after.box(coordinate), _arrays(before, axes, coordinate)
-    if had is None or not _is_simple(want):
-        return _each([relative_to(overlap(have, want), want) for have in members(before, axes, coordinate)])
-    return in_runs(_common(had, want))
+    return _met(before, axes, coordinate, after.box(coordinate))
+
+
+def _met(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate, own: Box) -> Boxes:
+    """What the box of each rank of the group has in common with this rank's own one, relative to that."""
+    arrays = _arrays(spec, axes, coordinate)
+    if arrays is None or not _is_simple(own):
+        return _each([relative_to(overlap(own, box), own) for box in members(spec, axes, coordinate)])
+    return in_runs(_common(arrays, own))
 
 
 def _each(boxes: Sequence[Box]) -> Boxes:
