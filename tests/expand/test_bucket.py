@@ -18,6 +18,7 @@ from spmd.tensor.redistribute.collective_moves import AllGather, ReduceScatter
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import parse_spec
 from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
+from tests.steps import train_step
 
 
 def program(case: Case, shape, bucket_mb):
@@ -200,15 +201,8 @@ def test_what_is_cut_out_of_a_bucket_is_alive_until_it_is_read():
     mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), torch.zeros(4, 64)
 
-    def step(model, optimizer, x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
     said = {"fully_shard": "dp", "passes": (Buckets(100.0, kinds=("all_gather",)),)}
-    compiled = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said)
+    compiled = spmd.compile(train_step, mesh, inputs={"x": {"dp": Shard(0)}}, **said)
     program = compiled.program_for(model, optim.SGD(model.parameters(), 0.1), x)
     estimate, exact = max(program.work.memory(range(len(program.work.tasks)))), program.memory().peak
     assert abs(estimate - exact) < 0.05 * exact

@@ -9,20 +9,13 @@ from torch import nn, optim
 import spmd
 from spmd import LocalTensorMode, Shard
 from spmd.expand.passes.passes import FusedUpdates
+from tests.steps import train_step
 
 ADAM, ADAMW = (lambda ps: optim.Adam(ps, weight_decay=0.1)), optim.AdamW
 FOREACH = lambda ps: optim.AdamW(ps, foreach=True)  # noqa: E731
 FUSED, FUSED_ADAM = (
     (lambda ps: optim.AdamW(ps, fused=True)), (lambda ps: optim.Adam(ps, weight_decay=0.1, maximize=True, fused=True)),
 )  # fmt: skip
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def two_steps(model, optimizer, x):

@@ -144,10 +144,14 @@ def of_another(graph):
     first.args, second.args = second.args, first.args
 
 
-def fetched_twice(graph):
-    node = only(graph, from_host)
+def made_twice(graph, target):
+    node = only(graph, target)
     reader = next(iter(node.users))
-    reader.replace_input_with(node, after(node, from_host, *node.args))
+    reader.replace_input_with(node, after(node, target, *node.args))
+
+
+def fetched_twice(graph):
+    made_twice(graph, from_host)
 
 
 def not_waited(graph):
@@ -191,9 +195,7 @@ def test_a_fault_of_a_copy_is_named(change):
 
 
 def arrived_twice(graph):
-    node = only(graph, arrived)
-    reader = next(iter(node.users))
-    reader.replace_input_with(node, after(node, arrived, *node.args))
+    made_twice(graph, arrived)
 
 
 def read_early(graph):

@@ -12,6 +12,7 @@ import spmd
 from spmd import DeviceMesh, DTensor, LocalTensorMode, Replicate, Shard, distribute_module, init_device_mesh
 from spmd.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
 from tests.parallel.test_styles import IDS, Attention, model, numbers  # noqa: F401 - a fixture
+from tests.steps import train_step as train
 from tests.tensor.single import every_rank
 
 COL, ROW = ColwiseParallel, RowwiseParallel
@@ -130,14 +131,6 @@ def test_the_plan_of_a_model_of_transformers():
 
 
 # ---- a model on a slice of a step's mesh --------------------------------------------------------
-
-
-def train(net: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = net(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def test_a_compiled_step_takes_parameters_of_a_slice_of_its_mesh():

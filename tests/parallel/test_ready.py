@@ -16,6 +16,7 @@ from spmd.debug import CommDebugMode
 from spmd.mesh import DeviceMesh
 from spmd.parallel import GlobalBatchNorm, ReadyPlan, parallelize_module, plan_for
 from spmd.sim import run_ranks
+from tests.steps import train_step as step
 from tests.tensor.single import every_rank
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
@@ -130,14 +131,6 @@ def test_experts_have_an_axis_of_their_own(axes):
         assert {k: v for k, v in sent.items() if k != "all_to_all_single"} == {
             k: v for k, v in promised.items() if k != "all_to_all_single"
         }
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def test_a_compiled_step_takes_the_plan():
