@@ -18,6 +18,7 @@ Every other module imports them from here, so that one place shows what a new ve
     optimizers              hooks of an optimiser's step
     updates                 fused kernels of optimisers
     ops                     schemas and overloads
+    quick_functions         functions that run an op in less time
     simulated_distributed   torch.distributed in a simulation
     checkpoints             torch.distributed.checkpoint
     random_numbers          generators
@@ -135,7 +136,6 @@ from spmd._torch.ops import (
     aliased,
     argument_index,
     arguments,
-    cpp_callable,
     in_place_variant,
     is_composite,
     is_view,
@@ -156,6 +156,7 @@ from spmd._torch.ops import (
     written_positions,
 )  # fmt: skip
 from spmd._torch.optimizers import note_step, scaled_steps, step_hooks
+from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.read_numbers import Integer, ValueRead, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed

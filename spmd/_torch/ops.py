@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,18 +46,6 @@ def qualified_name(op: OpOverload) -> str:
 def overload_name(op: OpOverload) -> str:
     """`Tensor` for `aten.add_.Tensor`; "default" where there is none."""
     return op._overloadname
-
-
-def cpp_callable(op: OpOverload) -> Callable:
-    """The op without the Python around it: the same call in less time."""
-    return _QUICKER.get(op, op._op)
-
-
-_QUICKER = {
-    torch.ops.aten._softmax.default: torch._softmax,
-    torch.ops.aten._log_softmax.default: torch._log_softmax,
-    torch.ops.aten.split.Tensor: torch._VF.split,
-}
 
 
 PROFILER_OPS = (

@@ -6,8 +6,8 @@
         del mm
         return (relu,)
 
-What the lines call is a variable of the function's module, and an op of torch the C++ function below its Python object:
-a call by hand looks up `torch.ops.aten.mm.default` in five steps, and goes through a Python call to the same function.
+What the lines call is a variable of the function's module, and an op of torch the quickest function that runs it, such
+as `torch.mm`: a call by hand looks up `torch.ops.aten.mm.default` in five steps, and goes through a Python call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Writer:
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
         is_op = isinstance(node.target, _torch.OpOverload)
-        called = self._variable(_torch.cpp_callable(node.target) if is_op else node.target, "op")
+        called = self._variable(_torch.quick_function(node.target) if is_op else node.target, "op")
         return f"{called}({', '.join([*arguments, *named])})"
 
     def _text(self, x: Any) -> str:

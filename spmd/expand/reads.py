@@ -89,7 +89,12 @@ class Snapshot:
         boxes = reads.boxes.values()
         self._empty = [box for box in boxes if not box]
         self._boxes = [box for box in boxes if box]
-        self._lengths, self._keys = list(map(len, self._boxes)), list(chain.from_iterable(self._boxes))
+        self._lengths = list(map(len, self._boxes))
+        self._named = [box for box in self._boxes if isinstance(box, dict) and {*map(type, box)} == {str}]
+        named = set(map(id, self._named))
+        self._others = [box for box in self._boxes if id(box) not in named]
+        self._names = list(chain.from_iterable(self._named))
+        self._keys = list(chain.from_iterable(self._others))
         self._dicts = [box for box in self._boxes if isinstance(box, dict) and id(box) not in reads.keys_alone]
         self._values = list(self._all_values())
         self._objects = list(reads.objects.values())
@@ -111,7 +116,8 @@ class Snapshot:
             not any(self._empty)
             and list(map(len, self._boxes)) == self._lengths
             and all(map(is_, self._all_values(), self._values))
-            and all(map(is_, chain.from_iterable(self._boxes), self._keys))
+            and list(chain.from_iterable(self._named)) == self._names
+            and all(map(is_, chain.from_iterable(self._others), self._keys))
             and all(map(is_, map(type, self._typed), self._types))
             and all(map(is_, map(vars, self._objects), self._attributes))
             and all(map(is_, [get(key, _NOTHING) for get, key in self._look_ups], self._found))

@@ -28,8 +28,9 @@ class Kept:
         self.all = list(self.slots.values())
         self.parameters = {slot.path: t for slot, t in self.slots.items() if slot.kind == "parameter"}
         self._trained = list(self.parameters.values())
+        flagged = [t for slot, t in self.slots.items() if slot.kind != "optimizer"]  # no gradient gets to its state
         self._asked = [(of, each, list(map(of, each))) for of, each in (
-            (_spec, self.all), (_flag, self.all), (_memory, self.all), (_hooks, self._trained),
+            (_spec, self.all), (_flag, flagged), (_memory, self.all), (_hooks, self._trained),
             (_later_hooks, self._trained),
         )]  # fmt: skip
         self._shared = [i for i, t in enumerate(self.all) if t._memory is not None]

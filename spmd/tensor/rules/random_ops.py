@@ -24,7 +24,7 @@ from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
 aten = torch.ops.aten
 
 RANDOM_FILLS: dict[_torch.OpOverload, Callable] = {
-    op: _torch.cpp_callable(in_place)
+    op: _torch.quick_function(in_place)
     for in_place, functional in (
         (aten.uniform_.default, aten.uniform.default),
         (aten.normal_.default, aten.normal_functional.default),
