@@ -17,8 +17,8 @@ from torch import fx
 from spmd.comm import wire
 from spmd.comm.transport import Transport
 
-FEW = 32
-"""More terms than these are not an op each in a graph."""
+FEW_RANKS = 32
+"""What is written for more ranks than these, such as terms and sizes, is not a node, a number or a box each."""
 
 COMBINE = {"sum": torch.add, "avg": torch.add, "product": torch.mul, "max": torch.maximum, "min": torch.minimum}
 
@@ -45,6 +45,6 @@ def added_rows(y: torch.Tensor, op: str, n: int, row: int) -> torch.Tensor:
 
     In a graph these are n - 1 ops, and for many terms one call of this function.
     """
-    if n > FEW and isinstance(y, fx.Proxy):
+    if n > FEW_RANKS and isinstance(y, fx.Proxy):
         return y.tracer.create_proxy("call_function", added_rows, (y, op, n, row), {})
     return added(y.split([row] * n, 0), op, n)

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-FEW = 32
-"""A list of so many numbers stays a list."""
+from spmd.comm.added import FEW_RANKS
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,5 +49,5 @@ def in_short(arg: Any) -> Any:
     >>> in_short([2, 2]), in_short([1] * 64), in_short("sum")
     ([2, 2], [1] * 64, 'sum')
     """
-    is_long = isinstance(arg, list) and len(arg) > FEW and isinstance(arg[0], int)
+    is_long = isinstance(arg, list) and len(arg) > FEW_RANKS and isinstance(arg[0], int)
     return Splits.of(arg) if is_long else arg

@@ -22,6 +22,7 @@ from spmd.expand.nodes import read_instead
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
+from spmd.expand.timeline.work import Work
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather
 from spmd.tensor.redistribute.plan import Step
@@ -63,7 +64,8 @@ def bucketed(
 
 def _room(program: Program) -> Room:
     """Room for what leaves the most bytes that are alive what they are."""
-    alive = program.work.memory(range(len(program.work.tasks)))
+    work = Work.of(program, timed=False)
+    alive = work.memory(range(len(work.tasks)))
     return Room(alive, max(alive))
 
 

@@ -83,9 +83,9 @@ class Prices:
     def sending(self, node: fx.Node) -> Sending | None:
         """What a node sends, or None."""
         step = node.target
-        if step in HOST_COPIES:
-            return self._copying(node)
-        if not isinstance(step, (Step, Bucket)) or not step.sends:
+        if not isinstance(step, (Step, Bucket)):
+            return self._copying(node) if step in HOST_COPIES else None
+        if not step.sends:
             return None
         if step not in self._sent:
             self._sent[step] = self._sending(step)

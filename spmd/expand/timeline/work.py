@@ -72,9 +72,12 @@ class Work:
     keeps_sent: bool = True
 
     @classmethod
-    def of(cls, program: Program, topology: MeshTopoInfo | None = None) -> Work:
-        """The tasks of a program, priced on the topology of its mesh or on another one."""
-        return _Reader(program).work(topology)
+    def of(cls, program: Program, topology: MeshTopoInfo | None = None, timed: bool = True) -> Work:
+        """The tasks of a program, priced on the topology of its mesh or on another one.
+
+        timed: whether to price what is computed, too, which takes most of the time and which memory does not ask for.
+        """
+        return _Reader(program, timed).work(topology)
 
     def memory(self, order: Sequence[int]) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs."""
@@ -119,6 +122,7 @@ class _Reader:
     """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's."""
 
     program: Program
+    timed: bool = True
     host_is_apart: bool = False
     places: dict[fx.Node, int] = field(default_factory=dict)
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -149,15 +153,16 @@ class _Reader:
         is_op = node.op.startswith("call") and node.target is not operator.getitem
         follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
         own = node.op.startswith("call") and self.shows[node] is node and not self._is_away(node)
+        us = prices.compute_us(node) if is_op and self.timed else 0.0
         return Task(
-            node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows,
-            prices.compute_us(node) if is_op else 0.0, _made(node) if own else 0, self.places[self.shows[node]],
+            node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows, us,
+            _made(node) if own else 0, self.places[self.shows[node]],
             prices.sending(node), line_of(node), is_op, node.target is on_host,
         )  # fmt: skip
 
     def _is_away(self, node: fx.Node) -> bool:
         """Whether the value takes none of the device's memory."""
-        return self.host_is_apart and node.target in ON_HOST
+        return self.host_is_apart and not isinstance(node.target, (Step, Bucket)) and node.target in ON_HOST
 
     def _read_before(self, node: fx.Node) -> list[int]:
         """The other readers of what is freed behind the wait for a copy to host memory."""
@@ -238,7 +243,9 @@ class _Reader:
 
 
 def _sends(node: fx.Node) -> bool:
-    return node.target in HOST_COPIES or (isinstance(node.target, (Step, Bucket)) and node.target.sends)
+    if isinstance(node.target, (Step, Bucket)):  # first: it takes long to hash one
+        return node.target.sends
+    return node.target in HOST_COPIES
 
 
 def _is_piece(node: fx.Node) -> bool:

@@ -5,8 +5,8 @@
 
 The blocks of the ranks along an axis lie in even steps along one dim, but for the last one that has any, which may be
 smaller. A run of them is cut by one view with a dim more, and not one box at a time, so neither the graph of a rank nor
-the time to write it grows with the ranks. A group of `FEW` ranks or fewer, and packed dims, keep box by box: a run of
-one box each.
+the time to write it grows with the ranks. A group of `FEW_RANKS` ranks or fewer, and packed dims, keep box by box: a
+run of one box each.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from spmd.comm.added import FEW_RANKS
 from spmd.tensor.redistribute import boxes as one_by_one
 from spmd.tensor.redistribute.all_ranks import sides
 from spmd.tensor.redistribute.boxes import Box, narrowed, overlap, relative_to, shape_of, tiled, volume
 from spmd.tensor.redistribute.moves import Coordinate, members
 from spmd.tensor.spec import Spec
-
-FEW = 32
 
 
 class Run(NamedTuple):
@@ -239,7 +238,7 @@ def _is_simple(box: Box) -> bool:
 def _arrays(spec: Spec, axes: tuple[int, ...], coordinate: Coordinate) -> np.ndarray | None:
     """Start and stop of each rank of a group in each dim, as [ranks, dims, 2]; None where box by box will do."""
     counts = [n if a in axes else 1 for a, n in enumerate(spec.mesh.shape)]
-    if prod(counts) <= FEW or spec.is_packed:
+    if prod(counts) <= FEW_RANKS or spec.is_packed:
         return None
     found = np.zeros((prod(counts), len(spec.shape), 2), np.int64)
     for d, side in enumerate(sides(spec)):

@@ -37,10 +37,10 @@ def blocks(x, spec):
 
 
 @pytest.mark.parametrize("shape, axes, size, before, after", CASES, ids=str)
-@pytest.mark.parametrize("few", [0, runs.FEW])
+@pytest.mark.parametrize("few", [0, runs.FEW_RANKS])
 def test_a_move_over_many_ranks_gives_each_its_block(shape, axes, size, before, after, few, monkeypatch):
     """What one rank packs for another is what the other unpacks: even, uneven and empty blocks."""
-    monkeypatch.setattr(runs, "FEW", few)
+    monkeypatch.setattr(runs, "FEW_RANKS", few)
     for cached in (runs.group_blocks, runs.sent_boxes, runs.received_boxes):
         cached.cache_clear()
     mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).reshape(shape))
