@@ -195,10 +195,12 @@ from spmd._torch.traces import (
     not_traced,
     proxy_mode,
     proxy_of,
+    rename,
     seen_as_compiling,
     stand_ins,
     traced_tensors,
     track,
+    without_cleaning,
     without_layouts,
 )
 from spmd._torch.updates import FUSED_STEPS, fused_adamw_

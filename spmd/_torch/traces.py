@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.fx import _lazy_graph_module
@@ -60,6 +60,18 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
     return made
 
 
+def rename(graph: torch.fx.Graph, wanted: Callable[[torch.fx.Node], str]) -> None:
+    """Give all nodes of the graph of a trace new names, in order, as if they were made with these wishes. The graph has
+    no module any more."""
+    graph.owning_module = None
+    graph.set_codegen(torch.fx.graph.CodeGen())
+    names = graph._graph_namespace = type(graph._graph_namespace)()
+    for node in graph.nodes:
+        name = names.create_name(wanted(node), None)
+        names.associate_name_with_obj(name, node)
+        object.__setattr__(node, "name", name)  # Node's own files the node anew, behind those that keep their names
+
+
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
     """Call when x is written: a trace remembers the value of `torch.tensor(1.0)`, which makes `.item()` a constant."""
     if (constant := getattr(x, "constant", None)) is not None:
@@ -67,6 +79,21 @@ def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
     for other, slot in by.tensor_tracker.items():
         if slot.constant is not None and memory_of(other) == memory_of(x):
             slot.constant = None
+
+
+@contextlib.contextmanager
+def without_cleaning() -> Iterator[None]:
+    """Inside, a trace of this thread leaves dead code in its graph, for which torch looks node by node."""
+    real, thread = torch.fx.Graph.eliminate_dead_code, threading.get_ident()
+
+    def eliminate(self: torch.fx.Graph, *args: object) -> bool:
+        return False if threading.get_ident() == thread else real(self, *args)
+
+    torch.fx.Graph.eliminate_dead_code = eliminate
+    try:
+        yield
+    finally:
+        torch.fx.Graph.eliminate_dead_code = real
 
 
 @contextlib.contextmanager

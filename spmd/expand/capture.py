@@ -275,7 +275,8 @@ def _traced(
             _torch.backward_under(KeepProducts),
         ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
-            with _torch.code_when_called(), _torch.without_layouts():  # code never: its graph alone is read
+            # Its code is never asked for: its graph alone is read, and cleaned below.
+            with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():
                 gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
             flat.phases.mark(gm.graph)
             flat.blocks.finish(gm.graph)
@@ -290,7 +291,7 @@ def _traced(
     inputs = remove_unmade(gm.graph, tuple(inputs), flat.unmade)
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
-    graph = lift_sizes(gm.graph, sizes.symbols)
+    lift_sizes(graph := gm.graph, sizes.symbols)
     remove_noops(graph)
     fill_phases(graph)
     inputs = (*inputs, *number_draws(graph))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,7 +42,7 @@ def expansion_of(
     return Expansion(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
         (captured.inputs, captured.outputs), places, results.owed,
-        (place_reductions, keep_gathered),
+        (functools.partial(place_reductions, own=True), keep_gathered),
     )  # fmt: skip
 
 

@@ -219,7 +219,7 @@ class _Bound:
     def outputs(self) -> Found:
         """Whether each output is a block of its home, and no two outputs share memory."""
         output = self.graph.output_node()
-        taken: dict[fx.Node, list[Memory]] = {n: [Memory(n)] for n in self.placeholders}
+        taken: dict[fx.Node, dict[Memory, None]] = {n: {Memory(n): None} for n in self.placeholders}
         for value, home in zip(output.args[0], self.homes, strict=True):
             if not isinstance(value, fx.Node) or value.meta.get("spec") is None:
                 continue
@@ -230,10 +230,11 @@ class _Bound:
             if into is not None and written_into(value) is into:
                 continue
             mine = memory_of(value)
-            others = taken.setdefault(mine.base, [])
-            if any(map(mine.overlaps, others)):
+            others = taken.setdefault(mine.base, {})
+            # Those that are taken are pieces of one split, or one alone: a bucket has a thousand.
+            if mine in others or any(map(mine.overlaps, itertools.islice(others, 1))):
                 yield "shared memory", output, f"{value.name} shares memory with another output or an input"
-            others.append(mine)
+            others[mine] = None
 
 
 def _name(node: fx.Node) -> Any:

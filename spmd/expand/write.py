@@ -34,11 +34,11 @@ class Writer:
         program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
         budget, offload = self.settings.memory_budget, self.settings.offload
         if budget is None:
-            return self._passed(program)
+            return self._passed(program, own=True)
         return within(program, budget, self._passed, functools.partial(self._passed, keeps_memory=True), offload)
 
-    def _passed(self, program: Program, keeps_memory: bool = False) -> Program:
-        return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory))
+    def _passed(self, program: Program, keeps_memory: bool = False, own: bool = False) -> Program:
+        return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory), own)
 
     def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1

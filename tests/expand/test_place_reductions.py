@@ -28,7 +28,7 @@ def compiled(fn, tensors, placements, shape=(4,), without=False):
     step = eval(code, {"fn": fn})
     with LocalTensorMode(shape[0] * (shape[1] if len(shape) > 1 else 1)):
         mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("tp", "dp")[: len(shape)])
-        off = mock.patch("spmd.expand.expansion.place_reductions", lambda program: program)
+        off = mock.patch("spmd.expand.expansion.place_reductions", lambda program, own: program)
         with off if without else mock.MagicMock():
             ready = spmd.compile(step, mesh, inputs=dict(zip(names, placements, strict=True)), bucket_mb=None)
             out = ready(*tensors)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
@@ -42,8 +43,7 @@ def written(given: Expansion, pins: Pins, write: Write, chosen: str) -> Program:
     """The program of an expansion with pins, with its reasons."""
     for node in given.graph.nodes:
         node.meta[SOURCE] = node.name
-    program = write(with_pins(given, pins))
-    return replace(program, reasons=Reasons(given, pins, write, chosen, program))
+    return replace(write(with_pins(given, pins)), reasons=Reasons(given, pins, write, chosen))
 
 
 def with_pins(given: Expansion, pins: Pins) -> Expansion:
@@ -53,13 +53,17 @@ def with_pins(given: Expansion, pins: Pins) -> Expansion:
 
 @dataclass(frozen=True, eq=False)
 class Reasons:
-    """What a program was made of. given: without pins. program: as it was written, before the passes."""
+    """What a program was made of. given: without pins."""
 
     given: Expansion
     pins: Pins
     write: Write
     chosen: str
-    program: Program
+
+    @cached_property
+    def program(self) -> Program:
+        """The program as it was written, before the passes, which have changed its graph."""
+        return self.write(with_pins(self.given, self.pins))
 
     def explain(self, of: str) -> Explanation:
         """See `Program.explain`."""

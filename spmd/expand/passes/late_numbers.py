@@ -10,6 +10,7 @@ its first reader.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from torch import fx
@@ -21,11 +22,14 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 
-def compute_numbers_late(program: Program) -> Program:
-    """The same program, with ops on single numbers that were reduced just before their first readers."""
+def compute_numbers_late(program: Program, own: bool = False) -> Program:
+    """The same program, with ops on single numbers that were reduced just before their first readers.
+
+    own: whether the given program is not needed any more, so that its graph can be changed.
+    """
     if not _late(program.graph):
         return program
-    program = copied(program)
+    program = replace(program) if own else copied(program)
     for node in reversed(_late(program.graph)):
         min(node.users).prepend(node)  # nodes compare by their places
     return program

@@ -37,8 +37,8 @@ class NumbersLate:
     same_bits: ClassVar[bool] = True
     judged: ClassVar[bool] = False
 
-    def __call__(self, program: Program) -> Program:
-        return compute_numbers_late(program)
+    def __call__(self, program: Program, own: bool = False) -> Program:
+        return compute_numbers_late(program, own)
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Buckets:
         if unknown := set(self.kinds) - set(KINDS):
             raise ValueError(f"{self}: no buckets of {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
 
-    def __call__(self, program: Program) -> Program:
-        return bucketed(program, self.mb, self.first_mb, self.kinds, self.keeps_memory)
+    def __call__(self, program: Program, own: bool = False) -> Program:
+        return bucketed(program, self.mb, self.first_mb, self.kinds, self.keeps_memory, own)
 
 
 @dataclass(frozen=True)
@@ -254,16 +254,27 @@ OURS = (NumbersLate, Buckets, Schedule, Overlap, _Noting)
 """Passes that leave the graph that they are given alone."""
 
 
-def with_passes(program: Program, passes: Sequence[Pass]) -> Program:
-    """The program after these passes, each verified, with a report of each."""
+def with_passes(program: Program, passes: Sequence[Pass], own: bool = False) -> Program:
+    """The program after these passes, each verified, with a report of each.
+
+    own: whether the given program is not needed any more, so that its graph can be changed.
+    """
     for each in passes:
-        program = _after(program, each)
+        new = _after(program, each, own)
+        own = isinstance(each, OURS) and (own or new.graph is not program.graph)  # a pass of the user may keep it
+        program = new
     return program
 
 
-def _after(program: Program, one: Pass) -> Program:
+def _noted(program: Program, one: Pass, own: bool) -> Noted:
+    if isinstance(one, _Noting):
+        return one.noted(program)
+    return Noted(one(program, own) if isinstance(one, (NumbersLate, Buckets)) else one(program))
+
+
+def _after(program: Program, one: Pass, own: bool) -> Program:
     name = getattr(one, "name", getattr(one, "__name__", type(one).__name__))
-    noted = one.noted(program) if isinstance(one, _Noting) else Noted(one(program))
+    noted = _noted(program, one, own)
     new = noted.program
     if not isinstance(new, Program):
         raise TypeError(f"the pass {name} returned a {type(new).__name__}, and must return a Program")

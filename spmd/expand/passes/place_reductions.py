@@ -16,7 +16,7 @@ Left out: reductions to shards, reductions over a part of the axes, and ops with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -43,9 +43,12 @@ Owed = tuple[tuple[int, str], ...]
 """What a value owes: the `partial` of its spec."""
 
 
-def place_reductions(program: Program) -> Program:
-    """The same program with its sums reduced where that costs least, by the modelled cost."""
-    program = copied(program)
+def place_reductions(program: Program, own: bool = False) -> Program:
+    """The same program with its sums reduced where that costs least, by the modelled cost.
+
+    own: whether the given program is not needed any more, so that its graph can be changed.
+    """
+    program = replace(program) if own else copied(program)
     steps = [step for _, step in program.steps() if isinstance(step, Step) and isinstance(step.move, AllReduce)]
     for owed in dict.fromkeys(step.before.partial for step in steps if not step.after.partial):
         if all(kind == "sum" for _, kind in owed):

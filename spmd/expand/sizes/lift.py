@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import added
+from spmd.expand.nodes import read_instead
 from spmd.expand.sizes.size import Size
 from spmd.tensor.call import TensorMeta
 
@@ -22,8 +22,8 @@ SIZED = "sized"
 """In the metadata of a node: whether its arguments or its value have a `Size`."""
 
 
-def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> fx.Graph:
-    """The graph without nodes of sizes. Its nodes have the names that they would have had without."""
+def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
+    """Remove the nodes of sizes from a graph. Its nodes have the names that they would have had without."""
     _leave_arguments(graph, symbols)
     lifted: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -36,7 +36,7 @@ def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> fx.Graph:
     for node in reversed(lifted):
         if node.op == "call_function":
             graph.erase_node(node)
-    return _renumbered(graph)
+    _renumber(graph)
 
 
 def _leave_arguments(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
@@ -79,17 +79,19 @@ def _counts(node: fx.Node) -> Any:
 _ARITHMETIC = ("_operator", "torch")
 
 
-def _renumbered(graph: fx.Graph) -> fx.Graph:
-    new, copies = fx.Graph(), {}
+def _renumber(graph: fx.Graph) -> None:
+    """Leave out slices that are all of their operand, and give nodes the names that they would have had without."""
+    whole: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if _is_whole_slice(node):
-            copies[node] = copies[node.args[0]]
-            continue
-        name = re.sub(r"_\d+$", "", node.name) if node.op == "call_function" else node.name
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-        copies[node] = added(new, node.op, node.target, args, kwargs, name)
-        copies[node].meta = node.meta
-    return new
+            whole[node] = whole.get(node.args[0], node.args[0])
+    read_instead(whole)
+    for node in reversed(whole):
+        graph.erase_node(node)
+    _torch.rename(graph, lambda node: _NUMBER.sub("", node.name) if node.op == "call_function" else node.name)
+
+
+_NUMBER = re.compile(r"_\d+$")
 
 
 def _is_whole_slice(node: fx.Node) -> bool:
