@@ -12,6 +12,7 @@ Every other module imports them from here, so that one place shows what a new ve
     size_nodes              their arithmetic
     read_numbers            both, as Python code of the user sees them
     traces                  make_fx: tensors and their proxies
+    graphs                  nodes of fx graphs
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
@@ -86,6 +87,7 @@ from spmd._torch.functionalize import (
     to_functional,
     write_functional,
 )  # fmt: skip
+from spmd._torch.graphs import create_node, rename
 from spmd._torch.groups import (
     FakeWork,
     PlaceholderGroup,
@@ -195,7 +197,6 @@ from spmd._torch.traces import (
     not_traced,
     proxy_mode,
     proxy_of,
-    rename,
     seen_as_compiling,
     stand_ins,
     traced_tensors,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import _lazy_graph_module
@@ -58,18 +58,6 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
         for new, node in zip(made, nodes, strict=True):
             proxy_tensor.track_tensor(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
     return made
-
-
-def rename(graph: torch.fx.Graph, wanted: Callable[[torch.fx.Node], str]) -> None:
-    """Give all nodes of the graph of a trace new names, in order, as if they were made with these wishes. The graph has
-    no module any more."""
-    graph.owning_module = None
-    graph.set_codegen(torch.fx.graph.CodeGen())
-    names = graph._graph_namespace = type(graph._graph_namespace)()
-    for node in graph.nodes:
-        name = names.create_name(wanted(node), None)
-        names.associate_name_with_obj(name, node)
-        object.__setattr__(node, "name", name)  # Node's own files the node anew, behind those that keep their names
 
 
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:

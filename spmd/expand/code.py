@@ -37,8 +37,9 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
     """The verified code of the program for the rank at the coordinate, whose collectives `transport` carries out."""
     at = {name: i for i, (name, _) in enumerate(program.inputs)}
     homes = tuple(at.get(name) for name, _ in program.outputs)
+    written_back = set(homes)
     state = ["argument" != kind != "grad" for kind in program.kinds or ["argument"] * len(program.inputs)]
-    owned = tuple(i in homes and mine for i, mine in enumerate(state))
+    owned = tuple(i in written_back and mine for i, mine in enumerate(state))
     returned = tuple(name.startswith("result ") for name, _ in program.outputs)
     written: set[str] = set()
     passes = (

@@ -135,14 +135,19 @@ def _outputs(node: fx.Node, inputs: Named, outputs: Named, owed: frozenset[str])
 
 
 def _call(node: fx.Node, ask_torch: bool) -> Found:
-    if node.target not in (on_host, from_host) and any(n.target in ON_HOST for n in node.all_input_nodes):
+    # By identity: a move or a bucket has the hash of all that it sends.
+    if not _is_any(node, (on_host, from_host)) and any(_is_any(n, ON_HOST) for n in node.all_input_nodes):
         return iter([("host copy", "it reads what is in host memory, and only a copy from there may")])
     for kind, check in _CHECKS.items():
         if isinstance(node.target, kind):
             return _op(node, ask_torch) if check is _op else check(node)
-    if node.target in _FUNCTIONS:
-        return _FUNCTIONS[node.target](node)
-    return _item(node) if node.target is operator.getitem else iter(())
+    if node.target is operator.getitem:
+        return _item(node)
+    return _FUNCTIONS[node.target](node) if node.target in _FUNCTIONS else iter(())
+
+
+def _is_any(node: fx.Node, functions: Iterable[Callable]) -> bool:
+    return any(node.target is each for each in functions)
 
 
 def _move(node: fx.Node) -> Found:

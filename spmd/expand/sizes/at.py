@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import copied
+from spmd.expand.nodes import added, copied
 from spmd.expand.sizes.lift import SIZED
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.mesh import DeviceMesh
@@ -25,11 +25,22 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
     """A copy with numbers in the place of sizes."""
     number = _numbers(graph, values)
     new, copies = fx.Graph(), {}
+    known: dict[int, Any] = {}  # what was stamped shares its values
+
+    def here(x: Any) -> Any:
+        return copies[x] if isinstance(x, fx.Node) else number(x)
+
     for node in graph.nodes:
-        copy = copies[node] = copied(new, node, copies.__getitem__)
-        if node.meta.get(SIZED):
-            copy.args, copy.kwargs = fx.node.map_aggregate((copy.args, dict(copy.kwargs)), number)
-            copy.meta["val"] = _metadata_at(node.meta.get("val"), number)
+        if not node.meta.get(SIZED):
+            copies[node] = copied(new, node, copies.__getitem__)
+            continue
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), here)
+        copies[node] = copy = added(new, node.op, node.target, args, kwargs, node.name)
+        copy.meta.update(node.meta)
+        value = node.meta.get("val")
+        if id(value) not in known:
+            known[id(value)] = _metadata_at(value, number)
+        copy.meta["val"] = known[id(value)]
     return new
 
 

@@ -109,6 +109,7 @@ _SLICES = {torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default}
 class _Lift:
     def __init__(self, symbols: _torch.SizeSymbols, lifted: dict[fx.Node, Any]):
         self.symbols, self.lifted, self.found = symbols, lifted, 0
+        self.known: dict[int, tuple[Any, TensorMeta, int]] = {}  # what is stamped shares its values
 
     def rewrite(self, graph: fx.Graph) -> None:
         for node in graph.nodes:
@@ -134,8 +135,15 @@ class _Lift:
             return tuple(map(self.metadata, value))
         if not isinstance(value, torch.Tensor):
             return value
-        shape, stride = tuple(map(self.size, value.shape)), tuple(map(self.size, value.stride()))
-        return TensorMeta(shape, stride, value.dtype, self.size(value.storage_offset()))
+        if id(value) not in self.known:
+            before = self.found
+            shape, stride = tuple(map(self.size, value.shape)), tuple(map(self.size, value.stride()))
+            new = TensorMeta(shape, stride, value.dtype, self.size(value.storage_offset()))
+            self.known[id(value)] = value, new, self.found - before
+            return new
+        _, new, sizes = self.known[id(value)]
+        self.found += sizes
+        return new
 
     def size(self, n: Any) -> Any:
         if not isinstance(n, torch.SymInt):

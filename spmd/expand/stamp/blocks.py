@@ -67,7 +67,8 @@ class Blocks:
     @contextlib.contextmanager
     def stamped(self) -> Iterator[None]:
         """Inside, in a capture by this thread, calls of modules that repeat are traced twice."""
-        structures = repeated(self.state.modules.values())
+        with _torch.no_function_modes():  # they would hear of each question after a shape
+            structures = repeated(self.state.modules.values())
         modules = [m for root in self.state.modules.values() for m in root.modules() if id(m) in structures]
         for m in modules:
             vars(m)["forward"] = self._forward(m, structures[id(m)])

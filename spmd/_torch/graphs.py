@@ -1,0 +1,62 @@
+"""Nodes of fx graphs, made without questions that are answered already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+from torch.fx.graph import _illegal_names
+
+
+def create_node(
+    graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], wanted: str | None
+) -> fx.Node:  # fmt: skip
+    """A new node where the graph inserts, as `graph.create_node` makes it, in half of the time.
+
+    That one looks for symbols in the arguments, which are said to have none, and takes a name apart even if it is free.
+
+    >>> graph = fx.Graph()
+    >>> x = create_node(graph, "placeholder", "x", (), {}, "x")
+    >>> create_node(graph, "call_function", abs, (x,), {}, "abs"), x.users
+    (abs_1, {abs_1: None})
+    """
+    if graph._owning_module is not None or wanted is None:  # a module may have hooks; the name is that of the target
+        return graph.create_node(op, target, args, kwargs, wanted)
+    names = graph._graph_namespace
+    name = wanted if _take(names, wanted) else names.create_name(wanted, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    names._obj_to_name[node] = name
+    graph._insert(node)
+    graph._find_nodes_lookup_table.insert(node)
+    graph._len += 1
+    return node
+
+
+def _take(names: Any, wanted: str) -> bool:
+    """Take a name that is free, as `create_name` does; False where it is not, or may be no name."""
+    if wanted in names._used_names or wanted in _illegal_names or not (wanted.isidentifier() and wanted.isascii()):
+        return False
+    base, _, number = wanted.rpartition("_")
+    if base and number.isdecimal():
+        names._base_count[base] = int(number)
+    else:
+        names._base_count.setdefault(wanted, 0)
+    names._used_names.add(wanted)
+    return True
+
+
+def rename(graph: fx.Graph, wanted: Callable[[fx.Node], str]) -> None:
+    """Give all nodes of the graph of a trace new names, in order, as if they were made with these wishes. The graph has
+    no module any more.
+
+    wanted: from a node to the name that it is to have if that is free.
+    """
+    graph.owning_module = None
+    graph.set_codegen(fx.graph.CodeGen())
+    names = graph._graph_namespace = type(graph._graph_namespace)()
+    for node in graph.nodes:
+        wish = wanted(node)
+        name = wish if _take(names, wish) else names.create_name(wish, None)
+        names._obj_to_name[node] = name
+        object.__setattr__(node, "name", name)  # Node's own files the node anew, behind those that keep their names
