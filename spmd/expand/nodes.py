@@ -25,9 +25,7 @@ BACKWARD = " backward"
 """Behind a line: autograd made the node for an op of the line."""
 
 
-def added(
-    graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], name: str | None
-) -> fx.Node:
+def added(graph: fx.Graph, op: str, target: Any, args: tuple, kwargs: dict[str, Any], name: str | None) -> fx.Node:
     """A new node at the end of a graph, in a third of the time of the graph's `create_node`, which looks for symbols in
     the arguments: after a capture there are none.
 

@@ -99,7 +99,10 @@ class _Terms:
         """Go through the graph once. barred: values whose readers get the sum. Returns further ones."""
         clash: set[fx.Node] = set()
         for node, values in ops:
-            read = tuple(b for b in values if b in self.sources)
+            read = tuple([b for b in values if b in self.sources])
+            if not read:
+                self._note_made(node)
+                continue
             free = tuple(b for b in read if b not in barred)
             if free and self._is_linear(node, free):
                 self.sources[node] = free
@@ -108,10 +111,13 @@ class _Terms:
             if len(free) > 1 and all(self._is_linear(node, (b,)) for b in free):
                 clash |= {b for b in free if not self._reads_terms(node, b)} or set(free)
             self._note_readers(node, read)
-            if self._owes(node):
-                self.sources[node] = ()
-                self.made.add(node)
+            self._note_made(node)
         return self._to_bar(barred, clash)
+
+    def _note_made(self, node: fx.Node) -> None:
+        if self._owes(node):
+            self.sources[node] = ()
+            self.made.add(node)
 
     def _to_bar(self, barred: set[fx.Node], clash: set[fx.Node]) -> set[fx.Node]:
         """The values that are reduced in any case, and that no op reads as terms now."""

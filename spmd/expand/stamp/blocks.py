@@ -203,7 +203,7 @@ class _Traced:
 
     # ---- forward --------------------------------------------------------------------------------
     def forward(self) -> tuple[list[torch.Tensor], list[bool]]:
-        last, constants, before = self._last(), self.blocks.state.constants(), notes_of(self.given.nodes)
+        last, constants, before = self._last(), self._constants(), notes_of(self.given.nodes)
         self.places, drawn = self._places(), stream.get_rng_state()
         arguments = iter(self.inner)
         leaves = [next(arguments) if isinstance(x, torch.Tensor) else x for x in self.given.leaves]
@@ -235,6 +235,10 @@ class _Traced:
         """Whether a tensor is one that this call has made, or a stand-in for what it was given."""
         return any(x is each for each in self.inner) or node_of(x, self.tracer) in set(self.part.nodes)
 
+    def _constants(self) -> dict[str, Hashable]:
+        with _torch.no_function_modes():  # they would hear of each flag that is asked for
+            return self.blocks.state.constants()
+
     def _places(self) -> list:
         return [(id(m), name, id(x)) for m in self.given.module.modules() for name, x in m._buffers.items()]
 
@@ -254,7 +258,7 @@ class _Traced:
             couple("a module gives a view of what it is given, or two of one tensor")
         if self._places() != self.places:
             couple("a module puts another tensor in the place of a parameter or a buffer")
-        if self.blocks.state.constants() != constants:
+        if self._constants() != constants:
             couple("a module changes a Python value")
         self.reached = [_torch.leaves_behind(x) for x in self.made]
         self.custom = "a function with a backward pass of the user's" if _torch.has_custom_functions(self.made) else ""
