@@ -52,6 +52,7 @@ from spmd import MeshTopoInfo, Shard
 from spmd.expand.passes.chunks import in_pieces
 from spmd.expand.passes.passes import PASSES, Buckets, with_passes
 from spmd.expand.program import Program
+from spmd.expand.verify import ProgramFault
 from spmd.mesh import as_rank
 
 ROUNDING = 2e-5
@@ -193,7 +194,12 @@ def row(case: Case, singly: bool) -> tuple[list[str], bool]:
     for names in lists(tuple(passes), singly):
         chosen = [passes[name] for name in names]
         same_bits = all(getattr(one, "same_bits", False) for one in chosen)
-        text, many = str(with_passes(as_it_came, chosen)), many + 1
+        many += 1
+        try:
+            text = str(with_passes(as_it_came, chosen))
+        except ProgramFault as e:
+            wrong.append(f"{', '.join(names)}: {str(e)[:160]}")
+            continue
         if text not in runs or (same_bits and not runs[text][0]):
             runs[text] = same_bits, far_off(case.simulated(chosen), want, same_bits)
         if runs[text][1]:

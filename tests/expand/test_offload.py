@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from spmd.expand.verify import ProgramFault
 from spmd.expand.verify_bound import verify_bound
 from spmd.mesh import Machine, as_rank
 from spmd.tensor.recipes.host import arrived, from_host, on_host, to_host
+from spmd.tensor.redistribute.plan import Step
 from tests.expand.budgets import DROPPED, NEAR_HOST, Dropped, all_choices_with_host, program_of
 from tests.expand.side_by_side import INPUTS, gpt, rows, seeded, tokens, train_step
 
@@ -221,3 +223,20 @@ def test_a_fault_of_a_copy_in_a_rank_is_named(change):
         with pytest.raises(ProgramFault) as error:
             verify_bound(graph, *rest)
     assert error.value.fault == BOUND_FAULTS[change], error.value
+
+
+def test_a_gather_may_wait_for_its_readers_longer_than_for_the_backward():
+    """A schedule launches gathers early. What the forward and the backward gather is freed between their readers."""
+
+    def early(program):
+        graph = copied(program).graph
+        *_, last = [n for n in graph.nodes if n.op == "placeholder"]
+        for node in [n for n in graph.nodes if isinstance(n.target, Step) and n.target.kind == "all_gather"]:
+            if node.args[0].op == "placeholder":
+                last.append(node)
+        return replace(program, graph=graph)
+
+    program = programs("block, zero3")
+    gathers = sum([c.kind == "all_gather" for c in program.collectives])
+    after = with_passes(program, (early, Offload()))
+    assert sum([c.kind == "all_gather" for c in after.collectives]) <= gathers

@@ -105,17 +105,18 @@ class _Reader:
                 for r in task.reads:
                     if (shown := tasks[r].shows) in self.touches and self.touches[shown][-1] != i:
                         self.touches[shown].append(i)
-        roots = {i: self._root(i, touches) for i, touches in self.touches.items()}
         must = frozenset(i for i, node in enumerate(self.nodes) if node.name in forced)
+        roots = {i: self._root(i, touches, i in must) for i, touches in self.touches.items()}
         alive = tuple(self.work.memory(range(len(tasks))))
         units = self._units(roots, must)
         return Values(self.program, self.nodes, self.work, roots, units, must.intersection(units), alive)
 
-    def _root(self, i: int, touches: Sequence[int]) -> Root:
+    def _root(self, i: int, touches: Sequence[int], is_folded: bool) -> Root:
         node = self.nodes[i]
+        reads = touches[1:] if is_folded and len(touches) > 2 else touches  # a schedule may gather long before it reads
         is_piece = node.target is operator.getitem and node.op == "call_function"
         unit = self.work.tasks[i].reads[0] if is_piece else i
-        before, after = max(itertools.pairwise(touches), key=lambda w: w[1] - w[0], default=(i, i))
+        before, after = max(itertools.pairwise(reads), key=lambda w: w[1] - w[0], default=(i, i))
         return Root(i, unit, self.work.tasks[i].makes, tuple(touches), before, after)
 
     def _waits(self, root: Root) -> bool:
