@@ -15,6 +15,7 @@ Everything follows from the tasks alone, so all ranks find the same order. Nothi
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -226,8 +227,8 @@ def _sink(graph: Graph, order: list[int], c: int, lacks: float, room: Sequence[f
 class _Stream:
     """A stream of a group.
 
-    free: when it is idle. ready: what can be sent, by when it is needed. early: gathers that can stand anywhere, by
-    when they must start; the next one is at `next`.
+    free: when it is idle. ready: what can be sent, in the order in which it is needed. early: gathers that can stand
+    anywhere, by when they must start; the next one is at `next`.
     """
 
     free: float = 0.0
@@ -383,7 +384,7 @@ class _Scheduler:
     def _first_of(self, stream: _Stream, until: float, late: float) -> int | None:
         """What to launch on a stream, or None: of what is needed soon, what is needed first."""
         while stream.ready and self.is_done[stream.ready[0][1]]:
-            heapq.heappop(stream.ready)
+            del stream.ready[0]
         while stream.next < len(stream.early) and self.is_done[stream.early[stream.next][1]]:
             stream.next += 1
         c = self._ready_on(stream)
@@ -395,7 +396,7 @@ class _Scheduler:
 
     def _ready_on(self, stream: _Stream) -> int | None:
         """What is ready to be sent, needed first, and fits into the memory if it is launched earlier than it was."""
-        for _, c in heapq.nsmallest(MOST_BEFORE_LAUNCH, stream.ready):
+        for _, c in stream.ready[:MOST_BEFORE_LAUNCH]:
             if self.is_done[c] or self._arrival(c) > self.clock:  # what it reads is still on its way
                 continue
             if self.room.has(self.at, self.rank[c], self._brings(c)):
@@ -441,7 +442,7 @@ class _Scheduler:
     def _offer(self, i: int) -> None:
         """Note that a step can be taken."""
         if self.tasks[i].sends:
-            heapq.heappush(self.streams[self.tasks[i].sends.stream].ready, (self._needed(i), i))
+            insort(self.streams[self.tasks[i].sends.stream].ready, (self._needed(i), i))
         else:
             heapq.heappush(self.ready, (self.rank[i], i))
 
