@@ -87,6 +87,12 @@ class Choice:
 
     def least_time(self, limit: int) -> Chosen | None:
         """The least time in which no more bytes are alive; None if none of the ways keep to them."""
+        found = self._within(limit)
+        return found if found or self._least.peak > limit else self._least
+
+    def _within(self, limit: int) -> Chosen | None:
+        """The same as far as bytes are known before the ways are put together, when each segment is taken to free one
+        number of them. What that is rounded up by may be more than what is left below the least peak."""
         aim = limit
         while (ways := self._paths(aim)) is not None:
             effects = [way.effect for way in ways]
@@ -104,6 +110,10 @@ class Choice:
 
     def least_peak(self) -> Chosen:
         """The least time in which the least bytes are alive."""
+        return self._least
+
+    @cached_property
+    def _least(self) -> Chosen:
         low, high = 0, self.unlimited.peak
         while low < high:
             middle = (low + high) // 2
@@ -111,7 +121,7 @@ class Choice:
                 high = middle
             else:
                 low = middle + 1
-        while (chosen := self.least_time(low)) is None:
+        while (chosen := self._within(low)) is None:
             low += max(1, low >> 10)
         return chosen
 
@@ -127,7 +137,7 @@ class Choice:
     @cached_property
     def unlimited(self) -> Chosen:
         """The least time of all."""
-        return self.least_time(UNLIMITED)
+        return self._within(UNLIMITED)
 
     def peak_with(self, effects: Sequence[Effect]) -> int:
         """The most bytes that are alive, when all these have their effects."""
