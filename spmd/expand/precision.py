@@ -57,18 +57,30 @@ class MixedPrecision:
         return self.param_dtype if self.param_dtype and dtype.is_floating_point else dtype
 
 
-class _Computed(torch.autograd.Function):
-    """A parameter cast to compute with. Its gradient is reduced in the dtype for it, and cast back."""
+class _Kept(torch.autograd.Function):
+    """A parameter as its readers' gradients are added up: in the dtype in which they are reduced."""
 
     @staticmethod
-    def forward(ctx, parameter, precision, path):
-        ctx.dtype, ctx.precision, ctx.path = parameter.dtype, precision, path
-        return parameter.to(precision.param_dtype)
+    def forward(ctx, parameter, dtype, path):
+        ctx.dtype, ctx.path = parameter.dtype, path
+        return parameter.to(dtype)
 
     @staticmethod
     def backward(ctx, gradient):
-        reduced = gradient.to(ctx.precision.reduce_dtype or gradient.dtype)
-        return mark(reduced, ctx.path).to(ctx.dtype), None, None
+        return mark(gradient, ctx.path).to(ctx.dtype), None, None
+
+
+class _Computed(torch.autograd.Function):
+    """The same for one reader, in the dtype to compute with. cast: its value, where an earlier reader has made it."""
+
+    @staticmethod
+    def forward(ctx, kept, parameter, dtype, cast):
+        ctx.dtype = kept.dtype
+        return parameter.to(dtype) if cast is None else cast.view_as(cast)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(ctx.dtype), None, None, None
 
 
 class _CastParameters(dict):
@@ -83,20 +95,27 @@ class _CastParameters(dict):
 
 
 class _Casts:
-    """The cast of each parameter, once for all readers, as long as the parameter is not written. paths: by identity."""
+    """The cast of each parameter, made once as long as the parameter is not written. paths: by identity.
+
+    Each reader has its own gradient, which is cast before they are added: a sum of two in bfloat16, as of a table that
+    reads and writes words, could be reduced before it is cast.
+    """
 
     def __init__(self, precision: MixedPrecision, paths: dict[int, str]):
         self.precision, self.paths = precision, paths
-        self.made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.made: dict[tuple, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def of(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         if parameter is None or self.precision.computed(parameter.dtype) == parameter.dtype:
             return parameter
         key = id(parameter), parameter._version, torch.is_grad_enabled()
-        if key not in self.made:
-            cast = _Computed.apply(parameter, self.precision, self.paths.get(id(parameter), ""))
-            self.made[key] = parameter, cast  # kept alive, so that no other parameter gets its identity
-        return self.made[key][1]
+        _, kept, cast = self.made.get(key, (None, None, None))  # a parameter is kept alive: its identity stays its own
+        if kept is None:
+            reduced = self.precision.reduce_dtype or self.precision.param_dtype
+            kept = _Kept.apply(parameter, reduced, self.paths.get(id(parameter), ""))
+        read = _Computed.apply(kept, parameter, self.precision.param_dtype, cast)
+        self.made.setdefault(key, (parameter, kept, read))
+        return read
 
 
 @contextlib.contextmanager

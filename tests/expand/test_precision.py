@@ -79,6 +79,33 @@ def test_large_gradients_are_reduced_in_the_dtype_for_it(shape, said, choose):
     assert {c.spec.dtype for c in owed} == {torch.float32}
 
 
+class Tied(nn.Module):
+    """One table reads and writes words."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(32000, 512), nn.Linear(512, 32000, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, x):
+        return self.out(self.words(x).tanh()).float()
+
+
+@pytest.mark.parametrize("choose", ["op", "program"])
+def test_gradients_of_a_table_are_cast_before_they_are_added_and_reduced(choose):
+    """Two bfloat16 gradients of one parameter: their sum is float32, and so is all that is reduced for it."""
+    mesh = spmd.DeviceMesh("cpu", range(4), mesh_dim_names=("dp",))
+    mesh = mesh.with_topology(MeshTopoInfo(HostGrid((4,)), "hopper"))
+    policy = MixedPrecision(torch.bfloat16, torch.float32)
+    said = {"inputs": INPUTS, "passes": (), "choose": choose, "fully_shard": "dp", "mixed_precision": policy}
+    with torch.device("meta"):
+        model, batch = Tied(), (torch.empty(16384, dtype=torch.long), torch.empty(16384, dtype=torch.long))
+    program = spmd.compile(train_step, mesh, **said).program_for(model, optim.SGD(model.parameters(), 0.1), *batch)
+    owed = [c for c in program.collectives if "+sum@" in str(c.spec) and prod(c.spec.shape) == 32000 * 512]
+    assert owed
+    assert {c.spec.dtype for c in owed} == {torch.float32}
+
+
 def test_outputs_and_inputs_are_cast():
     """At the modules that the step calls."""
     layer = nn.Linear(3, 3)

@@ -81,10 +81,19 @@ def widened(node: fx.Node) -> bool:
     Then its terms are cast, and not their sum, though the sum has fewer bytes to reduce: terms in bfloat16 that are
     added in bfloat16 lose what the wider dtype is for.
     """
-    if node.target is not torch.ops.aten._to_copy.default or not any(n.target is MARK for n in node.users):
+    if node.target is not torch.ops.aten._to_copy.default or not _is_added_up(node):
         return False
     made, given = node.meta["val"].dtype, node.args[0].meta["val"].dtype
     return made.is_floating_point and made.itemsize > given.itemsize
+
+
+def _is_added_up(node: fx.Node) -> bool:
+    """Whether a node is a gradient, or added to others to be one: that of a parameter with several readers."""
+    while not any(n.target is MARK for n in node.users):
+        if [n.target for n in node.users] != [torch.ops.aten.add.Tensor]:
+            return False
+        (node,) = node.users
+    return True
 
 
 def before_widened(graph: fx.Graph) -> frozenset[fx.Node]:
