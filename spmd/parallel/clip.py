@@ -56,9 +56,10 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; pass "
             "error_if_nonfinite=False to scale them all the same"
         )
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    if not _is_one(factor):
-        _scale(blocks, factor, distributed)
+    if not _is_below(total, max_norm):
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        if not _is_one(factor):
+            _scale(blocks, factor, distributed)
     return total
 
 
@@ -143,10 +144,18 @@ def _over_ranks(part: torch.Tensor, over: Shared, p: float) -> torch.Tensor:
     return carrier.wait_tensor(carrier.all_reduce_(part, "sum", group))
 
 
+def _is_below(total: torch.Tensor, max_norm: float) -> bool:
+    """Whether a norm that can be read at no cost is so far below that no rounding makes a factor of it."""
+    return _is_read_at_once(total) and total.item() * 1.001 + 1e-6 < max_norm
+
+
 def _is_one(factor: torch.Tensor) -> bool:
     """Whether nothing is to be scaled, where that can be read at no cost."""
-    is_read = type(factor) is torch.Tensor and factor.device.type == "cpu" and not _torch.is_tracing(factor)
-    return is_read and factor.item() == 1.0
+    return _is_read_at_once(factor) and factor.item() == 1.0
+
+
+def _is_read_at_once(x: torch.Tensor) -> bool:
+    return type(x) is torch.Tensor and x.device.type == "cpu" and not _torch.is_tracing(x)
 
 
 def _scale(blocks: Blocks, factor: torch.Tensor, distributed: Sequence[DTensor]) -> None:

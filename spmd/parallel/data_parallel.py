@@ -77,10 +77,10 @@ def data_parallel(
     """Average the gradients of a module over all ranks of a mesh, in place; returns the module.
 
     Every rank computes the mean loss of an equal part of the batch. bucket_cap_mb: how many MB of gradients are sent
-    together; where that is not all, the first bucket has one. broadcast_buffers: before each forward, all ranks take the buffers of the first
-    rank. Parameters and buffers are the first rank's from now on, and stay the objects that they are. Those that are
-    DTensors, by tensor parallelism, have their blocks averaged. A parameter that some ranks have not used gets the
-    gradient of the others; one that no rank has used gets none.
+    together; where that is not all, the first bucket has one. broadcast_buffers: before each forward, all ranks take
+    the buffers of the first rank. Parameters and buffers are the first rank's from now on, and stay the objects that
+    they are. Those that are DTensors, by tensor parallelism, have their blocks averaged. A parameter that some ranks
+    have not used gets the gradient of the others; one that no rank has used gets none.
 
     `module.no_sync()` is a context in which backward passes send nothing: the next one outside sends what they added.
 
@@ -190,8 +190,8 @@ class _Gradients:
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
     """The parameters in buckets of one dtype, in order.
 
-    The first of several is small, so that something is sent early. What fits into one bucket is sent at once: of so little
-    a small part that comes early hides less than another collective costs.
+    The first of several is small, so that something is sent early. What fits into one bucket is sent at once: of so
+    little a small part that comes early hides less than another collective costs.
     """
     is_one = sum(map(_bytes, parameters)) <= cap_mb * MB
     most, size, found = (cap_mb if is_one else min(FIRST_MB, cap_mb)) * MB, 0, []
