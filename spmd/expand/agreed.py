@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from spmd.comm import RanksDiffer, agree
 from spmd.expand.capture import Captured
+from spmd.expand.kept.archive import Kept
 from spmd.expand.kept.library import Wanted
 from spmd.expand.program import Program
 from spmd.expand.saying import random_state
@@ -22,14 +23,23 @@ from spmd.mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Made:
-    """A program, its capture, and the call that it was made for. is_kept: whether it was found, and not made now.
+    """A program, its capture, and the call that it was made for. kept: what was found, where it was not made now.
     may_differ: whether a plain capture may give another text."""
 
     wanted: Wanted
     captured: Captured
-    program: Program
-    is_kept: bool
+    source: Program | Kept
     may_differ: bool
+
+    @property
+    def kept(self) -> Kept | None:
+        """What was found; None for a program that was made now."""
+        return self.source if isinstance(self.source, Kept) else None
+
+    @property
+    def program(self) -> Program:
+        """The program, which is read now if it was found with the code of this rank."""
+        return self.source.program if isinstance(self.source, Kept) else self.source
 
 
 def agreed(make: Callable[[bool], Made], mesh: DeviceMesh, title: str) -> Made:
@@ -52,8 +62,15 @@ def _compared(make: Callable[[bool], Made], plainly: bool, mesh: DeviceMesh, tit
     made, text, error = None, "", None
     try:
         made = make(plainly)
-        text = str(made.program) + random_state(made.captured)
+        text = f"program {made.source.fingerprint}{random_state(made.captured)}" if mesh.size() > 1 else ""
     except Exception as e:
         error = e
-    agree(text, mesh, title, error, more=lambda: _OF_STAMPS if made and made.may_differ and not plainly else "")
+    agree(text, mesh, title, error, more=lambda: _shown(made, plainly))
     return made
+
+
+def _shown(made: Made | None, plainly: bool) -> str:
+    """The program as text, and whether it may differ."""
+    if made is None:
+        return ""
+    return f"{made.program}\n{_OF_STAMPS if made.may_differ and not plainly else ''}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,16 +17,18 @@ from spmd.comm.listen import is_heard, tell_of_program
 from spmd.expand.capture import Argument, Captured
 from spmd.expand.code import code_for
 from spmd.expand.draws import Draws
-from spmd.expand.function import as_function
-from spmd.expand.given_specs import state_written
-from spmd.expand.kept.archive import Entry
+from spmd.expand.function import Function, as_function
+from spmd.expand.given_specs import inputs_given_back, unread_inputs
+from spmd.expand.kept.archive import Entry, Kept
 from spmd.expand.kept.library import Wanted, entry_or_reason
 from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.kept.rank_code import Named, RankCode
 from spmd.expand.program import Program
 from spmd.expand.python_state import put
 from spmd.expand.regions import Backend, with_compiled_regions
 from spmd.expand.skipped_steps import made_by_skipped
 from spmd.expand.state import Slot, State, Tensors
+from spmd.mesh import DeviceMesh
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.recipes import stream
 from spmd.tensor.spec import Spec
@@ -39,34 +41,58 @@ NumbersIn = Callable[[tuple[Slot, ...]], dict[str, float]]
 class BoundProgram:
     """A program bound to this rank, with the sources of its inputs and the homes of its outputs.
 
-    module: what the transport made of this rank's code. code: the same as a function, which is called. dropped: the
-    gradients that the program gets and does not read. They are freed before it runs, and so are those that it does not
-    get. changed: the state that it writes. wanted: the calls that it serves, by key.
+    source: the program, or where it was read. code: what this rank runs, as a function. inputs, outputs: as those of
+    the program. dropped: the gradients that the program gets and does not read. They are freed before it runs, and so
+    are those that it does not get. changed: the state that it writes. wanted: the calls that it serves, by key.
     """
 
-    program: Program
+    source: Program | Kept
     captured: Captured
-    module: Callable[..., Any]
+    backend: Backend
+    mesh: DeviceMesh
     code: Callable[..., Any]
+    inputs: Named
+    outputs: Named
     dropped: tuple[Slot, ...]
     changed: tuple[Slot, ...]
     wanted: dict[Hashable, Wanted] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, captured: Captured, backend: Backend) -> BoundProgram:
-        def code() -> Callable:
-            return with_compiled_regions(code_for(program, program.mesh.get_coordinate(), transport()).module, backend)
+    def of(cls, source: Program | Kept, captured: Captured, mesh: DeviceMesh, backend: Backend) -> BoundProgram:
+        """A program on this rank: bound now, unless it was kept with the code of this rank."""
+        kept = source.code if isinstance(source, Kept) else None
+        if kept is not None:
+            function, run = kept.function.made("kept code"), None
+            inputs, outputs, unread, same = kept.inputs, kept.outputs, kept.unread, kept.kept
+        else:
+            program = source.program if isinstance(source, Kept) else source
+            run = _module(program, backend)
+            function = as_function(run) if isinstance(run, fx.GraphModule) else run
+            inputs, outputs = program.inputs, program.outputs
+            unread, same = unread_inputs(program.graph), inputs_given_back(program.graph)
+        dropped = tuple([
+            x for i, x in enumerate(captured.inputs) if i in unread and isinstance(x, Slot) and x.kind == "grad"
+        ])
+        changed = tuple([x for i, x in enumerate(captured.outputs) if i not in same and isinstance(x, Slot)])
+        bound = cls(source, captured, backend, mesh, function, inputs, outputs, dropped, changed)
+        if run is not None:
+            bound.module = run
+        return bound
 
-        run = transport().bound(code)
-        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-        unread = {n for n in placeholders if not n.users}
-        dropped = tuple(
-            i
-            for i, n in zip(captured.inputs, placeholders, strict=True)
-            if n in unread and isinstance(i, Slot) and i.kind == "grad"
-        )
-        function = as_function(run) if isinstance(run, fx.GraphModule) else run
-        return cls(program, captured, run, function, dropped, state_written(program.graph, captured.outputs))
+    @property
+    def program(self) -> Program:
+        """The program, which is read now if it was kept with the code of this rank."""
+        return self.source.program if isinstance(self.source, Kept) else self.source
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the program."""
+        return self.source.fingerprint
+
+    @cached_property
+    def module(self) -> Callable[..., Any]:
+        """What the transport makes of this rank's code; where the code was kept, bound when it is asked for."""
+        return _module(self.program, self.backend)
 
     def serves(self, key: Hashable, wanted: Wanted) -> None:
         """Note that the program is right for a call with this key."""
@@ -74,7 +100,22 @@ class BoundProgram:
 
     def entries(self) -> list[Entry | CannotKeep]:
         """What is saved of the program: an entry for each call that it serves, or why there is none."""
-        return [entry_or_reason(wanted, self.captured, self.program) for wanted in self.wanted.values()]
+        return [entry_or_reason(wanted, self.entry) for wanted in self.wanted.values()]
+
+    def entry(self, wanted: Wanted) -> Entry:
+        """What is kept of the program for a call that it serves."""
+        if isinstance(self.source, Kept) and self.source.code is not None and not self.captured.changes:
+            return replace(self.source.entry, key=wanted.known_key())
+        return wanted.entry(self.captured, self.program, self._code_text(wanted.at))
+
+    def _code_text(self, at: str | None) -> str:
+        """The code of this rank as text; empty where it is not kept."""
+        if at is None or not isinstance(self.module, fx.GraphModule):
+            return ""
+        try:
+            return RankCode.of(at, self.program, Function.of(self.module)).text
+        except CannotKeep:  # it is bound anew
+            return ""
 
     @cached_property
     def read(self) -> frozenset[object]:
@@ -84,7 +125,7 @@ class BoundProgram:
     @cached_property
     def first_state(self) -> dict[Slot, Spec]:
         """The state that optimisers make in their first step, which the program gets as an input."""
-        first, specs = frozenset(self.captured.first), (spec for _, spec in self.program.inputs)
+        first, specs = frozenset(self.captured.first), (spec for _, spec in self.inputs)
         return {i: spec for i, spec in zip(self.captured.inputs, specs, strict=True) if i in first}
 
     def holds(self, numbers: dict[str, float], numbers_in: NumbersIn) -> bool:
@@ -106,7 +147,7 @@ class BoundProgram:
         del flat
         results: dict[int, Any] = {}
         new: Tensors = {}
-        for where, value, (_, spec) in zip(self.captured.outputs, out, self.program.outputs, strict=True):
+        for where, value, (_, spec) in zip(self.captured.outputs, out, self.outputs, strict=True):
             wrapped = value if spec is None else self._as_output(where, value, spec, tensors)
             (new if isinstance(where, Slot) else results)[where] = wrapped
         self._update_state(state, tensors, new, made)
@@ -127,7 +168,7 @@ class BoundProgram:
         if i in self.dropped:
             return None
         if isinstance(i, Draws):
-            return stream.reserve_draws(self.program.mesh, i.count)
+            return stream.reserve_draws(self.mesh, i.count)
         if isinstance(i, Slot):
             return tensors[i]._current_block
         return numbers[i.path] if i.path in numbers else leaves[i.path]
@@ -156,6 +197,15 @@ class BoundProgram:
         for slot, t in before.items():
             if slot.kind == "parameter":
                 t.grad = new.get(Slot("grad", slot.path))
+
+
+def _module(program: Program, backend: Backend) -> Callable[..., Any]:
+    """What the transport makes of this rank's code."""
+
+    def code() -> Callable:
+        return with_compiled_regions(code_for(program, program.mesh.get_coordinate(), transport()).module, backend)
+
+    return transport().bound(code)
 
 
 def _parameter(tensors: Tensors, slot: Slot) -> torch.Tensor:

@@ -33,6 +33,7 @@ from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
 from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
 from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.kept.rank_code import place_of_code
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.objects import closed, write_back
 from spmd.expand.outside import unchanged
@@ -210,7 +211,7 @@ class CompiledStep:
             self._repeats.insert(0, repeat)
         self._last = bound
         self._kept.use(bound)
-        check_explicit(self._title, bound.program)
+        check_explicit(self._title, bound)
         return repeat.run(ready)
 
     def _run_anew(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -221,7 +222,7 @@ class CompiledStep:
         bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.tensors, bound.changed)
         self._last = bound
-        check_explicit(self._title, bound.program)
+        check_explicit(self._title, bound)
         call.place_state(self._init)
         made = call.make_first_state(bound.first_state)
         if self._check_every and calls % self._check_every == 0:
@@ -259,7 +260,7 @@ class CompiledStep:
     def _agree_on_objects(
         self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float]
     ) -> int:
-        text = f"program: {bound.program.fingerprint if bound else 'to be made'}"
+        text = f"program: {bound.fingerprint if bound else 'to be made'}"
         text += random_state(bound.captured) if bound else ""
         return agree_on_call(self, self._site, self._call_title, self.mesh, text, objects, small, numbers)
 
@@ -279,25 +280,26 @@ class CompiledStep:
         if (key := call.key) not in bound.wanted:
             wanted = self._wanted(call)
             bound.serves(key, wanted)
-            self._library.add(wanted, bound.captured, bound.program)
+            self._library.add(wanted, bound.entry)
         return bound
 
     def _wanted(self, call: Call) -> Wanted:
         numbers = call.numbers | call.numbers_in()
-        return Wanted(self._title, key_of_call(self, call), numbers, self.mesh, call.state.modules)
+        at = place_of_code(self.mesh, self._backend)
+        return Wanted(self._title, key_of_call(self, call), numbers, self.mesh, call.state.modules, at)
 
     def _make_program(self, call: Call) -> BoundProgram:
         """Capture, expand and bind. The ranks compare their programs, and if one rank fails, all raise."""
         made = agreed(functools.partial(self._made, call), self.mesh, self._title)
-        wanted, captured, program = made.wanted, made.captured, made.program
-        bound = BoundProgram.of(program, captured, self._backend)
+        wanted, captured = made.wanted, made.captured
+        bound = BoundProgram.of(made.source, captured, self.mesh, self._backend)
         bound.serves(call.key, wanted)
         if captured.changes:  # what changes Python state is right for this call alone
-            self._for_one_call.append(entry_or_reason(wanted, captured, program))
+            self._for_one_call.append(entry_or_reason(wanted, bound.entry))
         else:
             self._kept.keep(bound, call.keys_of(captured))
-        if not made.is_kept:
-            self._library.add(wanted, captured, program)
+        if made.kept is None:
+            self._library.add(wanted, bound.entry)
         return bound
 
     def _made(self, call: Call, plainly: bool) -> Made:
@@ -307,9 +309,9 @@ class CompiledStep:
         call.find_first_specs()
         wanted = self._wanted(call)
         found = None if plainly else self._library.find(wanted)
-        captured, program = found or self._capture_and_expand(call)
+        captured, source = self._capture_and_expand(call) if found is None else (found.captured, found)
         may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
-        return Made(wanted, captured, program, found is not None, may_differ)
+        return Made(wanted, captured, source, may_differ)
 
     def _capture_plainly(self, plainly: bool) -> None:
         """Make captures with stamps from now on, or without."""

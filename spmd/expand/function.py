@@ -15,12 +15,36 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from spmd import _torch
 from spmd.expand.collector import collector_off
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function as text. names: what its lines name beside their own variables: ops, values and constants.
+    constants: by name, under which name the module has them."""
+
+    text: str
+    names: dict[str, Any]
+    constants: dict[str, str]
+
+    @classmethod
+    def of(cls, module: fx.GraphModule) -> Function:
+        """The code of the module as a function of its inputs."""
+        writer = _Writer(module)
+        return cls("\n".join(writer.lines()), writer.names, writer.constants)
+
+    def made(self, title: str) -> Callable[..., Any]:
+        """The function. title: of its code, in tracebacks."""
+        names = {name: _torch.quick_function(x) if _is_op(x) else x for name, x in self.names.items()}
+        with collector_off():
+            exec(compile(self.text, f"<{title}>", "exec"), names)
+        return names["run"]
 
 
 def as_function(module: fx.GraphModule) -> Callable[..., Any]:
@@ -32,19 +56,20 @@ def as_function(module: fx.GraphModule) -> Callable[..., Any]:
     >>> as_function(fx.GraphModule({}, graph))([2])
     ([2, 1],)
     """
-    writer = _Writer(module)
-    with collector_off():
-        code = compile("\n".join(writer.lines()), f"<{type(module).__name__}>", "exec")
-    exec(code, writer.names)
-    return writer.names["run"]
+    return Function.of(module).made(type(module).__name__)
+
+
+def _is_op(x: Any) -> bool:
+    return isinstance(x, _torch.OpOverload)
 
 
 class _Writer:
-    """Writes the lines. names: the variables of the module that the function is in."""
+    """Writes the lines. names, constants: as those of a `Function`."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.names: dict[str, Any] = {}
+        self.constants: dict[str, str] = {}
         self._named: dict[int, str] = {}
         self._taken = {n.name for n in module.graph.nodes}
 
@@ -61,16 +86,16 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> str:
         if node.op == "get_attr":
-            return self._variable(getattr(self.module, node.target), "constant")
+            name = self._variable(getattr(self.module, node.target), "constant")
+            self.constants[name] = node.target
+            return name
         arguments = [self._text(x) for x in node.args]
         if node.target is operator.getitem:
             return f"{arguments[0]}[{arguments[1]}]"
         named = [f"{name}={self._text(x)}" for name, x in node.kwargs.items()]
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join([*arguments[1:], *named])})"
-        is_op = isinstance(node.target, _torch.OpOverload)
-        called = self._variable(_torch.quick_function(node.target) if is_op else node.target, "op")
-        return f"{called}({', '.join([*arguments, *named])})"
+        return f"{self._variable(node.target, 'op')}({', '.join([*arguments, *named])})"
 
     def _text(self, x: Any) -> str:
         """An argument: the variable of a node, or a value that is a variable of the module."""
@@ -82,7 +107,7 @@ class _Writer:
         if isinstance(x, slice) and _has_node(x):
             return f"slice({', '.join(map(self._text, (x.start, x.stop, x.step)))})"
         assert not _has_node(x), f"{x!r} holds a node in a way that no line can be written for"
-        return repr(x) if type(x) in (int, bool, str, type(None)) else self._variable(x, "value")
+        return repr(x) if type(x) in (int, bool, type(None)) else self._variable(x, "value")
 
     def _variable(self, x: Any, kind: str) -> str:
         """The variable of the module that is this object."""

@@ -92,11 +92,15 @@ def _check_mesh(name: str, t: torch.Tensor, mesh: DeviceMesh) -> None:
         )
 
 
-def state_written(graph: fx.Graph, outputs: Sequence[Slot | int]) -> tuple[Slot, ...]:
-    """The state that a program writes, given what its outputs are: the rest goes out as it came in."""
+def unread_inputs(graph: fx.Graph) -> frozenset[int]:
+    """The places of the inputs that a program does not read."""
+    return frozenset([i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder") if not n.users])
+
+
+def inputs_given_back(graph: fx.Graph) -> frozenset[int]:
+    """The places of the outputs that go out as they came in: all other state is written."""
     (output,) = graph.find_nodes(op="output")
-    pairs = zip(outputs, output.args[0], strict=True)
-    return tuple(i for i, n in pairs if isinstance(i, Slot) and n.op != "placeholder")
+    return frozenset([i for i, n in enumerate(output.args[0]) if n.op == "placeholder"])
 
 
 def check_arguments(arguments: Mapping[str, Any], tensors: Tensors, written: Collection[Slot]) -> None:

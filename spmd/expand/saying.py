@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from spmd.expand.capture import Captured, Draws
-from spmd.expand.program import Program
 from spmd.tensor.modes import explicit
 from spmd.tensor.recipes import stream
 
+if TYPE_CHECKING:
+    from spmd.expand.bound_program import BoundProgram
 
-def check_explicit(what: str, program: Program) -> None:
+
+def check_explicit(what: str, bound: BoundProgram) -> None:
     """In explicit mode, refuse a program that sends: the user wrote none of its collectives."""
-    if explicit.is_on() and program.collectives:
+    if explicit.is_on() and (program := bound.program).collectives:
         nbytes = sum(c.nbytes for c in program.collectives)
         explicit.check_message(
             what, f"send {len(program.collectives)} collectives, {nbytes:,} bytes a rank",

@@ -84,7 +84,7 @@ class Repeat:
 
     def _give(self) -> None:
         """Where the outputs of the program go to."""
-        captured, outputs = self.bound.captured, self.bound.program.outputs
+        captured, outputs = self.bound.captured, self.bound.outputs
         found = {where: (i, spec) for i, (where, (_, spec)) in enumerate(zip(captured.outputs, outputs, strict=True))}
         homes = {slot: i for i, slot in enumerate(self._kept.slots)}
         written = [(i, where) for where, (i, _) in found.items() if where in homes]
@@ -147,7 +147,7 @@ class Repeat:
         del ready.gradients[:]
         values += [block_of(ready.leaves[i], spec) for i, spec in self._blocks]
         values += ready.numbers
-        values += [stream.reserve_draws(self.bound.program.mesh, each.count) for each in self._draws]
+        values += [stream.reserve_draws(self.bound.mesh, each.count) for each in self._draws]
         values.append(None)
         return self._in_order(values)
 

@@ -5,6 +5,7 @@
     0/program.txt         the program
     0/calling.txt         what its inputs and outputs are
     0/constants.pt        its constants, which torch loads as tensors alone
+    0/code.txt            the code of the rank that has written it, with a digest of all of this
 
 `unzip -p FILE 0/program.txt` shows a program. Nothing in the archive is pickled code. It is written beside its place
 and then renamed, so a reader sees all of it or nothing; the archive has checksums of its parts.
@@ -19,7 +20,8 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ from spmd.expand.kept.calling import calling_text, read_calling
 from spmd.expand.kept.graphs import program_text, read_program
 from spmd.expand.kept.key import Key
 from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.kept.rank_code import digest_of, read_code
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 
@@ -44,28 +47,63 @@ class UnreadableStep(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A program as text, with its key."""
+    """A program as text, with its key. code: what one rank runs of it, as text; empty where that is not kept."""
 
     key: Key
     program: str
     calling: str
     constants: dict[str, torch.Tensor]
+    code: str = ""
 
     @classmethod
     def of(
-        cls, key: Key, captured: Captured, program: Program, modules: Mapping[str, nn.Module] | None = None
-    ) -> Entry:
+        cls, key: Key, captured: Captured, program: Program, modules: Mapping[str, nn.Module] | None = None,
+        code: str = "",
+    ) -> Entry:  # fmt: skip
         """CannotKeep for a program that another process could not run. modules: those in which it changes something."""
-        return cls(key, program_text(program), calling_text(captured, modules or {}), program.constants)
+        return cls(key, program_text(program), calling_text(captured, modules or {}), program.constants, code)
 
-    def read(self, mesh: DeviceMesh, modules: Mapping[str, nn.Module]) -> tuple[Captured, Program]:
-        """The program on a mesh, verified, and how it is called with these modules.
+    def read(self, mesh: DeviceMesh, modules: Mapping[str, nn.Module], at: str | None = None) -> Kept:
+        """The program on a mesh, and how it is called with these modules. at: the rank that is to run it, or None."""
+        return Kept(self, mesh, modules, at)
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """All but the key and the constants."""
+        return self.program, self.calling, self.code
+
+    def digest(self) -> str:
+        """A digest of the texts: as long as it is equal, they are what was verified when they were written."""
+        return digest_of(json.dumps(self.key, sort_keys=True), *self.texts)
+
+
+class Kept:
+    """A program that was read. captured: how it is called. code: what the rank at hand runs of it, if that was kept."""
+
+    def __init__(self, entry: Entry, mesh: DeviceMesh, modules: Mapping[str, nn.Module], at: str | None) -> None:
+        self.entry, self._mesh = entry, mesh
+        with collector_off():
+            self.captured = read_calling(entry.calling, mesh, modules)
+            self.code = read_code(entry.code, at, entry.constants, mesh) if at and entry.code else None
+            self._read = None if self.code else self._verified()
+
+    @cached_property
+    def program(self) -> Program:
+        """The program, verified; read only now where the code of the rank at hand was kept."""
+        return self._read or self._verified()
+
+    def _verified(self) -> Program:
+        """The program.
 
         torch is not asked again for shapes and dtypes: its version is in the key, and it was asked before writing.
         """
         with collector_off():
-            program = read_program(self.program, self.constants, mesh)
-            return read_calling(self.calling, mesh, modules), program.verify(ask_torch=False)
+            return read_program(self.entry.program, self.entry.constants, self._mesh).verify(ask_torch=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the program."""
+        return self.code.fingerprint if self.code else self.program.fingerprint
 
 
 def all_kept(entries: Sequence[Entry | CannotKeep]) -> list[Entry]:
@@ -82,6 +120,8 @@ def write(path: str | os.PathLike, settings: str, entries: Sequence[Entry]) -> N
     for i, entry in enumerate(entries):
         parts |= {f"{i}/key.json": json.dumps(entry.key, indent=0), f"{i}/program.txt": entry.program}
         parts |= {f"{i}/calling.txt": entry.calling, f"{i}/constants.pt": _tensor_bytes(entry.constants)}
+        if entry.code:
+            parts[f"{i}/code.txt"] = f"{entry.digest()}\n{entry.code}"
     target = Path(path)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -116,7 +156,12 @@ def _entry(archive: zipfile.ZipFile, i: int) -> Entry:
     file = io.BytesIO(archive.read(f"{i}/constants.pt"))
     with _torch.no_modes():  # also inside LocalTensorMode they are plain tensors, the same on all ranks
         constants = torch.load(file, weights_only=True, map_location="cpu")
-    return Entry(json.loads(texts[0]), texts[1], texts[2], constants)
+    entry = Entry(json.loads(texts[0]), texts[1], texts[2], constants)
+    if f"{i}/code.txt" not in archive.namelist():
+        return entry
+    digest, _, code = archive.read(f"{i}/code.txt").decode().partition("\n")
+    with_code = replace(entry, code=code)
+    return with_code if with_code.digest() == digest else entry  # somebody has changed it: then the program counts
 
 
 def _tensor_bytes(tensors: dict[str, torch.Tensor]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from spmd.expand.capture import Captured
 from spmd.expand.kept import archive
-from spmd.expand.kept.archive import Entry
+from spmd.expand.kept.archive import Entry, Kept
 from spmd.expand.kept.graphs import made_for_ranks
 from spmd.expand.kept.key import LINKS, MESH, Key, differences, name_of, named
 from spmd.expand.kept.notation import CannotKeep
@@ -25,7 +25,10 @@ from spmd.expand.program import Program
 from spmd.expand.verify import ProgramFault
 from spmd.mesh import DeviceMesh
 
-Found = tuple[Captured, Program] | None
+Found = Kept | None
+
+Make = Callable[["Wanted"], Entry]
+"""Makes the entry of a program for a call; CannotKeep where it has none."""
 
 
 class StaleStep(RuntimeError):
@@ -34,29 +37,34 @@ class StaleStep(RuntimeError):
 
 class Wanted(NamedTuple):
     """The call that a program is looked for: the title of the step, its key or why it has none, its numbers, its mesh,
-    and the modules by path."""
+    the modules by path, and the rank, if its code may be kept (`place_of_code`)."""
 
     title: str
     key: Key | CannotKeep
     numbers: dict[str, float]
     mesh: DeviceMesh
     modules: Mapping[str, nn.Module]
+    at: str | None = None
 
-    def read(self, entry: Entry) -> tuple[Captured, Program]:
+    def read(self, entry: Entry) -> Kept:
         """The program of an entry, for this call."""
-        return entry.read(self.mesh, self.modules)
+        return entry.read(self.mesh, self.modules, self.at)
 
-    def entry(self, captured: Captured, program: Program) -> Entry:
+    def entry(self, captured: Captured, program: Program, code: str = "") -> Entry:
         """The entry of a program that was made for this call."""
+        return Entry.of(self.known_key(), captured, program, self.modules, code)
+
+    def known_key(self) -> Key:
+        """The key. CannotKeep where there is none."""
         if isinstance(self.key, CannotKeep):
             raise self.key
-        return Entry.of(self.key, captured, program, self.modules)
+        return self.key
 
 
-def entry_or_reason(wanted: Wanted, captured: Captured, program: Program) -> Entry | CannotKeep:
+def entry_or_reason(wanted: Wanted, make: Make) -> Entry | CannotKeep:
     """The entry of a program, or why it has none."""
     try:
-        return wanted.entry(captured, program)
+        return make(wanted)
     except CannotKeep as error:
         return error
 
@@ -71,7 +79,7 @@ class Library:
         """The program that is wanted, and how it is called; None where a capture has to make it."""
         return None
 
-    def add(self, wanted: Wanted, captured: Captured, program: Program) -> None:
+    def add(self, wanted: Wanted, make: Make) -> None:
         """Keep a program that was made."""
 
 
@@ -93,7 +101,7 @@ SUFFIX = ".spmd"
 
 
 class Folder(Library):
-    """A folder with a file for each key. Many processes may use it at once."""
+    """A folder with a file for each key, and for each rank whose code is kept. Many processes may use it at once."""
 
     def __init__(self, path: Path, most_bytes: int = MOST_BYTES):
         self.path, self.most_bytes = path, most_bytes
@@ -101,25 +109,29 @@ class Folder(Library):
     def find(self, wanted: Wanted) -> Found:
         if isinstance(wanted.key, CannotKeep):
             return None
-        file = self._file(wanted.key)
-        for entry in self._entries(file, wanted.key):
-            try:
-                captured, program = wanted.read(entry)
-            except (ValueError, ProgramFault) as error:
-                self._warn(f"{file} is not used, and will be replaced: {error}")
-                return None
-            if captured.holds(wanted.numbers):
-                os.utime(file)
-                return captured, program
+        for at in dict.fromkeys((wanted.at, None)):
+            file = self._file(wanted.key, at)
+            for entry in self._entries(file, wanted.key):
+                try:
+                    kept = wanted.read(entry)
+                except (ValueError, ProgramFault) as error:
+                    self._warn(f"{file} is not used, and will be replaced: {error}")
+                    return None
+                if kept.captured.holds(wanted.numbers):
+                    os.utime(file)
+                    return kept
         return None
 
-    def add(self, wanted: Wanted, captured: Captured, program: Program) -> None:
-        entry = entry_or_reason(wanted, captured, program)
+    def add(self, wanted: Wanted, make: Make) -> None:
+        entry = entry_or_reason(wanted, make)
         if isinstance(entry, CannotKeep):
             self._warn(f"{wanted.title} is not kept in {self.path}: {entry}")
             return
-        file = self._file(entry.key)
-        others = [other for other in self._entries(file, entry.key, silent=True) if _is_sound(other, wanted)]
+        file = self._file(entry.key, wanted.at)
+        others = self._entries(file, entry.key, silent=True)
+        if any(other.texts == entry.texts for other in others):
+            return
+        others = [other for other in others if _is_sound(other, wanted)]
         if any(other.calling == entry.calling for other in others):
             return  # another rank was faster
         try:
@@ -129,8 +141,8 @@ class Folder(Library):
         except OSError as error:
             self._warn(f"{wanted.title} is not kept in {self.path}: {error}")
 
-    def _file(self, key: Key) -> Path:
-        return self.path / f"{name_of(key)}{SUFFIX}"
+    def _file(self, key: Key, at: str | None) -> Path:
+        return self.path / f"{name_of(key | {'rank': at} if at else key)}{SUFFIX}"
 
     def _entries(self, file: Path, key: Key, silent: bool = False) -> list[Entry]:
         """The entries of a file with this key; none where it is not there, and none of a damaged file."""
@@ -169,7 +181,7 @@ def _stat(file: Path) -> tuple[float, int, Path] | None:
 def _is_sound(entry: Entry, wanted: Wanted) -> bool:
     """Whether an entry can be read, and is for other numbers than those wanted."""
     try:
-        return not wanted.read(entry)[0].holds(wanted.numbers)
+        return not wanted.read(entry).captured.holds(wanted.numbers)
     except (ValueError, ProgramFault):
         return False
 
@@ -198,23 +210,23 @@ class Saved(Library):
         for entry in self.entries:
             found = differences(entry.key, wanted.key | _sizes(entry.key, wanted.key), (LINKS,))
             if not found:
-                captured, program = self._read(entry, wanted)
-                if captured.holds(wanted.numbers):
-                    return captured, program
+                kept = self._read(entry, wanted)
+                if kept.captured.holds(wanted.numbers):
+                    return kept
                 found = [f"numbers: {wanted.numbers} take other branches of the step's code"]
             nearest = found if nearest is None or len(found) < len(nearest) else nearest
         self._refuse(nearest or ["it has no program"])
         return None
 
-    def _read(self, entry: Entry, wanted: Wanted) -> tuple[Captured, Program]:
+    def _read(self, entry: Entry, wanted: Wanted) -> Kept:
         """The program of an entry on the mesh, which may have other numbers of ranks along its axes."""
         others = {name: text for name, text in _sizes(entry.key, wanted.key).items() if wanted.key[name] != text}
         if not others:
             return wanted.read(entry)
         changed = ", ".join(f"{name.removeprefix(MESH)} from {n} to {wanted.key[name]}" for name, n in others.items())
         try:
-            captured, program = wanted.read(entry)
-            node = made_for_ranks(program)
+            kept = wanted.read(entry)
+            node = made_for_ranks(kept.program)
         except (ValueError, ProgramFault) as error:
             raise StaleStep(f"{self.path} does not fit other numbers of ranks, {changed}: {error}") from error
         if node is not None:
@@ -222,7 +234,7 @@ class Saved(Library):
                 f"{self.path} does not fit other numbers of ranks, {changed}: {node.name} was made for these; compile "
                 "the step on this mesh"
             )
-        return captured, program
+        return kept
 
     def _refuse(self, found: list[str]) -> None:
         if found:

@@ -166,6 +166,8 @@ def _function_text(value: Any) -> str:
         return f"recipes.{module.removeprefix(RECIPES)}.{value.__name__}"
     if getattr(operator, value.__name__, None) is value:
         return f"operator.{value.__name__}"
+    if getattr(torch, value.__name__, None) is value:
+        return f"function('torch:{value.__name__}')"
     return f"function({place_of(value)!r})"
 
 
