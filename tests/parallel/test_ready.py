@@ -178,6 +178,14 @@ def test_it_says_what_it_would_do_and_changes_nothing():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_it_says_that_an_axis_serves_nothing_and_counts_what_is_alike_once():
+    alone = str(plan_for(nn.Conv2d(2, 4, 3), SQUARE))
+    assert "note: nothing is shared out over tp: its 2 ranks do the same work" in alone
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "ep"))
+    lines = str(plan_for(made("mixtral"), mesh)).splitlines()
+    assert len(lines) == len(set(lines)) and any("tokens to experts and back" in line for line in lines)
+
+
 class Adapter(nn.Module):
     """Narrow, then wide: no pair."""
 

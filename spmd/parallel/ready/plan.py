@@ -21,7 +21,7 @@ from spmd.parallel.data_parallel import data_parallel
 from spmd.parallel.fully_sharded.fully_shard import fully_shard
 from spmd.parallel.parallelize import parallelize_module
 from spmd.parallel.plans import ModelPlan
-from spmd.parallel.ready.sends import Send
+from spmd.parallel.ready.sends import Send, together
 from spmd.parallel.style import ParallelStyle
 from spmd.tensor.eager.meta_models import Init
 from spmd.tensor.eager.plain_tensors import ComparedReplication
@@ -135,7 +135,7 @@ class ReadyPlan(ModelPlan):
     def _said_of_sends(self) -> Iterator[str]:
         sends = "in elements that a rank gives, with T tokens of a rank:" if self.sends else "in all: nothing"
         yield f"a step sends, {sends}"
-        for send in self.sends:
+        for send in together(self.sends):
             yield f"  {send.kind:<22} {send.axis:<6} {send.times:>4} x {send.formula:<16} {send.what}"
 
     def _said_of_left(self) -> Iterator[str]:

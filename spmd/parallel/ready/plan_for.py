@@ -275,7 +275,7 @@ class _Finder:
         styled = {name for found in styles.values() for name in found}
         for name, module in self.modules.items():
             if self.tp and [*module.parameters(recurse=False)] and name not in styled:
-                yield name or "the model", reasons.get(name) or self._why(name, module)
+                yield name or "parameters of the model itself", reasons.get(name) or self._why(name, module)
 
     def _why(self, name: str, module: nn.Module) -> str:
         if name in self.experts:
@@ -288,9 +288,11 @@ class _Finder:
             return "a norm: each rank has whole features"
         if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
             return "a convolution: shared out over the batch alone"
-        return "no pair of columns and rows"
+        return "no pair of columns and rows" if name else "each rank has them"
 
     def _notes(self) -> Iterator[str]:
+        if self.tp and self.ranks > 1 and not any(True for _ in self._of_tensors()):
+            yield f"nothing is shared out over {self.tp}: its {self.ranks} ranks do the same work"
         if self.tp and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.modules.values()):
             yield f"dropout draws on each rank: seed the ranks of {self.tp} alike (torch.manual_seed)"
 

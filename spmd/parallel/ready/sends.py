@@ -9,7 +9,8 @@ given to a reduce-scatter or an all-to-all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from math import ceil
 
 
@@ -44,6 +45,19 @@ class Send:
 
     def __str__(self):
         return f"{self.kind} {self.axis}  {self.times} x {self.formula}  {self.what}"
+
+
+def together(sends: Iterable[Send]) -> list[Send]:
+    """Those that differ in nothing but how many there are, as one.
+
+    >>> [send.times for send in together([*of_pairs(1, 8, "tp"), *of_pairs(1, 8, "tp")])]
+    [2, 2]
+    """
+    times: dict[Send, int] = {}
+    for send in sends:
+        alike = replace(send, times=0)
+        times[alike] = times.get(alike, 0) + send.times
+    return [replace(send, times=n) for send, n in times.items()]
 
 
 def of_pairs(pairs: int, width: int, axis: str) -> list[Send]:
@@ -95,7 +109,7 @@ def of_group(
     stays whole between the two, so it is gathered once.
     """
     paper = "Rajbhandari et al. 2020, section 7.2.2"
-    what = "what is in no group" if is_root else f"{times} groups"
+    what = "what is in no group" if is_root else "groups"
     own, whole = elements + parameters, (elements + parameters) * shards
     found = [
         Send("all_gather_into_tensor", sharded, times if is_root else 2 * times, 0, elements, what, paper),
