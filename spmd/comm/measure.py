@@ -10,7 +10,8 @@ that of its slowest rank, and the result is the lower quartile over all rounds. 
 quartile less than the median: beside ten busy programs half of the errors are below 8%; with medians they are below
 14%. A round times everything once, in its own order, so that a temporary disturbance affects all measurements alike.
 
-Local ops are timed on all ranks at once, too (`comm/local_ops.py`): what a program computes is priced by them.
+Local ops are timed on all ranks at once, too (`comm/local_ops.py`): what a program computes is priced by them. So are
+copies to host memory and back, on devices that have memory of their own: the slower way counts.
 
 Every other size is held out. The curves are fitted to the remaining sizes (`mesh/fit.py`), and their error is the
 distance from the held-out sizes.
@@ -26,6 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from math import prod
 
@@ -45,6 +47,8 @@ ROUNDS = 25
 QUANTILE = 0.25  # of the rounds
 LONGEST_S, FEWEST_SIZES = 0.05, 5
 LARGEST = 2**30
+APART = frozenset({"cuda"})  # devices whose memory is not that of their host
+HOST_SIZES = tuple([2**k for k in range(16, 29, 2)])  # bytes that are copied to host memory and back
 PIECES = 4  # pieces that the timed copy concatenates on dim 1, as a gather on dim 1 does
 
 Signature = tuple[int, int, int]  # ranks a host, hosts, ranks that send through one network card
@@ -138,7 +142,8 @@ def calibrate(
     sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
     times = timer.collectives(sizes, rounds, between)
     local = timer.local_ops(rounds, between)
-    found = [_calibration(times, local, topology, name) if dist.get_rank() == 0 else None]
+    host = timer.host_copies(rounds, between) if mesh.device_type in APART else None
+    found = [_calibration(times, local, host, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
     return found[0]
 
@@ -209,6 +214,22 @@ class _Timer:
         for case, each in zip(cases, us.tolist(), strict=True):
             found.setdefault((case.kind, case.dtype), []).append((case.x, each))
         return found
+
+    def host_copies(self, rounds: int, between: Callable[[], object]) -> list[tuple[int, float]]:
+        """(bytes, microseconds) of a copy to pinned host memory or back, whichever is slower; all ranks copy at once."""
+        sizes = [n for n in HOST_SIZES if n <= self.largest] or list(HOST_SIZES[:1])
+        pairs = [self._host_pair(n) for n in sizes]
+        ways = [(into, x) for host, own in pairs for into, x in ((host, own), (own, host))]
+        every = np.empty((rounds + 1, len(ways)))
+        for row in every:
+            row[:] = [self._seconds(partial(into.copy_, x, non_blocking=True)) for into, x in ways]
+            between()
+        us = self.typical(self._slowest(every[1:])).reshape(-1, 2).max(1) * 1e6  # the first round warms up
+        return list(zip(sizes, us.tolist(), strict=True))
+
+    def _host_pair(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        own = self._ones(nbytes // 4)
+        return torch.empty(len(own), pin_memory=own.is_cuda), own
 
     def _fastest(self, kind: TimedCollective, nbytes: int, times: int = 3) -> float:
         call = self._call(kind, nbytes)
@@ -281,10 +302,12 @@ def _largest(mesh: DeviceMesh) -> int:
 # ---- fitting ----------------------------------------------------------------------------------
 
 
-def _calibration(times: Times, local: LocalTimes, topology: MeshTopoInfo, name: str) -> Calibration:
+def _calibration(
+    times: Times, local: LocalTimes, host: Sequence[tuple[int, float]] | None, topology: MeshTopoInfo, name: str
+) -> Calibration:
     curves = {kind: _curve(kind, found) for kind, found in times.items() if found}
     samples = [Sample(k.collective, k.ladder, *each) for k, found in times.items() if k.ladder for each in found]
-    memory = _memory([each for kind, found in times.items() if kind.collective == COPY for each in found])
+    memory = _link([each for kind, found in times.items() if kind.collective == COPY for each in found])
     machine = Machine(
         name,
         (fit_ring(samples, topology.layout.levels),),
@@ -293,6 +316,7 @@ def _calibration(times: Times, local: LocalTimes, topology: MeshTopoInfo, name: 
         memory=memory,
         compute=Compute(2 * memory.gb_per_s, _rates(local)),  # a copy reads and writes each byte
         local_ops=tuple(LocalOp(*kind, fit_curve(*zip(*found, strict=True))) for kind, found in local.items()),
+        host=_link(host) if host else None,
     )
     return Calibration(machine, tuple(point for _, points in curves.values() for point in points))
 
@@ -318,6 +342,6 @@ def _curve(kind: TimedCollective, found: Sequence[tuple[int, float]]) -> tuple[M
     return Measured(kind.collective, ranks, hosts, lines, sharing, residual), points
 
 
-def _memory(copies: Sequence[tuple[int, float]]) -> Link:
+def _link(copies: Sequence[tuple[int, float]]) -> Link:
     [(us, us_per_byte)] = fit_curve(*zip(*copies, strict=True), most=1)
     return Link(us, 1e-3 / max(us_per_byte, 1e-9))

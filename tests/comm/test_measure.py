@@ -9,6 +9,7 @@ import torch.distributed as dist
 from workers import Pool
 
 import spmd
+from spmd.comm import measure
 from spmd.comm.measure import Calibration, calibrate
 from spmd.mesh import all_gather_cost, all_reduce_cost, copy_cost
 from spmd.mesh.calibration import load, save
@@ -17,6 +18,12 @@ from spmd.mesh.machine import COLLECTIVES, LOCAL_OPS
 
 def calibrated(rank: int) -> Calibration:
     return calibrate(spmd.init_device_mesh("cpu", (2, 2)), name="here", most_bytes=1 << 10, rounds=2)
+
+
+def copied_to_host(rank: int) -> list[tuple[int, float]]:
+    """As on a device with memory of its own, for which the host's stands in."""
+    mesh = spmd.init_device_mesh("cpu", (4,))
+    return measure._Timer(mesh, 1 << 18, measure.lower_quartile).host_copies(2, lambda: None)
 
 
 def refused(rank: int, sizes: tuple[int, ...], backends: str) -> None:
@@ -40,6 +47,7 @@ def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
 
     assert [dtype for dtype, _ in machine.compute.gflop_per_s] == ["float32", "bfloat16", "float64"]
     assert {op.kind for op in machine.local_ops} == set(LOCAL_OPS) and all(op.us(0.0) > 0 for op in machine.local_ops)
+    assert machine.host is None
     assert machine.compute.gb_per_s == pytest.approx(2 * machine.memory.gb_per_s), "a copy reads and writes"
 
     save(machine, tmp_path / "machine.json")
@@ -51,6 +59,14 @@ def test_a_mesh_is_calibrated(gloo4: Pool, tmp_path: Path) -> None:
         if point.collective in costs and point.group in ((4, 1, 1), (1, 1, 1)):
             cost, rest = costs[point.collective]
             assert cost(point.nbytes, *rest) == pytest.approx(point.predicted)
+
+
+def test_copies_to_host_memory_are_timed(gloo4: Pool) -> None:
+    """From 64 KiB on, both ways, the same on all ranks; on a mesh of CPUs there is none to be timed."""
+    found, *others = gloo4.run(copied_to_host)
+    assert all(other == found for other in others)
+    assert [nbytes for nbytes, _ in found] == [1 << 16, 1 << 18] and all(us > 0 for _, us in found)
+    assert measure._link([(1 << 16, 6.0), (1 << 18, 9.0), (1 << 20, 21.0)]).hop_us == pytest.approx(5.0, rel=0.1)
 
 
 @pytest.mark.parametrize(
