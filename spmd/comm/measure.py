@@ -216,7 +216,7 @@ class _Timer:
         return found
 
     def host_copies(self, rounds: int, between: Callable[[], object]) -> list[tuple[int, float]]:
-        """(bytes, microseconds) of a copy to pinned host memory or back, whichever is slower; all ranks copy at once."""
+        """(bytes, microseconds) of a copy to pinned host memory or back, whichever is slower; all ranks copy."""
         sizes = [n for n in HOST_SIZES if n <= self.largest] or list(HOST_SIZES[:1])
         pairs = [self._host_pair(n) for n in sizes]
         ways = [(into, x) for host, own in pairs for into, x in ((host, own), (own, host))]
