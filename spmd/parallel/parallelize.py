@@ -32,14 +32,16 @@ def parallelize_module(
     device_mesh: of one axis, such as `mesh["tp"]`; by default that of the `with mesh:` block around the call.
     parallelize_plan: a style for the module itself, or a dict from names of modules to styles, where a star stands for
     one part of a name: {"layers.*.up": ColwiseParallel()}; or transformers' `model.tp_plan`, with its names of styles.
-    A plan of placements, {"layers.*.up.weight": Shard(0)} or by axis as `spmd.compile` takes them, makes all tensors of
-    the model DTensors, on a mesh of any number of axes. Or what `plan_for` gives, on its mesh. src_data_rank: the rank
-    whose values are taken; None takes each rank's own. init: how parameters on the meta device get numbers, as in
-    `distribute_module`; False for a checkpoint that is read next.
+    Of several entries that match a module the first counts. A plan of placements, {"layers.*.up.weight": Shard(0)} or
+    by axis as `spmd.compile` takes them, makes all tensors of the model DTensors, on a mesh of any number of axes. Or
+    what `plan_for` gives, on its mesh. src_data_rank: the rank whose values are taken; None takes each rank's own.
+    init: how parameters on the meta device get numbers, as in `distribute_module`; False for a checkpoint that is read
+    next.
 
     A parameter that has several names stays one. Everything that can be wrong with a plan is an error before anything
-    is changed: ValueError for a name that matches nothing, for heads that the axis does not divide, for a tied
-    parameter that would lie in two ways; TypeError for a module that cannot have its style.
+    is changed: ValueError for a name that matches nothing, or nothing that no entry before it says otherwise, for
+    heads that the axis does not divide, for a tied parameter that would lie in two ways; TypeError for a module that
+    cannot have its style.
 
     >>> from spmd.parallel import ColwiseParallel
     >>> layer = parallelize_module(nn.Linear(2, 4), DeviceMesh("cpu", [0]), ColwiseParallel())

@@ -83,6 +83,8 @@ def parts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> Parts:
         found = [name for name in modules if matches_module(pattern, name)]
         if not found:
             raise _nothing(pattern, "module", modules)
+        if all(repr(styles.get(name, style)) != repr(style) for name in found):
+            raise _too_late(pattern, style, found[0], styles[found[0]])
         for name in found:
             styles.setdefault(name, style)
     for name, style in styles.items():
@@ -117,6 +119,13 @@ def matches_module(pattern: str, name: str) -> bool:
 
 def _nothing(pattern: str, what: str, names: Iterable[str]) -> ValueError:
     return ValueError(f"parallelize_plan {pattern!r} matches no {what}. {what_there_is(pattern, names)}")
+
+
+def _too_late(pattern: str, style: ParallelStyle, name: str, first: ParallelStyle) -> ValueError:
+    return ValueError(
+        f"parallelize_plan {pattern!r}: {name!r} has {first} already, and so each module that matches has its style by "
+        f"an entry before this one; the first that matches counts. Put {pattern!r} first for {style}"
+    )
 
 
 def _check_ties(module: nn.Module, styles: Styled) -> None:

@@ -39,6 +39,7 @@ WRONG = {
         {"tok": ROW(input_layouts=Replicate()), "head": ROW()}, tied, ValueError,
         "tok.weight and head.weight are one tensor, and the plan places it as Shard(0) and as Shard(1)",
     ),
+    "too late": ({"*.*.*.up": COL(), "layers.0.mlp.up": ROW()}, model, ValueError, "Put 'layers.0.mlp.up' first"),
     "both": ({"head": COL(), "tok.weight": Shard(0)}, model, ValueError, "has styles and placements"),
 }  # fmt: skip
 
