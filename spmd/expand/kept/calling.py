@@ -13,7 +13,9 @@ It is what is left of a capture (`spmd.expand.capture.Captured`) when its graph 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx, nn
 
@@ -22,6 +24,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.kept import changes
 from spmd.expand.kept.notation import Reader, lines_of, read_lines
 from spmd.expand.kept.trees import as_tree, as_value
+from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
 
 FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept", "first", "ignores_gradients", "stepped")
@@ -37,9 +40,34 @@ def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
     return lines_of(said | {"changes": changes.as_value(captured.changes, modules)})
 
 
+SLOT = r"Slot\('([^'\\]*)', '([^'\\]*)', '([^'\\]*)', '([^'\\]*)'\)"
+"""A tensor of the state, as it is written."""
+
+ITEM = re.compile(rf"(?:{SLOT}|(\d+)|((?:Argument|Draws)\([^()]*\))), ")
+"""An item of a list of inputs or outputs, as most are."""
+
+
+class _Reader(Reader):
+    """Reads long lists of inputs and outputs without a syntax tree."""
+
+    def value(self, text: str) -> Any:
+        if not text.startswith("(") or not text.endswith(")") or "," not in text:
+            return super().value(text)
+        found, rest = [], text[1:-1].removesuffix(",") + ", "
+        at = 0
+        while at < len(rest):
+            item = ITEM.match(rest, at)
+            if item is None:
+                return super().value(text)
+            *slot, number, other = item.groups()
+            found.append(Slot(*slot) if slot[0] is not None else int(number) if number else super().value(other))
+            at = item.end()
+        return tuple(found)
+
+
 def read_calling(text: str, mesh: DeviceMesh, modules: Mapping[str, nn.Module]) -> Captured:
     """A capture without its graph, which is not needed to run the program. ValueError for other text."""
-    said = read_lines(text, Reader(mesh), (*FIELDS, "tree", "names", "conditions", "changes"))
+    said = read_lines(text, _Reader(mesh), (*FIELDS, "tree", "names", "conditions", "changes"))
     symbols = _torch.Conditions(said["names"], said["conditions"])
     made = changes.contents_of(said["changes"], modules)
     fields = {name: said[name] for name in FIELDS}

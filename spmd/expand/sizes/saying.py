@@ -11,7 +11,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -28,8 +28,26 @@ def difference(before: Guards, now: Guards, fn: Callable) -> str:
     """
     for name in {**before, **now}:
         if (old := before.get(name)) != (new := now.get(name)) and not (isinstance(name, Slot) and name.kind == "grad"):
+            old, new = (_there(name, guards) for guards in (before, now))
             return "" if isinstance(name, Slot) else _sentence(name, old, new, fn)
     return ""
+
+
+class _Said(NamedTuple):
+    """In the place of a guard: what is said of it. `value` is read as that of a guard that keeps an object."""
+
+    value: str
+
+
+_A_SYMBOL = "a number that may change"
+"""What is said of a number that a program takes as it is: it has no guard, or that of its type."""
+
+
+def _there(name: str, guards: Guards) -> Hashable:
+    """The guard of this name, or what is said where there is none."""
+    if name in guards:
+        return guards[name]
+    return _Said(_A_SYMBOL if ".param_groups." in str(name) else "not there")
 
 
 def _sentence(name: str, old: Hashable, new: Hashable, fn: Callable) -> str:
@@ -50,6 +68,8 @@ def _is_of_module(key: Hashable) -> bool:
 
 def _text(key: Hashable) -> str:
     """The value of which this is the guard."""
+    if isinstance(key, _Said) or key in (int, float):
+        return key.value if isinstance(key, _Said) else _A_SYMBOL
     named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type)
     value = key[1] if named else getattr(key, "value", key)
     text = value if named and key[0] is float else repr(value)
