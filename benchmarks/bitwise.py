@@ -208,15 +208,24 @@ def row(case: Case, singly: bool) -> tuple[list[str], bool]:
     return cells, not wrong
 
 
+ON_GLOO = {
+    "orders": ("fewer_moves", "numbers_late", "schedule"),
+    "buckets": ("fewer_moves", "numbers_late", "buckets", "schedule"),
+    "small buckets": ("numbers_late", Buckets(0.01, 0.01)),
+}
+"""The passes on a real network, by what they change."""
+
+
 def on_gloo(case: Case) -> str:
     """How far a rank of a real network is from the program as it came, after many passes; empty if it is not.
 
-    gloo adds an element up in an order that follows from its place in the buffer, so buckets may change roundings.
+    In `spmd.deterministic()`: gloo itself adds an element up in an order that follows from its place in the buffer, so
+    that buckets may change roundings otherwise. Simulated ranks add in the order of the ranks in any case.
     """
-    want = case.trained(())
-    orders = far_off(case.trained(("fewer_moves", "numbers_late", "schedule")), want, True)
-    packed = far_off(case.trained(("fewer_moves", "numbers_late", "buckets", "schedule")), want, False)
-    return "; ".join(f"{what} {found}" for what, found in (("orders", orders), ("buckets", packed)) if found)
+    with spmd.deterministic():
+        want = case.trained(())
+        found = {text: far_off(case.trained(passes), want, True) for text, passes in ON_GLOO.items()}
+    return "; ".join(f"{text} {off}" for text, off in found.items() if off)
 
 
 def _on_rank(rank: int, model: str, plan: str) -> str:
