@@ -77,6 +77,7 @@ from spmd._torch.fakes import (
 from spmd._torch.functionalize import (
     FunctionalTensor,
     FunctionalTensorMode,
+    all_to_functional,
     as_parameter,
     assignable_data,
     from_functional,

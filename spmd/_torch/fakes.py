@@ -14,6 +14,8 @@ from torch._library import utils as custom_op_utils
 from torch._prims_common import get_computation_dtype
 from torch._subclasses import fake_impls, fake_tensor
 
+FakeTensor = fake_tensor.FakeTensor
+
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
     """Fake tensors in any thread.

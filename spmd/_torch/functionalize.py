@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch._subclasses import functional_tensor
@@ -16,12 +16,17 @@ FunctionalTensorMode = functional_tensor.FunctionalTensorMode
 
 def to_functional(x: torch.Tensor) -> torch.Tensor:
     """x under functionalisation; a FunctionalTensorMode must be active."""
+    return all_to_functional([x])[0]
+
+
+def all_to_functional(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors under functionalisation; a FunctionalTensorMode must be active."""
     mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    if mode is None or x.requires_grad:
-        return FunctionalTensor.to_functional(x)
+    if mode is None or any([x.requires_grad for x in tensors]):
+        return [FunctionalTensor.to_functional(x) for x in tensors]
     # What torch does in a third of the time: no mode needs to hear of the questions after sizes and devices.
     with no_function_modes(), no_modes():
-        return FunctionalTensor(torch._to_functional_tensor(x), mode)
+        return [FunctionalTensor(torch._to_functional_tensor(x), mode) for x in tensors]
 
 
 def same_value(x: torch.Tensor) -> torch.Tensor:

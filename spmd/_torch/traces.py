@@ -12,7 +12,7 @@ import torch
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
-from spmd._torch.fakes import empty_fake
+from spmd._torch.fakes import FakeTensor, empty_fake
 from spmd._torch.modes import no_function_modes, no_modes
 from spmd._torch.tensors import memory_of
 
@@ -87,13 +87,23 @@ def without_cleaning() -> Iterator[None]:
 @contextlib.contextmanager
 def without_layouts() -> Iterator[None]:
     """Inside, a trace of this thread does not find out for each of its values in which ways it is contiguous: for
-    graphs of which only `val` is read."""
-    real, thread = proxy_tensor._extract_tensor_metadata, threading.get_ident()
+    graphs of which only `val` is read. That of an input is the fake tensor itself, where torch would keep a copy of its
+    shape: under functionalisation no code changes it."""
+    real, noted, thread = proxy_tensor._extract_tensor_metadata, proxy_tensor.set_meta, threading.get_ident()
+
+    def note(proxy: torch.fx.Proxy, value: object) -> torch.fx.Proxy:
+        mine = threading.get_ident() == thread and proxy.node.op == "placeholder"
+        if not mine or type(value) is not FakeTensor or value.requires_grad:
+            return noted(proxy, value)
+        proxy.node.meta["val"] = value
+        return proxy
+
     proxy_tensor._extract_tensor_metadata = lambda x: None if threading.get_ident() == thread else real(x)
+    proxy_tensor.set_meta = note
     try:
         yield
     finally:
-        proxy_tensor._extract_tensor_metadata = real
+        proxy_tensor._extract_tensor_metadata, proxy_tensor.set_meta = real, noted
 
 
 @contextlib.contextmanager

@@ -336,7 +336,7 @@ class _FlatFunction:
             given = dict(zip(self.inputs, flat_inputs, strict=True))
             for slot, note in self.note.items():
                 note(given[slot])
-            wrapped = {k: _wrapped(v) for k, v in given.items()}
+            wrapped = _wrapped(given)
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
@@ -465,11 +465,12 @@ class _FlatFunction:
         return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def _wrapped(x: Any) -> Any:
-    """What the step is given in the place of a value of the trace."""
-    if isinstance(x, torch.Tensor):
-        return _torch.to_functional(x)
-    return _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x
+def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
+    """What the step is given in the place of values of the trace."""
+    tensors = {k: x for k, x in given.items() if isinstance(x, torch.Tensor)}
+    functional = dict(zip(tensors, _torch.all_to_functional(list(tensors.values())), strict=True))
+    rest = {k: _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x for k, x in given.items()}
+    return rest | functional
 
 
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Reads:
 
     def write(self, node: fx.Node) -> bool:
         """Let a node read its operands where it has to. Returns whether it is written, or will be when it is read."""
-        operands = [n for n in node.all_input_nodes if n in self.operand]
+        operands = [n for n in node.all_input_nodes if n in self.operand] if self.operand else ()
         if not operands:
             return False
         if node not in self.roles.compute:

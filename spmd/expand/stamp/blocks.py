@@ -398,7 +398,7 @@ class _Aside:
         nodes = [graph.create_node("call_function", _gradient_of_result) for _ in likes]
         for node, like in zip(nodes, likes, strict=True):
             node.meta["val"] = like
-        values = iter(map(_torch.to_functional, _torch.stand_ins(likes, nodes, call.tracer)))
+        values = iter(_torch.all_to_functional(_torch.stand_ins(likes, nodes, call.tracer)))
         given = [next(values) if wanted else None for wanted in call.differentiable]
         inputs = (*call.part.inputs, *call.part.nodes, *nodes)
         before = notes_of(inputs)
@@ -433,7 +433,7 @@ class _Aside:
             self.written |= set(copies)
         likes = [g for g in self.gradients if g is not None]
         outputs = [env.get(n, n) for n in self.part.outputs]
-        new = iter(map(_torch.to_functional, _torch.stand_ins(likes, outputs, call.tracer)))
+        new = iter(_torch.all_to_functional(_torch.stand_ins(likes, outputs, call.tracer)))
         return [None if g is None else next(new) for g in self.gradients]
 
 
@@ -454,7 +454,7 @@ class _Stamped:
         like.stencil.write(like.tracer.graph, self.env, self.given.path, self.blocks.numbering)
         likes = [_torch.from_functional(x) for x in like.made]
         nodes = [self.env[n] for n in like.part.outputs]
-        return list(map(_torch.to_functional, _torch.stand_ins(likes, nodes, like.tracer))), like.differentiable
+        return _torch.all_to_functional(_torch.stand_ins(likes, nodes, like.tracer)), like.differentiable
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         return self.like.aside.stamped(self.env, gradients, self.given)

@@ -41,6 +41,9 @@ class Given:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(x, (_torch.FunctionalTensor, *COMPARED_BY_VALUE, float)) for x in leaves):
             return None
+        with _torch.no_function_modes():  # they would hear of each question after a shape
+            kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
+            own = tuple(map(layout, (*module.parameters(), *module.buffers()))), _guards(module, structure.differing)
         arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors, buffers = (*arguments, *module.parameters()), tuple(module.buffers())
         nodes = tuple(node_of(x, tracer) for x in (*tensors, *buffers))
@@ -48,8 +51,6 @@ class Given:
             return None
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None
-        kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
-        own = tuple(map(layout, (*tensors[len(arguments) :], *buffers))), _guards(module, structure.differing)
         around = modes_guard(), _torch.modes_around(), _torch.flags_around(), tuple(map(nodes.index, nodes))
         kind = structure, repr(tree), kinds, own, *around
         return cls(module, structure, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
