@@ -197,6 +197,10 @@ def flagged(x, double=False):
     return x * 2 if double else x
 
 
+def scaled(x, scale):
+    return x * scale
+
+
 def repeated(x, times):
     return sum(x * i for i in range(times))
 
@@ -214,6 +218,8 @@ ANEW = {
     "a broadcast": (broadcast, [(tensor(n, 2), tensor(m, 2)) for n, m in ((4, 4), (6, 6), (4, 1))], 2, "y.shape[0]"),
     "a flag": (flagged, [(tensor(4), True), (tensor(6), True), (tensor(4), False)], 2,
                "double was True and is False, read at {here}, in flagged"),
+    "a number": (scaled, [(tensor(4), 1.0), (tensor(6), 2.0), (tensor(4), True)], 2,
+                 "scale was a number that may change and is True, read at {here}, in scaled"),
     "a loop of an int": (repeated, [(tensor(4), 2), (tensor(6), 2), (tensor(4), 3)], 2,
                          "times == 2, at {here}, in repeated"),
 }  # fmt: skip
