@@ -17,23 +17,33 @@ and everything that a user can see is compared with one device: what each step r
 parameter, buffer, gradient and tensor of an optimiser. The table has the largest difference, relative to the largest
 value of its tensor. The bar is 1e-10 in float64 and 1e-4 in float32; a step that computes in bfloat16 rounds by itself.
 The exit status is 1 if any is above.
+
+On gloo each kind runs once, under the plans in turn, in float32 and deterministic mode, where sums are those of the
+simulation to the bit, whatever is sent in one buffer. All four ranks must have what the simulation has.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
 from _table import table
 from step_kinds import KINDS, Kind
 from torch import nn
+from ways import same
+from workers import Pool  # starts processes
 
 import spmd
 from spmd import LocalTensorMode, Shard
@@ -169,26 +179,65 @@ def on_ranks(name: str, plan: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return settled(found)
 
 
-def row(name: str, plans: list[str], dtypes: list[torch.dtype], verbose: bool) -> tuple[list[list[str]], bool]:
-    rows, good = [], True
-    for dtype in dtypes:
-        wanted = on_one_device(name, dtype)
+def rows_of(
+    names: list[str], plans: list[str], dtypes: list[torch.dtype], verbose: bool
+) -> Iterator[tuple[list[str], bool]]:
+    """Each kind in each dtype, under all plans beside one device."""
+    for name, dtype in itertools.product(names, dtypes):
+        wanted, bar = on_one_device(name, dtype), max(BARS[dtype], KINDS[name].precision)
         cells, errors = [], ""
         for plan in plans:
             try:
                 found = apart(on_ranks(name, plan, dtype), wanted)
-                fine = found <= max(BARS[dtype], KINDS[name].precision)
-                cells.append(f"{found:.0e}" + ("" if fine else " !"))
+                cells.append(f"{found:.0e}" + ("" if found <= bar else " !"))
             except Exception as error:
                 if verbose:
                     traceback.print_exc()
-                fine, text = False, re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
+                errors = _in_one_line(error)
                 cells.append("error")
-                errors = text.replace("|", "/")[:160]
-            good &= fine
-        rows.append([name, str(dtype).removeprefix("torch."), *cells, errors])
-        print(*rows[-1], sep="  ", flush=True)
-    return rows, good
+        right = sum("!" not in cell and cell != "error" for cell in cells)
+        yield [name, str(dtype).removeprefix("torch."), *cells, errors], right == len(plans)
+
+
+# ---- gloo -------------------------------------------------------------------------------------
+
+
+def in_rank_order(name: str, plan: str) -> list[torch.Tensor]:
+    """Five steps in deterministic mode, on the ranks that are here."""
+    spmd.manual_seed(7)
+    with spmd.deterministic():
+        return trained(KINDS[name], torch.float32, compiled_for(KINDS[name], PLANS[plan]))
+
+
+def on_gloo(rank: int, name: str, plan: str) -> list[torch.Tensor]:
+    warnings.simplefilter("ignore")
+    return in_rank_order(name, plan)
+
+
+def bits_apart(pool: Pool, name: str, plan: str) -> str:
+    """The gloo ranks that have something else than the simulation, and how far off; nothing if all bits are equal."""
+    with LocalTensorMode(4):
+        made = in_rank_order(name, plan)
+    wanted, ranks = settled(made), pool.run(on_gloo, name, plan, timeout=600.0)
+    wrong = [str(rank) for rank, found in enumerate(ranks) if not same(found, wanted)]
+    return f"ranks {', '.join(wrong)}: {max(apart(found, wanted) for found in ranks):.0e}" if wrong else ""
+
+
+def gloo_rows(names: list[str], plans: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """Each kind under one of the plans, in turn."""
+    torch.set_num_threads(1)  # as the ranks have
+    pool = Pool(4)
+    for name, plan in zip(names, itertools.cycle(plans), strict=False):
+        try:
+            found = bits_apart(pool, name, plan)
+        except Exception as error:
+            found = _in_one_line(error)
+        yield [name, plan, found or "same bits"], not found
+    pool.close()
+
+
+def _in_one_line(error: Exception) -> str:
+    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}").replace("|", "/")[:160]
 
 
 def main() -> int:
@@ -197,19 +246,23 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--dtypes", nargs="+", choices=("float64", "float32"), default=("float64", "float32"))
     parser.add_argument("--short", action="store_true", help="a few kinds")
+    parser.add_argument("--gloo", action="store_true", help="on four gloo ranks, beside the simulation")
     parser.add_argument("--verbose", action="store_true", help="print tracebacks")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=UserWarning)
     names = [n for n in KINDS if not args.only or any(part in n for part in args.only)]
-    rows, good = [], True
-    for name in SHORT if args.short else names:
-        found, fine = row(name, args.plans, [getattr(torch, d) for d in args.dtypes], args.verbose)
-        rows += found
-        good &= fine
-    print(table(["step", "dtype", *args.plans, "error"], rows, left=2))
-    right = sum("!" not in c and c != "error" for r in rows for c in r[2:-1])
-    print(f"\n{right} of {len(rows) * len(args.plans)} right; torch {torch.__version__}")
-    return 0 if good else 1
+    names = list(SHORT) if args.short else names
+    head = ["step", "plan", "gloo"] if args.gloo else ["step", "dtype", *args.plans, "error"]
+    dtypes = [getattr(torch, d) for d in args.dtypes]
+    made = gloo_rows(names, args.plans) if args.gloo else rows_of(names, args.plans, dtypes, args.verbose)
+    rows, wrong = [], 0
+    for cells, fine in made:
+        print(*cells, sep="  ", flush=True)
+        rows.append(cells)
+        wrong += not fine
+    print(table(head, rows, left=2))
+    print(f"\n{len(rows) - wrong} of {len(rows)} rows right; torch {torch.__version__}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
