@@ -141,6 +141,7 @@ def of_scalers_and_hooks() -> dict[str, Kind]:
         "GradScaler, off": Kind(models.scaled_step, models.scaler_of(enabled=False)),
         "module hooks": Kind(begin=models.hooked(models.module_hooks)),
         "gradient hooks": Kind(begin=models.hooked(models.gradient_hooks)),
+        "norms in gradient hooks": Kind(models.norms_step),
         "post-accumulate hooks": Kind(begin=models.hooked(models.accumulate_hooks)),
         "update in backward": Kind(models.backward_step, models.update_in_backward),
         "hook of an activation": Kind(models.activation_hook_step),

@@ -185,6 +185,18 @@ def gradient_hooks(model: nn.Module, optimizer: Any) -> None:
     model.down.bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
 
 
+def norms_step(model, optimizer, x, y):
+    """Hooks that last for the step take the norms of gradients, and of all together when the last is there."""
+    norms, together, parameters = {}, [], dict(model.named_parameters())
+    handles = [p.register_hook(lambda g, name=name: norms.update({name: g.norm()})) for name, p in parameters.items()]
+    after_all = torch.autograd.graph.register_multi_grad_hook
+    handles.append(after_all(parameters.values(), lambda grads: together.append(sum(g.sum() for g in grads))))
+    loss = train_step(model, optimizer, x, y)
+    for handle in handles:
+        handle.remove()
+    return loss, [norms[name] for name in parameters], together
+
+
 def accumulate_hooks(model: nn.Module, optimizer: Any) -> None:
     @torch.no_grad()
     def halve(p):

@@ -34,6 +34,7 @@ SAMPLE = [
     ("checkpoint with dropout", "2x2"),
     ("checkpoint with dropout, reentrant", "zero 3"),
     ("gradient hooks", "zero 3 tp"),
+    ("norms in gradient hooks", "zero 3 tp"),
     ("post-accumulate hooks", "2x2"),
     ("update in backward", "zero 3 tp"),
     ("GRU of two layers", "zero 3"),

@@ -148,8 +148,16 @@ def _ancestors(roots: Iterable[object], stop: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def _shapes_are_one(node: fx.Node) -> bool:
+    """Whether the op gives a tensor of the shape that all its operands have."""
+    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return len({getattr(value, "shape", None) for value in values}) == 1
+
+
 def _gradients(graph: fx.Graph, given: dict[fx.Node, str]) -> dict[str, list[fx.Node]]:
     """Gradients by parameter: where they are marked, and what a backward pass computes of nothing else, such as sums.
+
+    What has another shape, such as a norm that a hook takes, is no gradient.
 
     given: the gradients that earlier steps left.
     """
@@ -158,7 +166,7 @@ def _gradients(graph: fx.Graph, given: dict[fx.Node, str]) -> dict[str, list[fx.
         paths = {of.get(n) for n in node.all_input_nodes}
         if node.target is MARK:
             of[node] = node.args[1]
-        elif in_backward(node) and len(paths) == 1 and None not in paths:
+        elif in_backward(node) and len(paths) == 1 and None not in paths and _shapes_are_one(node):
             of[node] = paths.pop()
         else:
             continue
