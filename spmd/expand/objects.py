@@ -2,6 +2,7 @@
 
     BatchEncoding({"input_ids": t})     ->  Opened(BatchEncoding, {"data": {"input_ids": t}, ...})
     DynamicCache(layers=[...])          ->  Opened(DynamicCache, {"layers": [Opened(DynamicLayer, {...})], ...})
+    Row(x=t), with class Row(dict)      ->  Opened(Row, {}, {"x": t})
 
 torch's trees know lists, tuples, dicts and what was registered with them. `opened` puts an `Opened`, which is
 registered, in the place of every other object whose attributes are tensors and plain values, in containers or objects
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import types
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -34,20 +36,23 @@ CLOSED = (*PLAIN, *NAMED, nn.Module, Optimizer, torch.SymInt, torch.SymFloat, to
 
 
 class Opened:
-    """An object as its class and its attributes. like: the object, whose other contents a new one gets."""
+    """An object as its class and its attributes. like: the object, whose other contents a new one gets.
 
-    def __init__(self, like: Any, attributes: dict[str, Any]):
-        self.like, self.attributes = like, attributes
+    items: what it contains where its class is a dict or a list; of a list by place.
+    """
+
+    def __init__(self, like: Any, attributes: dict[str, Any], items: dict[Any, Any] | None = None):
+        self.like, self.attributes, self.items = like, attributes, items or {}
 
 
 class OpenedType:
     """The type of an opened object, in the structure of a tree: equal for objects of one class."""
 
-    def __init__(self, like: Any, names: tuple[str, ...]):
-        self.like, self.names = like, names
+    def __init__(self, like: Any, names: tuple[str, ...], keys: tuple = ()):
+        self.like, self.names, self.keys = like, names, keys
 
     def _key(self) -> tuple:
-        return type(self.like), self.names
+        return type(self.like), self.names, self.keys
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OpenedType) and other._key() == self._key()
@@ -56,20 +61,23 @@ class OpenedType:
         return hash(self._key())
 
     def __repr__(self):
-        return f"{type(self.like).__name__}({', '.join(self.names)})"
+        return f"{type(self.like).__name__}({', '.join(map(str, (*self.names, *self.keys)))})"
 
 
 def _flatten(x: Opened) -> tuple[list, OpenedType]:
-    return list(x.attributes.values()), OpenedType(x.like, tuple(x.attributes))
+    return [*x.attributes.values(), *x.items.values()], OpenedType(x.like, tuple(x.attributes), tuple(x.items))
 
 
 def _flatten_with_keys(x: Opened) -> tuple[list, OpenedType]:
     values, kind = _flatten(x)
-    return [(pytree.GetAttrKey(name), v) for name, v in zip(x.attributes, values, strict=True)], kind
+    keys = [*map(pytree.GetAttrKey, kind.names), *map(pytree.MappingKey, kind.keys)]
+    return list(zip(keys, values, strict=True)), kind
 
 
 def _unflatten(values: Any, kind: OpenedType) -> Opened:
-    return Opened(kind.like, dict(zip(kind.names, values, strict=True)))
+    values, n = list(values), len(kind.names)
+    attributes, items = zip(kind.names, values[:n], strict=True), zip(kind.keys, values[n:], strict=True)
+    return Opened(kind.like, dict(attributes), dict(items))
 
 
 pytree.register_pytree_node(
@@ -93,12 +101,40 @@ def _opened(x: Any, depth: int, inside: set[int]) -> Any:
     if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside:
         return x
     within = inside | {id(x)}
-    attributes = {
-        name: pytree.tree_map(lambda leaf: _opened(leaf, depth - 1, within), value) for name, value in vars(x).items()
-    }
-    leaves = pytree.tree_leaves(list(attributes.values()))
+
+    def parts(of: dict) -> dict:
+        return {k: pytree.tree_map(lambda leaf: _opened(leaf, depth - 1, within), part) for k, part in of.items()}
+
+    attributes, items = parts(vars(x)), parts(_items(x))
+    leaves = pytree.tree_leaves([*attributes.values(), *items.values()])
     plain = all(isinstance(leaf, (*PLAIN, *NAMED)) or _torch.is_symbol(leaf) for leaf in leaves)
-    return Opened(x, attributes) if plain else x
+    return Opened(x, attributes, items) if plain else x
+
+
+CONTAINERS = (OrderedDict, dict, list)
+"""The classes of torch's trees whose subclasses are objects, with contents besides their attributes."""
+
+
+def _container(x: Any) -> type:
+    """The one of these that an object is, whose methods do nothing but what they say; `object` for others."""
+    return next((kind for kind in CONTAINERS if isinstance(x, kind)), object)
+
+
+def _items(x: Any) -> dict[Any, Any]:
+    kind = _container(x)
+    if kind is list:
+        return dict(enumerate(list.copy(x)))
+    return {} if kind is object else dict(kind.items(x))
+
+
+def _set_items(x: Any, items: dict[Any, Any]) -> None:
+    kind = _container(x)
+    if kind is list:
+        list.__setitem__(x, slice(None), list(items.values()))
+    elif kind is not object:
+        kind.clear(x)
+        for key, value in items.items():
+            kind.__setitem__(x, key, value)
 
 
 def closed(tree: Any) -> Any:
@@ -115,22 +151,23 @@ def _closed(x: Any) -> Any:
 
 
 def _like(x: Any) -> Any:
-    """Another object of the class, with what x has besides attributes: in slots, or as the dict that it is.
+    """Another object of the class, with what x has besides attributes and items, which is in slots.
 
     Its attributes are not copied: the class may do more for that, as a GradScaler does, which reads its scale.
     """
     slots = any(vars(base).get("__slots__") for base in type(x).__mro__)
     try:
-        return copy.copy(x) if slots else object.__new__(type(x))
+        return copy.copy(x) if slots else _container(x).__new__(type(x))
     except TypeError:  # a class of another layout
         return copy.copy(x)
 
 
 def fill(target: Any, x: Opened) -> None:
-    """Give an object the attributes of an opened one."""
+    """Give an object the attributes and items of an opened one."""
     own = vars(target)
     own.clear()
     own.update({name: closed(value) for name, value in x.attributes.items()})
+    _set_items(target, {key: closed(value) for key, value in x.items.items()})
 
 
 # ---- arguments that the step changes ----------------------------------------------------------
@@ -157,8 +194,11 @@ def write_back(target: Any, new: Any) -> Any:
     if isinstance(new, Opened) and type(target) is type(new.like):
         own, attributes = vars(target), new.attributes
         values = {name: write_back(own.get(name), value) for name, value in attributes.items()}
+        had = _items(target)
+        items = {key: write_back(had.get(key), value) for key, value in new.items.items()}
         own.clear()
         own.update(values)
+        _set_items(target, items)
         return target
     if type(target) is dict and type(new) is dict:
         values = {key: write_back(target.get(key), value) for key, value in new.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 
 import pytest
@@ -220,6 +220,40 @@ def test_objects_are_arguments_and_results():
             assert cache.layers[0] is first
         for mine, theirs in zip(cache.layers, want_cache.layers, strict=True):
             torch.testing.assert_close(whole(mine.keys), theirs.keys)
+
+    run_ranks(rank, 2)
+
+
+class Row(OrderedDict):
+    """A dict of a class that torch's trees do not know."""
+
+
+class Rows(list):
+    note = None
+
+
+def regroup(row, rows):
+    rows.append(row["x"] + sum(rows))
+    row["y"], rows.note = rows[-1] * 2, "grown"
+    return Row(total=row["y"].sum(), rows=Rows(rows[:1]))
+
+
+def test_dicts_and_lists_of_classes_of_their_own():
+    """What they contain is traced, not kept from the trace; and they are changed in place."""
+    want_row, want_rows = Row(x=X), Rows([X * 3])
+    want = [regroup(want_row, want_rows) for _ in range(3)]
+
+    def rank(r):
+        step = spmd.compile(regroup, line(), inputs={"row.x": {"dp": Shard(0)}})
+        row, rows = Row(x=X), Rows([X * 3])
+        for expected in want:
+            out = step(row, rows)
+            assert type(out) is Row and list(out) == ["total", "rows"] and type(out["rows"]) is Rows
+            torch.testing.assert_close(whole(out["total"]), expected["total"])
+            torch.testing.assert_close(whole(out["rows"][0]), expected["rows"][0])
+        assert rows.note == "grown" and list(row) == ["x", "y"]
+        for mine, theirs in zip([*rows, row["y"]], [*want_rows, want_row["y"]], strict=True):
+            torch.testing.assert_close(whole(mine), theirs)
 
     run_ranks(rank, 2)
 
