@@ -32,10 +32,21 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
             "uses a tensor that is not among its arguments, nor in a module or optimiser among them; pass it as an "
             "argument"
         )
-    if isinstance(error, _torch.ValueRead) or (isinstance(error, TypeError | RuntimeError) and READS_A_VALUE in text):
+    reads = isinstance(error, TypeError | RuntimeError) and any(part in text for part in READS_A_VALUE)
+    if isinstance(error, _torch.ValueRead) or reads:
         return RuntimeError, (
-            f"reads the value of a tensor in Python ({text}), which only the run knows; return the tensor, and read it "
-            "after the step"
+            f"reads the value of a tensor in Python ({text.splitlines()[0]}), which only the run knows; return the "
+            "tensor, and read it after the step"
+        )
+    if isinstance(error, NotImplementedError) and "auto_functionalized" in text:
+        return NotImplementedError, (
+            "calls a custom op that writes into its arguments (mutates_args), which no program can hold; let the op "
+            "return the new values, and write them with x.copy_(...)"
+        )
+    if isinstance(error, RuntimeError) and any(part in text for part in ASKS_FOR_MEMORY):
+        return RuntimeError, (
+            "needs the memory of a tensor, as copy.deepcopy, torch.save and pointers do, and a traced one has none; "
+            "copy with x.clone(), and save after the step"
         )
     return None
 
@@ -45,8 +56,11 @@ ONLY_CHECKS = (
     "torch.linalg.inv_ex"
 )
 
-READS_A_VALUE = ".numpy() is not supported"
-"""What torch says where Python code wants numbers of a traced tensor."""
+READS_A_VALUE = ".numpy() is not supported", "passed to FunctionalTensor.__format__", "but got FunctionalTensor"
+"""What torch says where Python code wants numbers of a traced tensor; the last, where a size should be an int."""
+
+ASKS_FOR_MEMORY = "Cannot access data pointer of Tensor", "data pointer on an invalid python storage"
+"""What torch says where code wants the memory of a traced tensor."""
 
 
 def of_dtensor(error: AttributeError, kind: type) -> AttributeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections import deque
@@ -204,6 +205,28 @@ def writes(model, optimizer, x, y):
     return x.sum()
 
 
+def formats(model, optimizer, x, y):
+    return f"{model(x).mean():.3f}"
+
+
+def copies_the_state(model, optimizer, x, y):
+    kept = copy.deepcopy(model.state_dict())
+    return kept["up.weight"] * 2
+
+
+@torch.library.custom_op("test_untraceable::counted", mutates_args={"seen"})
+def counted(seen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    seen.add_(1)
+    return x * 2
+
+
+counted.register_fake(lambda seen, x: torch.empty_like(x))
+
+
+def writes_in_a_custom_op(model, optimizer, x, y):
+    return counted(x.sum().detach().clone(), x)
+
+
 UNKNOWN = r"decides by a value in a tensor, .* such as torch.where"
 READS = "reads the value of a tensor in Python .*; return the tensor, and read it after the step"
 SIZE = "the size of its result depends on values, .* such as torch.where"
@@ -222,6 +245,9 @@ TABLE = [
     (names, RuntimeError, READS),
     (prints, RuntimeError, READS),
     (looks_up, RuntimeError, READS),
+    (formats, RuntimeError, READS),
+    (copies_the_state, RuntimeError, r"needs the memory of a tensor, .* copy with x.clone\(\)"),
+    (writes_in_a_custom_op, NotImplementedError, r"\(mutates_args\), .* let the op return the new values"),
     (selects, NotImplementedError, SIZE),
     (finds, NotImplementedError, SIZE),
     (distinct, NotImplementedError, SIZE),
