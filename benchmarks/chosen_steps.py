@@ -81,6 +81,7 @@ def slowest(seconds: float) -> float:
 
 ALONE = {
     "all_reduce": lambda x, op, group: x,
+    "all_reduce_": lambda x, op, group: x,
     "all_gather_into_tensor": lambda x, n, group: x.new_zeros(n * len(x)),
     "reduce_scatter_tensor": lambda x, op, n, group: x[: len(x) // n],
     "all_to_all_single": lambda x, out_splits, in_splits, group: x.new_zeros(sum(out_splits)),
