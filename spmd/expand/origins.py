@@ -75,6 +75,11 @@ class Site:
     path: str = ""
     line: Line | None = None
 
+    @property
+    def is_input(self) -> bool:
+        """Whether it is what a module is given. What it gives is called by the module's path first."""
+        return self.line is None and self.names[0] != self.path
+
 
 @functools.lru_cache(maxsize=1 << 14)
 def _line(file: str, number: int) -> Line:
@@ -211,17 +216,25 @@ class Origins:
 
 def renamed(meta: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
     """The metadata that a node of the module of one path would have, were it one of another module."""
-
-    def of(text: str) -> str:
-        return f"{new}{text[len(old) :]}" if text == old or text.startswith(f"{old}.") else text
-
     found = dict(meta)
     if ORIGIN in meta:
-        found[ORIGIN] = meta[ORIGIN]._replace(module=of(meta[ORIGIN].module))
+        found[ORIGIN] = meta[ORIGIN]._replace(module=_moved(meta[ORIGIN].module, old, new))
     for key in (SITES, GRADIENT_OF):
         if key in meta:
-            found[key] = tuple(Site(tuple(map(of, site.names)), of(site.path), site.line) for site in meta[key])
+            found[key] = tuple(_renamed(site, old, new) for site in meta[key])
     return found
+
+
+def _renamed(site: Site, old: str, new: str) -> Site:
+    """The same object for a line: it has no path, and the gradient of its value is known by the object."""
+    if site.line is not None:
+        return site
+    return Site(tuple(_moved(name, old, new) for name in site.names), _moved(site.path, old, new))
+
+
+def _moved(path: str, old: str, new: str) -> str:
+    """A path in the module of one path, as one in another module."""
+    return f"{new}{path[len(old) :]}" if path == old or path.startswith(f"{old}.") else path
 
 
 def _node_of(x: Any, mode: Any) -> fx.Node | None:

@@ -11,6 +11,7 @@ module computes reads it so: a norm gives shards of the sequence, and the layer 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -56,13 +57,14 @@ def pinned(graph: fx.Graph, pins: Pins, mesh: DeviceMesh) -> fx.Graph:
     if not pins:
         return graph
     values = list(sites_of(graph, SITES))
-    by_site = {site: _pin_of(site, pins) for _, site in values}
-    _require_matches(pins, by_site)
+    by_site = {_known_by(site): _pin_of(site, pins) for _, site in values}
+    _require_matches(pins, [site for _, site in values])
     found: dict[fx.Node, Constraint] = {}
     for key in (SITES, GRADIENT_OF):
         for node, site in list(sites_of(graph, key)):
-            if by_site.get(site) is not None and node not in found:
-                found[node] = _checked(by_site[site], node, site, mesh)
+            pin = by_site.get(_known_by(site))
+            if pin is not None and node not in found:
+                found[node] = _checked(pin, node, site, mesh)
     given = {node: inputs for node in found if (inputs := _given(node, by_site, mesh))}
     for node, constraint in found.items():
         new = constrain_node(node, constraint)
@@ -71,10 +73,10 @@ def pinned(graph: fx.Graph, pins: Pins, mesh: DeviceMesh) -> fx.Graph:
     return graph
 
 
-def _given(node: fx.Node, by_site: Mapping[Site, Constraint | None], mesh: DeviceMesh) -> dict[str, Constraint]:
+def _given(node: fx.Node, by_site: Mapping[object, Constraint | None], mesh: DeviceMesh) -> dict[str, Constraint]:
     """How modules are to be given a value, by their paths."""
-    sites = [site for site in node.meta.get(SITES, ()) if site.line is None and ".input" in site.names[0]]
-    return {s.path: _checked(pin, node, s, mesh) for s in sites if (pin := by_site.get(s)) is not None}
+    sites = [site for site in node.meta.get(SITES, ()) if site.is_input]
+    return {s.path: _checked(pin, node, s, mesh) for s in sites if (pin := by_site.get(_known_by(s))) is not None}
 
 
 def _constrain_inside(node: fx.Node, given: Mapping[str, Constraint]) -> None:
@@ -93,19 +95,30 @@ def _constrain_inside(node: fx.Node, given: Mapping[str, Constraint]) -> None:
 
 def sites_of(graph: fx.Graph, key: str) -> Iterator[tuple[fx.Node, Site]]:
     """The values of a graph that have names, or the gradients of such values. Of lines those that other lines read."""
-    chosen = None if key == SITES else {site for _, site in sites_of(graph, SITES)}
+    chosen = None if key == SITES else {_known_by(site) for _, site in sites_of(graph, SITES)}
     for node in graph.nodes:
         for site in node.meta.get(key, ()):
-            if site in chosen if chosen is not None else site.line is None or handed_on(node, site.line):
+            if _known_by(site) in chosen if chosen is not None else site.line is None or handed_on(node, site.line):
                 yield node, site
+
+
+def _known_by(site: Site) -> object:
+    """What a value and its gradient have in common. Blocks that are written again have sites of their own in each
+    pass, with the same names; a line has several values, of which some are handed on."""
+    return site.names if site.line is None else site
 
 
 def names_match(pattern: str, site: Site) -> bool:
     """Whether a pattern names a site. What a module is given is named by patterns that say so alone."""
     if site.line is not None:
         return site.line.is_at(pattern)
-    says_input = ".input" in pattern
-    return any(matches(pattern, name) and (".input" in name) == says_input for name in site.names)
+    if site.is_input and not _SAYS_INPUT(pattern):
+        return False
+    return any(matches(pattern, name) for name in site.names)
+
+
+_SAYS_INPUT = re.compile(r"\.input(\.|$)").search
+"""Of a pattern: `up.input`, `up.input.0`, but not `blocks.*.input_norm`."""
 
 
 def _pin_of(site: Site, pins: Pins) -> Constraint | None:

@@ -138,6 +138,31 @@ def on(spec, axis, p) -> bool:
     return own.is_shard(p.dim % spec.ndim) if isinstance(p, Shard) else own == p
 
 
+class Layers(nn.Module):
+    """Equal layers, of which some are written again, and a module whose name begins as what a module is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential() for _ in range(4)))
+        for layer in self.layers:
+            layer.input_norm, layer.up = nn.LayerNorm(6), nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x):
+        return (self.norm(self.layers(x[..., None] * torch.ones(6)))[:, 0:None, :] @ torch.ones(6, 7)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("said, values", [("*norm", 5), ("*.up", 4), ("norm", 1)])
+def test_each_gradient_is_pinned_as_its_value(said, values):
+    """Also in layers that are written again, and where the value is read by `x[:]`."""
+    mesh, model = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")), Layers()
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, placements={said: BATCH})
+    words = torch.zeros(5, 4, dtype=torch.long)
+    program = step.program_for(model, torch.optim.SGD(model.parameters(), 0.1), words, words)
+    ((_, specs),) = pinned(program)
+    assert len(specs) == 2 * values
+
+
 # ---- errors -----------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.nodes import read_instead
+from spmd.expand.origins import GRADIENT_OF, SITES, moved_to
 from spmd.expand.sizes.size import Size
 from spmd.tensor.call import TensorMeta
 
@@ -87,6 +88,7 @@ def _renumber(graph: fx.Graph) -> None:
             whole[node] = whole.get(node.args[0], node.args[0])
     read_instead(whole)
     for node in reversed(whole):
+        moved_to(node, whole[node], (SITES, GRADIENT_OF))
         graph.erase_node(node)
     _torch.rename(graph, lambda node: _NUMBER.sub("", node.name) if node.op == "call_function" else node.name)
 
