@@ -98,9 +98,10 @@ def unread_inputs(graph: fx.Graph) -> frozenset[int]:
 
 
 def inputs_given_back(graph: fx.Graph) -> frozenset[int]:
-    """The places of the outputs that go out as they came in: all other state is written."""
+    """The places of the outputs that go out as they came in: all other state is written. An output may be a number."""
     (output,) = graph.find_nodes(op="output")
-    return frozenset([i for i, n in enumerate(output.args[0]) if n.op == "placeholder"])
+    given = enumerate(output.args[0])
+    return frozenset([i for i, x in given if isinstance(x, fx.Node) and x.op == "placeholder"])
 
 
 def check_arguments(arguments: Mapping[str, Any], tensors: Tensors, written: Collection[Slot]) -> None:
