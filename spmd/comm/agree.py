@@ -110,7 +110,7 @@ def _key(text: bytes, key: bytes) -> bytes:
 
 @per_rank
 def _joined(value: str, more: str) -> str:
-    return f"{value}\n{more}"
+    return f"{value}\n{more}" if value else more
 
 
 def raise_if_one_failed(every: list[Statement], mesh: DeviceMesh) -> None:

@@ -59,13 +59,14 @@ _OF_STAMPS = "captured with stamps, or kept by an earlier process"
 
 
 def _compared(make: Callable[[bool], Made], plainly: bool, mesh: DeviceMesh, title: str) -> Made:
-    made, text, error = None, "", None
+    made, text, key, error = None, "", b"", None
     try:
         made = make(plainly)
-        text = f"program {made.source.fingerprint}{random_state(made.captured)}" if mesh.size() > 1 else ""
+        if mesh.size() > 1:
+            text, key = random_state(made.captured), made.source.fingerprint.encode()
     except Exception as e:
         error = e
-    agree(text, mesh, title, error, more=lambda: _shown(made, plainly))
+    agree(text, mesh, title, error, more=lambda: _shown(made, plainly), key=key)
     return made
 
 

@@ -260,8 +260,7 @@ class CompiledStep:
     def _agree_on_objects(
         self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float]
     ) -> int:
-        text = f"program: {bound.fingerprint if bound else 'to be made'}"
-        text += random_state(bound.captured) if bound else ""
+        text = f"program: {bound.fingerprint}\n{random_state(bound.captured)}" if bound else "program: to be made"
         return agree_on_call(self, self._site, self._call_title, self.mesh, text, objects, small, numbers)
 
     @property

@@ -25,4 +25,4 @@ def check_explicit(what: str, bound: BoundProgram) -> None:
 def random_state(captured: Captured) -> str:
     """The state of the random numbers as text, empty for a program without draws. The ranks compare it."""
     draws = any(isinstance(i, Draws) for i in captured.inputs)
-    return f"\nrandom numbers: {stream.get_rng_state()}" if draws else ""
+    return f"random numbers: {stream.get_rng_state()}" if draws else ""

@@ -199,7 +199,8 @@ LEFT = {
     "adapter": (Adapter, "down", "no pair"), "norm": (Adapter, "norm", "a norm"),
     "torch's attention": (lambda: nn.TransformerEncoderLayer(8, 2), "self_attn", "its projections are no layers"),
     "hidden": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), "0", "do not divide its 6 hidden features"),
-    "convolution": (lambda: nn.Conv2d(4, 4, 3), "the model", "shared out over the batch alone"),
+    "convolution": (
+        lambda: nn.Conv2d(4, 4, 3), "parameters of the model itself", "shared out over the batch alone"),
     "experts": (lambda: made("mixtral"), "model.layers.0.mlp.experts", "over an axis 'ep'"),
 }  # fmt: skip
 
