@@ -24,7 +24,6 @@ Exits 1 above 1e-10.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import statistics
 import sys
@@ -39,18 +38,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
+from _float64 import APART, all_in_float64
 from _table import table
 from torch import nn
-from torch._subclasses.functional_tensor import FunctionalTensor
 
 import spmd
 from examples.gpt import GPT, GPTConfig
 from spmd import Shard
 from spmd.expand.choose.price import program_cost
 from spmd.mesh import Compute, Link, Machine, MeshTopoInfo, Way
-
-APART = 1e-10
-"""How far a training may be from one device, in float64."""
 
 
 @dataclass(frozen=True)
@@ -295,18 +291,6 @@ def known(file: Path | None) -> dict[tuple[str, ...], list[str]]:
 
 
 # ---- trained ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def all_in_float64() -> Iterator[None]:
-    """Inside, models that ask for float32 by name get float64, also where a capture has its own kind of tensor."""
-    kept = torch.float32, torch.float, torch.Tensor.float, FunctionalTensor.float
-    torch.float32 = torch.float = torch.float64
-    torch.Tensor.float, FunctionalTensor.float = torch.Tensor.double, FunctionalTensor.double
-    try:
-        yield
-    finally:
-        torch.float32, torch.float, torch.Tensor.float, FunctionalTensor.float = kept
 
 
 def trained(case: Case, said: dict, choose: str, mesh_name: str, machine: str) -> float:
