@@ -3,6 +3,7 @@
     python benchmarks/by_hand.py                 # all models and plans, on ranks that do not exist
     python benchmarks/by_hand.py --only llama    # some
     python benchmarks/by_hand.py --train         # and train each for three steps: is it what one device does?
+    python benchmarks/by_hand.py --pinned        # only rows that need a pin to send Megatron's bytes, with that pin
 
 Bytes are those that a rank sends, with ring algorithms: (n-1)/n of the tensor for a gather or a reduce-scatter over n
 ranks, twice that for an all-reduce. Collectives are counted before they are put into buckets. Numbers - the loss, its
@@ -39,7 +40,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -155,6 +156,15 @@ PLANS = {
 }
 
 
+NORMS = {"*norm": {"dp": Shard(0)}}
+PINNED: dict[tuple[str, str], tuple[str, dict]] = {
+    ("llama", "Megatron, ZeRO-1"): ("program", NORMS),
+    ("mixtral", "Megatron, ZeRO-1"): ("program", NORMS),
+    ("mixtral", "Megatron"): ("op", NORMS),
+}
+"""Who chooses, and the `placements=` with which Megatron's own bytes are sent, where the cheaper step sends more."""
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """A plain step, as for one device."""
     optimizer.zero_grad()
@@ -179,21 +189,21 @@ def batch(size: Size) -> dict[str, torch.Tensor]:
     return {"input_ids": words, "labels": words.clone()}
 
 
-def compiled(name: str, plan: Plan, mesh: spmd.DeviceMesh, choose: str) -> spmd.CompiledStep:
+def compiled(name: str, plan: Plan, mesh: spmd.DeviceMesh, choose: str, pins: dict | None = None) -> spmd.CompiledStep:
     sharded = TP[name].items() if plan.tensor_parallel else ()
     params = {pattern: {"tp": p if isinstance(p, Shard) else Shard(p)} for pattern, p in sharded}
     inputs = {"batch.*": plan.inputs}
     said = {"params": params, "inputs": inputs} | plan.said
-    return spmd.compile(train_step, mesh, bucket_mb=None, choose=choose, **said)
+    return spmd.compile(train_step, mesh, bucket_mb=None, choose=choose, placements=pins, **said)
 
 
-def program(name: str, plan: Plan, choose: str) -> Program:
+def program(name: str, plan: Plan, choose: str, pins: dict | None = None) -> Program:
     """The program of a step. Nothing is run."""
     size = torch.Size(plan.axes.values())
     mesh = spmd.DeviceMesh("cpu", torch.arange(size.numel()).view(size).tolist(), mesh_dim_names=tuple(plan.axes))
     model = made(name, plan.size, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return compiled(name, plan, mesh, choose).program_for(model, optimizer, batch(plan.size))
+    return compiled(name, plan, mesh, choose, pins).program_for(model, optimizer, batch(plan.size))
 
 
 # ---- what is sent -----------------------------------------------------------------------------
@@ -267,20 +277,20 @@ def of_activations(name: str, plan: Plan) -> Iterator[Term]:
 # ---- trained ----------------------------------------------------------------------------------
 
 
-def trained(name: str, plan: Plan, choose: str) -> float:
+def trained(name: str, plan: Plan, choose: str, pins: dict | None = None) -> float:
     """How far losses and parameters are from those of one device after three steps, simulated."""
     with all_in_float64():
-        return _apart(name, plan, choose)
+        return _apart(name, plan, choose, pins)
 
 
-def _apart(name: str, plan: Plan, choose: str) -> float:
+def _apart(name: str, plan: Plan, choose: str, pins: dict | None) -> float:
     alone = made(name, TRAINED, torch.float64)
     optimizer = torch.optim.SGD(alone.parameters(), 0.1)
     want = [train_step(alone, optimizer, batch(TRAINED)) for _ in range(3)]
     size = torch.Size(plan.axes.values())
     with spmd.LocalTensorMode(size.numel()):
         mesh = spmd.init_device_mesh("cpu", tuple(size), mesh_dim_names=tuple(plan.axes))
-        model, step = made(name, TRAINED, torch.float64), compiled(name, plan, mesh, choose)
+        model, step = made(name, TRAINED, torch.float64), compiled(name, plan, mesh, choose, pins)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         got = [step(model, optimizer, batch(TRAINED)) for _ in range(3)]
         pairs = [*zip(got, want, strict=True), *zip(model.parameters(), alone.parameters(), strict=True)]
@@ -294,22 +304,25 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 # ---- the table --------------------------------------------------------------------------------
 
 
-def row(name: str, title: str, choose: str, train: bool) -> tuple[list[str], bool]:
+def row(name: str, title: str, choose: str, train: bool, pins: dict | None = None) -> tuple[list[str], bool]:
     plan = PLANS[title]
-    planned = program(name, plan, choose)
+    planned = program(name, plan, choose, pins)
     hand, own = by_hand(name, plan, planned), sent(planned)
-    apart = trained(name, plan, choose) if train else 0.0
+    apart = trained(name, plan, choose, pins) if train else 0.0
     fine = own.nbytes <= ALLOWED * hand.nbytes and own.count <= ALLOWED * hand.count and apart < APART
     cells = [f"{hand.nbytes / 1e6:.3f}", f"{own.nbytes / 1e6:.3f}", f"{own.nbytes / hand.nbytes:.3f}"]
     cells += [str(hand.count), str(own.count), f"{hand.us:,.0f}", f"{own.us:,.0f}", f"{program_cost(planned).us:,.0f}"]
     cells += [f"{max(gathered_bytes(planned)) / 1e6:.1f}", f"{apart:.0e}" if train else "", "" if fine else "ABOVE"]
-    return [name, title, choose, *cells], fine
+    return [name, title, f"{choose}, pinned" if pins else choose, *cells], fine
 
 
-def asked(names: Iterable[str], titles: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """The models and plans of the table. Packed weights are for tensor parallelism."""
-    return ((name, title) for name in names for title in titles
-            if PLANS[title].tensor_parallel or "packed" not in name)  # fmt: skip
+def asked(args: argparse.Namespace) -> Iterator[tuple[str, str, str, dict | None]]:
+    """Models and plans of the table, who chooses, and pins. Packed weights are for tensor parallelism."""
+    for name, title in ((name, title) for name in args.only for title in args.plans):
+        if args.pinned:
+            yield from [(name, title, *PINNED[name, title])] if (name, title) in PINNED else ()
+        elif PLANS[title].tensor_parallel or "packed" not in name:
+            yield from ((name, title, choose, None) for choose in args.choose)
 
 
 def main() -> int:
@@ -318,18 +331,18 @@ def main() -> int:
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), help="these plans")
     parser.add_argument("--choose", nargs="+", choices=("op", "program"), default=["op", "program"])
     parser.add_argument("--train", action="store_true", help="train each for three steps, and compare with one device")
+    parser.add_argument("--pinned", action="store_true", help="only rows with pins that give Megatron's own bytes")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     header = ["model", "plan", "chosen by", "by hand, MB", "sent, MB", "ratio", "collectives by hand", "sent"]
     header += ["by hand, us", "us", "step, us", "gathered at once, MB", "apart", ""]
     found, good = [], True
-    for name, title in asked(args.only, args.plans):
-        for choose in args.choose:
-            cells, fine = row(name, title, choose, args.train)
-            print(*cells, sep="  ", flush=True)
-            found.append(cells)
-            good &= fine
+    for name, title, choose, pins in asked(args):
+        cells, fine = row(name, title, choose, args.train, pins)
+        print(*cells, sep="  ", flush=True)
+        found.append(cells)
+        good &= fine
     print(table(header, found, left=3))
     return 0 if good else 1
 
