@@ -93,10 +93,10 @@ def compile(
     "blocks.*.mlp", or is given them, "blocks.*.mlp.input"; or by the line that makes them, "model.py:31". None in the
     place of a placement leaves an axis open. `spmd.constrain` says the same in the code.
     passes: what is done to each program, in this order: passes by name ("fewer_moves", "chunks", "numbers_late",
-    "buckets", "schedule", "overlap", "fused_updates", "offload"), such a pass with its sizes, or functions from
-    `Program` to `Program`. By default all-reduces are sent in buckets of `bucket_mb`, gathers and reduce-scatters in
-    those that need no more memory; on GPUs "overlap" chooses buckets and order, so that what is sent runs beside what
-    is computed, unless `bucket_mb` is None.
+    "buckets", "schedule", "overlap", "fused_updates", "fused_norms", "offload"), such a pass with its sizes, or
+    functions from `Program` to `Program`. By default all-reduces are sent in buckets of `bucket_mb`, gathers and
+    reduce-scatters in those that need no more memory; on GPUs "overlap" chooses buckets and order, so that what is sent
+    runs beside what is computed, unless `bucket_mb` is None.
     memory_budget: bytes that may be alive on a rank at one time: parameters, gradients, optimiser state, buckets and
     activations. What does not fit is freed after the forward and computed again in the backward, with the same numbers,
     random ones too, in the least modelled time; `program.reports` say what and at what cost. The error of a budget that

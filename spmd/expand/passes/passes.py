@@ -20,6 +20,7 @@ from typing import ClassVar
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.chunks import PIECES, chunked
 from spmd.expand.passes.fewer_moves import fewer_moves
+from spmd.expand.passes.fused_norms import fused_norms
 from spmd.expand.passes.fused_updates import OF_FUSED, fused
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.offload import offloaded, readers_first
@@ -190,6 +191,19 @@ class FusedUpdates(_Noting):
 
 
 @dataclass(frozen=True)
+class FusedNorms(_Noting):
+    """Takes the roots of norms that are stacked, as `clip_grad_norm_` does, by one op."""
+
+    name: ClassVar[str] = "fused_norms"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+
+    def noted(self, program: Program) -> Noted:
+        """The program, and how many roots are taken together."""
+        return fused_norms(program)
+
+
+@dataclass(frozen=True)
 class Offload(_Noting):
     """Sends what waits for the backward to host memory, whatever it costs. least_mb: smaller values stay."""
 
@@ -207,11 +221,11 @@ NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
 Pass = (
-    FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | Offload
+    FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | FusedNorms | Offload
     | Callable[[Program], Program]
 )  # fmt: skip
 
-NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload)
+NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, FusedNorms, Offload)
 PASSES: dict[str, Pass] = {each.name: each() for each in NAMED}
 """The passes that have a name."""
 
