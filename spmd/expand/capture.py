@@ -359,6 +359,7 @@ class _FlatFunction:
                     self.ignores_gradients = gradients.ignored(self.state.parameters().values())
                     with _torch.no_function_modes():
                         after = self.state.tensors()
+                    self._check_slots(after)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     self._note_changes(constants, python, numbers)
                 finally:
@@ -422,13 +423,16 @@ class _FlatFunction:
             raise RuntimeError(_FROZEN.format((elsewhere or changed)[0], what))
         self.changes = python.changes()
 
-    def _check_state(self, after: Tensors) -> None:
-        """Raise if the step adds or removes tensors of a module, or changes the shape or dtype of a tensor of state."""
+    def _check_slots(self, after: Tensors) -> None:
+        """Raise if the step adds or removes tensors of a module."""
         before = {slot for slot in self.slots if slot.kind in ("parameter", "buffer")}
         differing = before ^ {slot for slot in after if slot.kind in ("parameter", "buffer")}
         if differing:
             slot = min(differing)
             raise RuntimeError(f"the step adds or removes {slot}; register what a module holds before the step")
+
+    def _check_state(self, after: Tensors) -> None:
+        """Raise if the step changes the shape or dtype of a tensor of state."""
         for slot in self.slots.keys() & after.keys():
             old, new = self.slots[slot], after[slot]
             if (old.shape, old.dtype) != (new.shape, new.dtype):

@@ -245,7 +245,7 @@ class State:
         dicts: list[dict] = []
         for module in self.modules.values():
             for m in module.modules():
-                dicts += [vars(m), m._parameters, m._buffers]
+                dicts += [vars(m), m._parameters, m._buffers, m._modules]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
         return [_restore_later(d) for d in dicts]

@@ -26,6 +26,10 @@ def _only_checks(*_: Any, **__: Any) -> None:
     raise NotImplementedError(f"the step {ONLY_CHECKS}{at_user_line(current_frames())}")
 
 
+COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
+"""The namespaces of torch's collectives: on global tensors they would add up, or stack, what is the same on all ranks."""
+
+
 class Normalise(_torch.TorchDispatchMode):
     """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
@@ -47,6 +51,11 @@ class Normalise(_torch.TorchDispatchMode):
         if op is torch.ops.aten.detach.default and _is_kept_by_engine(args[0]):
             return _torch.same_value(args[0])
         _check_written(op, args)
+        if op.namespace in COLLECTIVES:
+            raise NotImplementedError(
+                f"{op}: a step computes with global tensors, of which every rank has the whole value, and the compiler "
+                f"adds the collectives; leave this one out, or call it in a spmd.local_map{at_user_line(current_frames())}"
+            )
         with self.numbering.drawing(op, args, kwargs):
             out = write_out(op, args, kwargs)
             if out is NotImplemented:
@@ -58,6 +67,11 @@ class Normalise(_torch.TorchDispatchMode):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
                 f"keep sizes, such as torch.where{at_user_line(current_frames())}"
+            )
+        if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{op}: gives a tensor of layout {out.layout}, and a program holds strided ones; leave out sparse=True, "
+                f"or compute with a dense tensor{at_user_line(current_frames())}"
             )
         return out
 

@@ -227,6 +227,26 @@ def writes_in_a_custom_op(model, optimizer, x, y):
     return counted(x.sum().detach().clone(), x)
 
 
+def adds_a_module(model, optimizer, x, y):
+    model.extra = nn.Linear(3, 3)
+    return model.extra(model(x)).sum()
+
+
+def adds_up_over_ranks(model, optimizer, x, y):
+    loss = model(x).sum()
+    return torch.ops._c10d_functional.all_reduce(loss, "sum", "0")
+
+
+def makes_sparse(model, optimizer, x, y):
+    return torch.sparse.mm(x.to_sparse_csr(), x.t())
+
+
+def updates_sparsely(model, optimizer, x, y):
+    table = torch.zeros(5, 3, requires_grad=True)
+    F.embedding(y, table, sparse=True).sum().backward()
+    return table.grad.to_dense()
+
+
 UNKNOWN = r"decides by a value in a tensor, .* such as torch.where"
 READS = "reads the value of a tensor in Python .*; return the tensor, and read it after the step"
 SIZE = "the size of its result depends on values, .* such as torch.where"
@@ -268,10 +288,14 @@ TABLE = [
     (draws_from_its_own, NotImplementedError, "draws from a generator of its own, .* use spmd.manual_seed"),
     (scales, TypeError, "the step uses SCALER, a GradScaler, .* pass it as an argument"),
     (uses_a_tensor, RuntimeError, "uses a tensor that is not among its arguments, .* pass it as an argument"),
+    (adds_up_over_ranks, NotImplementedError, "with global tensors, .* leave this one out, or call it in a spmd.local_map"),
+    (updates_sparsely, NotImplementedError, "gives a tensor of layout torch.sparse_coo, .* leave out sparse=True"),
+    (makes_sparse, NotImplementedError, "gives a tensor of layout torch.sparse_csr, .* compute with a dense tensor"),
+    (adds_a_module, RuntimeError, "adds or removes model.extra.bias; register what a module holds before the step"),
     (writes, RuntimeError, "writes into its argument x; let it return the new value instead"),
 ]
 
-NO_LINE = (sets_a_rate, sets_a_flag, returns_a_set, scales, writes, seeds_and_draws_none)
+NO_LINE = (sets_a_rate, sets_a_flag, returns_a_set, scales, writes, seeds_and_draws_none, adds_a_module)
 """What is found when the step has run: the error says what it is, by name."""
 
 
