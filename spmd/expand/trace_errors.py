@@ -52,8 +52,8 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
 
 
 ONLY_CHECKS = (
-    "calls an op that only checks, prints or communicates, which has no place in a program; use a variant without, such "
-    "as torch.linalg.inv_ex, and leave collectives to the compiler: a step computes with global tensors"
+    "calls an op that only checks, prints or communicates, which has no place in a program; use a variant without, "
+    "such as torch.linalg.inv_ex, and leave collectives to the compiler: a step computes with global tensors"
 )
 
 READS_A_VALUE = ".numpy() is not supported", "passed to FunctionalTensor.__format__", "but got FunctionalTensor"

@@ -27,7 +27,7 @@ def _only_checks(*_: Any, **__: Any) -> None:
 
 
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
-"""The namespaces of torch's collectives: on global tensors they would add up, or stack, what is the same on all ranks."""
+"""The namespaces of torch's collectives: on global tensors they would add up what is the same on all ranks."""
 
 
 class Normalise(_torch.TorchDispatchMode):
@@ -54,7 +54,8 @@ class Normalise(_torch.TorchDispatchMode):
         if op.namespace in COLLECTIVES:
             raise NotImplementedError(
                 f"{op}: a step computes with global tensors, of which every rank has the whole value, and the compiler "
-                f"adds the collectives; leave this one out, or call it in a spmd.local_map{at_user_line(current_frames())}"
+                "adds the collectives; leave this one out, or call it in a spmd.local_map"
+                f"{at_user_line(current_frames())}"
             )
         with self.numbering.drawing(op, args, kwargs):
             out = write_out(op, args, kwargs)
@@ -70,8 +71,8 @@ class Normalise(_torch.TorchDispatchMode):
             )
         if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
             raise NotImplementedError(
-                f"{op}: gives a tensor of layout {out.layout}, and a program holds strided ones; leave out sparse=True, "
-                f"or compute with a dense tensor{at_user_line(current_frames())}"
+                f"{op}: gives a tensor of layout {out.layout}, and a program holds strided ones; leave out "
+                f"sparse=True, or compute with a dense tensor{at_user_line(current_frames())}"
             )
         return out
 

@@ -288,7 +288,7 @@ TABLE = [
     (draws_from_its_own, NotImplementedError, "draws from a generator of its own, .* use spmd.manual_seed"),
     (scales, TypeError, "the step uses SCALER, a GradScaler, .* pass it as an argument"),
     (uses_a_tensor, RuntimeError, "uses a tensor that is not among its arguments, .* pass it as an argument"),
-    (adds_up_over_ranks, NotImplementedError, "with global tensors, .* leave this one out, or call it in a spmd.local_map"),
+    (adds_up_over_ranks, NotImplementedError, "with global tensors, .* or call it in a spmd.local_map"),
     (updates_sparsely, NotImplementedError, "gives a tensor of layout torch.sparse_coo, .* leave out sparse=True"),
     (makes_sparse, NotImplementedError, "gives a tensor of layout torch.sparse_csr, .* compute with a dense tensor"),
     (adds_a_module, RuntimeError, "adds or removes model.extra.bias; register what a module holds before the step"),
