@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from spmd.expand.capture import Captured
 from spmd.expand.choose.program import Expansion, chosen
 from spmd.expand.expansion import expansion_of, kind_of
-from spmd.expand.explain.reasons import written
+from spmd.expand.explain.reasons import Way, written
 from spmd.expand.passes.memory_budget import within
 from spmd.expand.passes.passes import with_passes
 from spmd.expand.program import Program
@@ -43,8 +43,8 @@ class Writer:
     def _expanded(self, given: Expansion) -> Program:
         for_program = self.settings.choose == "program" and self.mesh.size() > 1
         by_program = functools.partial(chosen, as_run=self._as_run)
-        write = (by_program, "for the program") if for_program else (Expansion.program, "by op")
-        return written(given, self.settings.pins, *write)
+        write = ("for the program", by_program) if for_program else ("by op", Expansion.program)
+        return written(given, self.settings.pins, Way(*write, self._as_run))
 
     def _as_run(self, program: Program) -> Program:
         """A program that was chosen, as it is priced: after the passes that are not judged by its time."""

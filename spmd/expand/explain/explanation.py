@@ -6,7 +6,9 @@
     forward   linear x2            f32[8@dp, 4, 16], f32[64@tp, 16] -> f32[8@dp, 4, 64@tp]
                                    work 0.1 us
     ...
-    next best of blocks.*.mlp.up, f32[8@dp, 4, 64@tp]: 31.0 us more, with
+    blocks.*.mlp.up, f32[8@dp, 4, 64@tp], stays so with
+        placements={'blocks.*.mlp.up': {'dp': Shard(0), 'tp': Shard(2)}}
+    next best: 31.0 us more in sum, the step 12.5 us longer, with
         placements={'blocks.*.mlp.up': {'dp': None, 'tp': Shard(1)}}
 """
 
@@ -71,33 +73,68 @@ class Explained(NamedTuple):
         return f"{head:<30} {specs[0]} -> {specs[1]}\n{'':<30} {'; '.join(costs)}"
 
 
-class Option(NamedTuple):
-    """Another layout of a value, as the user would say it, and by how much the whole program would cost more.
+class Price(NamedTuple):
+    """What a program costs. us: the sum of all moves and all work, before buckets. step: microseconds of a step as it
+    runs, by the timeline. nbytes, collectives: what a rank sends, before buckets."""
 
-    said: the argument of `spmd.compile`, such as `placements={...}`. key, placements: the same as values.
+    us: float
+    step: float
+    nbytes: int
+    collectives: int
+
+    def is_like(self, other: Price) -> bool:
+        """Whether both are the same but for rounding."""
+        return self[2:] == other[2:] and all(abs(a - b) < 1e-6 for a, b in zip(self[:2], other[:2], strict=True))
+
+
+class Option(NamedTuple):
+    """Another layout of a value, as the user would say it, and what the whole program would cost.
+
+    said: the argument of `spmd.compile`, such as `placements={...}`. key, placements: the same as values. price: of the
+    program with it. rise: by how much the sum of all costs would be more. longer: by how much a step would be longer,
+    where what is sent and what is computed overlap.
     """
 
     said: str
     key: str
     placements: dict
+    price: Price
     rise: float
+    longer: float
+
+    @property
+    def worse(self) -> float:
+        """The larger of the two: a choice takes only what costs less in sum and takes no longer."""
+        return max(self.rise, self.longer)
+
+    def __str__(self):
+        rise = f"{abs(self.rise):,.1f} us {'more' if self.rise >= 0 else 'less'} in sum"
+        longer = f"the step {abs(self.longer):,.1f} us {'longer' if self.longer >= 0 else 'shorter'}"
+        return f"{rise}, {longer}, with\n    {self.said}"
 
 
 class Alternative(NamedTuple):
-    """What else a value could be. value: its name. spec: what it is. options: those on one axis, the cheapest first."""
+    """What else a value could be.
+
+    value: its name. spec: what it is. options: those on one axis, the best first; and the pin to where it lies, where
+    that changes the program, as by a gradient that lies elsewhere. stays: the pin to where it lies, where nothing
+    changes; None where there is none.
+    """
 
     value: str
     spec: Spec
     options: tuple[Option, ...]
+    stays: Option | None = None
 
     @property
     def next_best(self) -> Option:
         return self.options[0]
 
     def __str__(self):
-        option = self.next_best
-        by = f"{abs(option.rise):,.1f} us {'more' if option.rise >= 0 else 'less'}"
-        return f"next best of {self.value}, {self.spec}: {by}, with\n    {option.said}"
+        head = f"{self.value}, {self.spec}"
+        if self.stays is None:
+            return f"next best of {head}: {self.next_best}"
+        return f"{head}, stays so with\n    {self.stays.said}\nnext best: {self.next_best}"
 
 
 class Explanation(NamedTuple):

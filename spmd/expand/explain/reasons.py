@@ -5,7 +5,9 @@ op that it was written for (`SOURCE`), so all of its cost is told apart: a reduc
 any other move to the op that reads what it gives, and the parts add up to the cost of the program.
 
 What else a value could be is tried, and not guessed: the program is made again as it would be if the user had pinned
-the value, with the same choice, and priced in the same way. So it costs what is said here if the user does so.
+the value, with the same choice, and priced in the same way. So it costs what is said here if the user does so. Two
+prices are told: the sum of all costs, which a choice makes least, and the time of a step, in which what is sent and
+what is computed overlap, and which no choice makes longer. What is less by one may be more by the other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from spmd.expand.choose.price import node_work, program_cost
 from spmd.expand.choose.program import Expansion
 from spmd.expand.choose.work import Roofline
 from spmd.expand.constraints import ConstrainOp
-from spmd.expand.explain.explanation import Alternative, Explained, Explanation, Option, Sent
+from spmd.expand.explain.explanation import Alternative, Explained, Explanation, Option, Price, Sent
 from spmd.expand.explain.where import is_line, lines_with, nodes_of, parameters_of
 from spmd.expand.local_ops import op_text
 from spmd.expand.nodes import SOURCE, graph_copied, source_of
@@ -35,15 +37,28 @@ from spmd.tensor.placement import REPLICATE, Placement, Shard
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec, spec_of
 
-Write = Callable[[Expansion], Program]
-"""How a program is made of an expansion: by op, or for the program."""
+
+@dataclass(frozen=True)
+class Way:
+    """How a program is made of an expansion. chosen: "by op" or "for the program". write: makes it. as_run: what it
+    becomes before it runs; by that its timeline is told."""
+
+    chosen: str
+    write: Callable[[Expansion], Program]
+    as_run: Callable[[Program], Program]
+
+    def price(self, program: Program) -> Price:
+        """What a program costs that was written so."""
+        sent = program.collectives
+        step = self.as_run(program).timeline().us
+        return Price(program_cost(program).us, step, sum(c.nbytes for c in sent), len(sent))
 
 
-def written(given: Expansion, pins: Pins, write: Write, chosen: str) -> Program:
+def written(given: Expansion, pins: Pins, way: Way) -> Program:
     """The program of an expansion with pins, with its reasons."""
     for node in given.graph.nodes:
         node.meta[SOURCE] = node.name
-    return replace(write(with_pins(given, pins)), reasons=Reasons(given, pins, write, chosen))
+    return replace(way.write(with_pins(given, pins)), reasons=Reasons(given, pins, way))
 
 
 def with_pins(given: Expansion, pins: Pins) -> Expansion:
@@ -57,13 +72,17 @@ class Reasons:
 
     given: Expansion
     pins: Pins
-    write: Write
-    chosen: str
+    way: Way
 
     @cached_property
     def program(self) -> Program:
         """The program as it was written, before the passes, which have changed its graph."""
-        return self.write(with_pins(self.given, self.pins))
+        return self.way.write(with_pins(self.given, self.pins))
+
+    @cached_property
+    def price(self) -> Price:
+        """What it costs."""
+        return self.way.price(self.program)
 
     def explain(self, of: str) -> Explanation:
         """See `Program.explain`."""
@@ -72,7 +91,8 @@ class Reasons:
         costs = _Costs(self.program)
         explained = costs.explained(given, where)
         alternatives = [*self._values(of, costs), *self._parameters(of)]
-        return Explanation(of, self.chosen, program_cost(self.program).us, _together(explained), tuple(alternatives))
+        us = program_cost(self.program).us
+        return Explanation(of, self.way.chosen, us, _together(explained), tuple(alternatives))
 
     # ---- what else a value could be -------------------------------------------------------------
     def _values(self, of: str, costs: _Costs) -> Iterator[Alternative]:
@@ -103,14 +123,21 @@ class Reasons:
         self, key: str, specs: Sequence[Spec], changed: Callable[[tuple], Expansion], argument: str, leaves_open: bool
     ) -> Iterator[Alternative]:
         """The options of a value, or of several that are pinned together."""
-        mesh, now, options = self.given.mesh, program_cost(self.program).us, []
-        for placements in _others(specs, leaves_open):
-            rise = program_cost(self.write(changed(placements))).us - now
-            text = placements_text(mesh, placements)
-            by_axis = dict(zip(mesh.axis_names, placements, strict=True))
-            options.append(Option(f"{argument}={{{key!r}: {text}}}", key, by_axis, rise))
-        if options:
-            yield Alternative(key, specs[0], tuple(sorted(options, key=lambda o: (round(o.rise, 6), o.said))))
+        tried = [self._tried(key, p, changed(p), argument) for p in _others(specs, leaves_open)]
+        here = self._tried(key, at, changed(at), argument) if leaves_open and (at := _where(specs)) else None
+        if here is not None and not here.price.is_like(self.price):
+            tried, here = [*tried, here], None
+        if tried:
+            options = sorted(tried, key=lambda o: (round(o.worse, 6), o.said))
+            yield Alternative(key, specs[0], tuple(options), here)
+
+    def _tried(self, key: str, placements: tuple[Placement | None, ...], changed: Expansion, argument: str) -> Option:
+        mesh, now = self.given.mesh, self.price
+        price = self.way.price(self.way.write(changed))
+        text = placements_text(mesh, placements)
+        by_axis = dict(zip(mesh.axis_names, placements, strict=True))
+        said = f"{argument}={{{key!r}: {text}}}"
+        return Option(said, key, by_axis, price, price.us - now.us, price.step - now.step)
 
     def _with_pin(self, key: str, placements: tuple[Placement | None, ...]) -> Expansion:
         return with_pins(self.given, {key: pin_of(key, placements), **{k: p for k, p in self.pins.items() if k != key}})
@@ -126,6 +153,18 @@ def _others(specs: Sequence[Spec], leaves_open: bool) -> Iterator[tuple[Placemen
             if n > 1 and any(not _is_on(spec, axis, p) for spec in specs):
                 rest = [None if leaves_open else specs[0].on(a) for a in range(mesh.ndim)]
                 yield tuple(p if a == axis else own for a, own in enumerate(rest))
+
+
+def _where(specs: Sequence[Spec]) -> tuple[Placement | None, ...] | None:
+    """The placements that all of these values have, open on an axis on which they differ or owe a reduction; None
+    where nothing is left to say."""
+    here = [{spec.on(a) for spec in specs} for a in range(specs[0].mesh.ndim)]
+    said = tuple(next(iter(own)) if len(own) == 1 and not _owes(own) else None for own in here)
+    return None if set(said) == {None} else said
+
+
+def _owes(placements: set[Placement]) -> bool:
+    return any(p.is_partial() for p in placements)
 
 
 def _is_on(spec: Spec, axis: int, p: Placement) -> bool:
