@@ -410,7 +410,7 @@ def _kept(index: torch.Tensor, weights: torch.Tensor, experts: int, factor: floa
         return weights
     kept, capacity = torch.ones_like(weights), ceil(factor * -(-len(index) // ranks) * index.shape[1] / experts)
     for part, of_part in zip(index.split(-(-len(index) // ranks)), kept.split(-(-len(index) // ranks)), strict=True):
-        seen = [0] * experts
+        seen = [0] * (experts + 1)  # the last: of no expert
         for place, e in enumerate(part.flatten().tolist()):
             seen[e] += 1
             of_part.view(-1)[place] = seen[e] <= capacity

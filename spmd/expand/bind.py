@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from spmd import _torch
 from spmd.comm import Transport
+from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.nodes import LINE, added
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 aten = torch.ops.aten
+ALL_TO_ALL = _torch.c10d_functional.all_to_all_single.default
+WAIT = _torch.c10d_functional.wait_tensor.default
 
 
 def bind(
@@ -177,11 +180,24 @@ class _Binder:
             name = f"constant{len(self.constants)}_of_blocks"
             self.constants[name] = getattr(trace.module, node.target)
             return self.graph.get_attr(name)
+        if node.target is EXCHANGE_ROWS:
+            return self._exchange_rows(node, env)
         target = SAFE_LOCALLY.get(node.target, node.target)
         if getattr(target, "namespace", "") == "_c10d_functional":
             target = self.transport.collective(target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         return added(self.graph, node.op, target, args, kwargs, node.name)
+
+    def _exchange_rows(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """An all-to-all whose sizes are read where it stands."""
+        x, sizes, rows, group = node.args
+        launch, wait = self.transport.collective(ALL_TO_ALL), self.transport.collective(WAIT)
+
+        def write(function: Callable, *args: Any) -> fx.Node:
+            return added(self.graph, "call_function", function, args, {}, function.__name__)
+
+        between = len(x.meta["val"]), rows
+        return written_rows(write, launch, wait, env[x], env[sizes], between, group)
 
     # ---- other ops ------------------------------------------------------------------------------
     def _without_kernel(self, node: fx.Node) -> list[fx.Node | None]:

@@ -73,7 +73,7 @@ class Dropless:
 
     def back(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = wait(all_to_all_single(y, self.sends, self.receives, (self.mesh, 0)))
-        return _combined(rows, self.order, weights)
+        return combined(rows, self.order, weights)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Capacity:
     def back(self, y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sends, receives = self._sizes()
         slots = wait(all_to_all_single(y, sends, receives, (self.mesh, 0)))
-        return _combined(slots.index_select(0, self.slots), self.order, weights)
+        return combined(slots.index_select(0, self.slots), self.order, weights)
 
     def _sizes(self) -> tuple[Sequence[int], Sequence[int]]:
         have = owned(self.experts, self.mesh)
@@ -162,7 +162,7 @@ def _ids_of_slots(have: Sequence[int], capacity: int, mesh: DeviceMesh, device: 
     return torch.arange(own, device=device).repeat_interleave(capacity).repeat(len(have))
 
 
-def _combined(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combined(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """For each token the weighted sum of its rows. order: the places of the rows in the flat weights."""
     weighted = rows * weights.flatten().index_select(0, order).unsqueeze(1)
     out = weighted.new_zeros(weights.shape[0], rows.shape[1])

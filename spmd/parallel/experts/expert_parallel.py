@@ -21,6 +21,7 @@ from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
 from spmd.parallel.experts.each_rank import on_each_rank
+from spmd.parallel.experts.ragged import ragged_experts
 from spmd.parallel.experts.whole import has_usual_weights, whole_experts
 from spmd.parallel.style import ParallelStyle
 from spmd.tensor.annotations.constraint import capturing
@@ -130,7 +131,10 @@ class SharedExperts(nn.Module):
                 f"ExpertParallel: a compiled step computes experts with gate_up_proj [experts, 2 f, d], down_proj "
                 f"[experts, d, f] and act_fn, and {type(self).__name__} has others; run it eagerly"
             )
-        return whole_experts(self, x, index, weights, self._expert_mesh, self._expert_parallel.capacity_factor)
+        mesh, factor = self._expert_mesh, self._expert_parallel.capacity_factor
+        if factor is None:
+            return ragged_experts(self, x, index, weights, capturing().mesh, mesh.axis_name(0))
+        return whole_experts(self, x, index, weights, mesh, factor)
 
     @contextmanager
     def _parameters_are(self, blocks: Mapping[str, torch.Tensor]) -> Iterator[None]:
