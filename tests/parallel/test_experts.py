@@ -218,7 +218,7 @@ def train(net, x, w):
 
 @pytest.mark.parametrize("factor", [None, 1.0])
 def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
-    """Of global tokens, padded to a bound; the sizes are those of the capacity."""
+    """Of global tokens. With a capacity sizes are those of the capacity; without, what is there is sent, as eagerly."""
     want = block("mixtral", 6)
     x = X.flatten(0, 1)
     _, weights, index = want.gate(x)
@@ -227,13 +227,43 @@ def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
         net = parallelize_module(block("mixtral", 6), mesh, {"experts": ExpertParallel(capacity_factor=factor)})
         step = spmd.compile(train, mesh=mesh, inputs={"x": {"ep": Shard(0)}, "w": {"ep": Shard(0)}})
-        step(net, X, W)
+        with CommDebugMode() as comm:
+            step(net, X, W)
         got = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
-    moves = [each for each in step.program.collectives if each.kind == "all_to_all"]
-    assert len(moves) == 3 and len(step.program.collectives) == 4  # nobody wants the gradient of the tokens
+    sent = [(each.kind, each.nbytes) for each in comm.counted if each.kind == "all_to_all_single"]
+    if factor is None:
+        ours, row = index.chunk(RANKS)[0].numel(), WIDTH * 8
+        assert sent[:2] == [("all_to_all_single", 6 * 8), ("all_to_all_single", ours * row)]
+    assert len(sent) == (3 if factor else 4), "nobody wants the gradient of the tokens; dropless sends counts"
+    assert [each.kind for each in comm.counted].count("all_reduce") == 1
     for name, p in want.named_parameters():
         for each in every_rank(got[name]):
             torch.testing.assert_close(each, p.grad, rtol=1e-10, atol=1e-12)
+
+
+def compiled(shape: tuple[int, ...]) -> list[torch.Tensor]:
+    """Two steps of other tokens, whose sizes differ, in one program."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "dp")[: len(shape)])
+    net = parallelize_module(block("mixtral", 5), mesh["ep"], {"experts": ExpertParallel()})
+    places = dict.fromkeys(mesh.axis_names, Shard(0))
+    step, found = spmd.compile(train, mesh=mesh, inputs={"x": places, "w": places}), []
+    for x in (X, X.flip(2)):
+        net.zero_grad()
+        step(net, x, W)
+        found += [p.grad.full_tensor() for p in net.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("way, shape", [("gloo", (4,)), ("simulated", (2, 2))])
+def test_a_compiled_step_takes_whatever_tokens_come(way, shape, gloo4):
+    want, net = [], block("mixtral", 5)
+    for x in (X, X.flip(2)):
+        net.zero_grad()
+        train(net, x, W)
+        want += [p.grad.clone() for p in net.parameters()]
+    for got in ways.run(way, gloo4, compiled, shape):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_a_block_that_is_compiled_leaves_its_experts_as_they_are():

@@ -25,6 +25,7 @@ from spmd.expand.guards import ById
 from spmd.expand.kept.notation import CannotKeep, module_name, spec_text
 from spmd.expand.python_state import is_set
 from spmd.expand.state import Slot
+from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.block_function import BlockFunction
 from spmd.tensor.spec import Spec
 
@@ -127,6 +128,7 @@ _TEXTS: list[tuple[Any, Callable[[Any], str]]] = [
     (float, float.__repr__),
     (Slot, str),
     (Spec, spec_text),
+    (DeviceMesh, lambda x: f"mesh {x.device_type} {x.axis_names} {x.shape} {list(x.ranks)}"),
     (torch.Tensor, tensor_text),
     (np.ndarray, lambda x: f"array {x.dtype} {x.shape} {digest(np.ascontiguousarray(x).tobytes())}"),
     ((torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, _torch.OpOverload), str),
