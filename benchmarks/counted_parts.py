@@ -85,7 +85,8 @@ def _own(x: torch.Tensor) -> torch.Tensor:
 
 
 def _experts(mesh, factor: float | None, compiled: bool):
-    net = parallelize_module(Experts(EXPERTS, WIDTH), mesh, ExpertParallel(capacity_factor=factor))
+    style = ExpertParallel(capacity_factor=factor, padded=factor is not None)
+    net = parallelize_module(Experts(EXPERTS, WIDTH), mesh, style)
     index = torch.arange(TOKENS * EACH).view(TOKENS, EACH) % EXPERTS
     given = torch.randn(TOKENS, WIDTH), index, torch.ones(TOKENS, EACH)
 

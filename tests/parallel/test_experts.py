@@ -216,25 +216,28 @@ def train(net, x, w):
     return loss
 
 
-@pytest.mark.parametrize("factor", [None, 1.0])
-def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
-    """Of global tokens. With a capacity sizes are those of the capacity; without, what is there is sent, as eagerly."""
+@pytest.mark.parametrize("said", [{}, {"capacity_factor": 1.0}, {"padded": False}], ids=str)
+def test_a_compiled_step_sends_tokens_in_one_move_each_way(said):
+    """Of global tokens, padded to a bound or to the capacity; not padded, what is there is sent, as eagerly."""
+    padded = said.get("padded", True)
     want = block("mixtral", 6)
     x = X.flatten(0, 1)
     _, weights, index = want.gate(x)
-    (dropping(factor or 99.0, x, index, weights, want.experts) * W.flatten(0, 1)).sum().backward()
+    (dropping(said.get("capacity_factor", 99.0), x, index, weights, want.experts) * W.flatten(0, 1)).sum().backward()
     with LocalTensorMode(RANKS):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-        net = parallelize_module(block("mixtral", 6), mesh, {"experts": ExpertParallel(capacity_factor=factor)})
+        net = parallelize_module(block("mixtral", 6), mesh, {"experts": ExpertParallel(**said)})
         step = spmd.compile(train, mesh=mesh, inputs={"x": {"ep": Shard(0)}, "w": {"ep": Shard(0)}})
         with CommDebugMode() as comm:
             step(net, X, W)
         got = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
     sent = [(each.kind, each.nbytes) for each in comm.counted if each.kind == "all_to_all_single"]
-    if factor is None:
+    moves = [each for each in step.program.collectives if each.kind == "all_to_all"]
+    assert len(moves) == (3 if padded else 0)
+    if not padded:
         ours, row = index.chunk(RANKS)[0].numel(), WIDTH * 8
         assert sent[:2] == [("all_to_all_single", 6 * 8), ("all_to_all_single", ours * row)]
-    assert len(sent) == (3 if factor else 4), "nobody wants the gradient of the tokens; dropless sends counts"
+    assert len(sent) == (3 if padded else 4), "nobody wants the gradient of the tokens; dropless sends counts"
     assert [each.kind for each in comm.counted].count("all_reduce") == 1
     for name, p in want.named_parameters():
         for each in every_rank(got[name]):
@@ -242,9 +245,9 @@ def test_a_compiled_step_sends_tokens_in_one_move_each_way(factor):
 
 
 def compiled(shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """Two steps of other tokens, whose sizes differ, in one program."""
+    """Two steps of other tokens, of which other numbers go to each rank, in one program."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "dp")[: len(shape)])
-    net = parallelize_module(block("mixtral", 5), mesh["ep"], {"experts": ExpertParallel()})
+    net = parallelize_module(block("mixtral", 5), mesh["ep"], {"experts": ExpertParallel(padded=False)})
     places = dict.fromkeys(mesh.axis_names, Shard(0))
     step, found = spmd.compile(train, mesh=mesh, inputs={"x": places, "w": places}), []
     for x in (X, X.flip(2)):
@@ -315,3 +318,5 @@ def test_a_layer_that_is_no_layer_of_experts_is_said():
         run_ranks(lambda rank: parallelize_module(nn.Linear(4, 3), init_device_mesh("cpu", (1,)), ExpertParallel()), 1)
     with pytest.raises(ValueError, match="positive"):
         ExpertParallel(capacity_factor=0)
+    with pytest.raises(ValueError, match="sizes are known"):
+        ExpertParallel(capacity_factor=1, padded=False)

@@ -39,19 +39,28 @@ class ExpertParallel(ParallelStyle):
     capacity_factor: how many tokens an expert takes of a rank, in units of what it gets if all get as much; what is
     beyond is dropped, in order of the tokens. None takes all. average_gradients: the gradients of experts are averages
     over the ranks' losses, as `fully_shard` and `data_parallel` make them of other parameters; of DTensors, and
-    otherwise, they are sums.
+    otherwise, they are sums. padded: without a capacity, a compiled step pads what each rank sends to the most that can
+    come, so that the sizes of its moves are known, and shown, counted and scheduled with the program. False sends what
+    is there, as eagerly: sizes are read on the host where the exchange stands, a program serves one number of tokens,
+    and experts' weights are gathered over axes that shard them further.
 
     >>> ExpertParallel(capacity_factor=1.25)
     ExpertParallel(capacity_factor=1.25)
+    >>> ExpertParallel(padded=False)
+    ExpertParallel(padded=False)
     """
 
-    def __init__(self, *, capacity_factor: float | None = None, average_gradients: bool = True):
+    def __init__(self, *, capacity_factor: float | None = None, average_gradients: bool = True, padded: bool = True):
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"ExpertParallel: capacity_factor is {capacity_factor}; give a positive number, or None")
+        if capacity_factor is not None and not padded:
+            raise ValueError("ExpertParallel: with a capacity_factor sizes are known; leave out padded=False")
+        self.padded = padded
         self.capacity_factor, self.average_gradients = capacity_factor, average_gradients
 
     def __repr__(self):
         said = "" if self.capacity_factor is None else f"capacity_factor={self.capacity_factor}"
+        said += "" if self.padded else "padded=False"
         return f"ExpertParallel({said})"
 
     def params(self, module: nn.Module) -> Mapping[str, Placement]:
@@ -131,10 +140,10 @@ class SharedExperts(nn.Module):
                 f"ExpertParallel: a compiled step computes experts with gate_up_proj [experts, 2 f, d], down_proj "
                 f"[experts, d, f] and act_fn, and {type(self).__name__} has others; run it eagerly"
             )
-        mesh, factor = self._expert_mesh, self._expert_parallel.capacity_factor
-        if factor is None:
+        mesh, style = self._expert_mesh, self._expert_parallel
+        if not style.padded:
             return ragged_experts(self, x, index, weights, capturing().mesh, mesh.axis_name(0))
-        return whole_experts(self, x, index, weights, mesh, factor)
+        return whole_experts(self, x, index, weights, mesh, style.capacity_factor)
 
     @contextmanager
     def _parameters_are(self, blocks: Mapping[str, torch.Tensor]) -> Iterator[None]:

@@ -39,7 +39,8 @@ def ragged_experts(
     rows = -(-tokens // mesh.size()) * mesh.size() * k  # so that whichever axes share out the tokens divide it
     places = torch.zeros(ranks, mesh.size() // ranks, 0, device=x.device)
     call = current_tracer()
-    h, sizes = call(_function(arrived_rows, mesh, axis), (x, index, module.gate_up_proj, places, axis, experts, rows), {})
+    of_blocks = x, index, module.gate_up_proj, places, axis, experts, rows
+    h, sizes = call(_function(arrived_rows, mesh, axis), of_blocks, {})
     gate, up = h.chunk(2, -1)
     y = module.act_fn(gate) * up
     return call(_function(returned_rows, mesh, axis), (y, sizes, index, weights, module.down_proj, axis), {})
