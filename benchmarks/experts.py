@@ -101,7 +101,7 @@ def alone(case: Case, groups: int) -> dict[str, torch.Tensor]:
     net, (x, index, weights, loss) = case.net(), case.given()
     kept = _kept(index, torch.ones_like(weights), case.experts, case.factor, groups)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    out = net(x, index, weights * kept) + 0 * x
+    out = net(x, index, weights * kept) + 0 * x + 0 * weights.sum()
     (out * loss).sum().backward()
     return named(net, out, x.grad, weights.grad)
 
