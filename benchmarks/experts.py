@@ -108,7 +108,7 @@ def alone(case: Case, groups: int) -> dict[str, torch.Tensor]:
 
 def named(net, *found) -> dict[str, torch.Tensor]:
     said = dict(zip(("out", "x.grad", "weights.grad"), found, strict=True))
-    said |= {f"{name}.grad": p.grad for name, p in net.named_parameters()}
+    said |= {f"{name}.grad": torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
     return {name: torch.zeros(()) if x is None else x for name, x in said.items()}
 
 
