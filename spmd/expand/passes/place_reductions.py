@@ -15,6 +15,8 @@ Left out: reductions to shards, reductions over a part of the axes, and ops with
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -72,34 +74,58 @@ class _Terms:
     summed: set[fx.Node] = field(default_factory=set)
     kept: set[fx.Node] = field(default_factory=set)
     _linear: dict[tuple, bool] = field(default_factory=dict)
+    _read: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph, owed: Owed) -> _Terms:
         """All of them. What needs the sum of a value can leave its readers without terms, so it is asked again."""
         barred: set[fx.Node] = set()
         known: dict[tuple, bool] = {}
-        ops = cls(graph, owed)._ops()
+        read: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        found = cls(graph, owed)
+        makers = [n for n in graph.nodes if found._owes(n) and not found._is_move(n)]
         while True:
-            found = cls(graph, owed, _linear=known)
-            new = found._scan(ops, barred)
+            found = cls(graph, owed, _linear=known, _read=read)
+            new = found._scan(makers, barred)
             if not new:
                 return found
             barred |= new
 
     # ---- what the values are ------------------------------------------------------------------
-    def _ops(self) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
-        """The nodes that are no moves of these sums, each with the values that it reads."""
-        return [
-            (node, tuple(dict.fromkeys(map(self.base, node.all_input_nodes))))
-            for node in self.graph.nodes
-            if not self._is_move(node)
-        ]
+    def _values(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """The values that a node reads."""
+        found = self._read.get(node)
+        if found is None:
+            found = self._read[node] = tuple(dict.fromkeys(map(self.base, node.all_input_nodes)))
+        return found
 
-    def _scan(self, ops: Sequence[tuple[fx.Node, tuple[fx.Node, ...]]], barred: set[fx.Node]) -> set[fx.Node]:
-        """Go through the graph once. barred: values whose readers get the sum. Returns further ones."""
+    def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
+        """The nodes that read a value, or a move of it, and are no such moves."""
+        for user in value.users:
+            if self._is_move(user):
+                yield from self._readers(user)
+            else:
+                yield user
+
+    def _in_order(self, makers: Sequence[fx.Node]) -> Iterator[fx.Node]:
+        """The nodes that owe sums, and the readers of all values that are found on the way, in the order of the graph.
+        """
+        queue, met, seen = list(makers), set(makers), 0
+        while queue:
+            yield heapq.heappop(queue)  # nodes compare by their places
+            for value in itertools.islice(reversed(self.sources), len(self.sources) - seen):
+                for reader in self._readers(value):
+                    if reader not in met:
+                        met.add(reader)
+                        heapq.heappush(queue, reader)
+            seen = len(self.sources)
+
+    def _scan(self, makers: Sequence[fx.Node], barred: set[fx.Node]) -> set[fx.Node]:
+        """Go through the values once. makers: the nodes that owe sums. barred: values whose readers get the sum.
+        Returns further ones."""
         clash: set[fx.Node] = set()
-        for node, values in ops:
-            read = tuple([b for b in values if b in self.sources])
+        for node in self._in_order(makers):
+            read = tuple([b for b in self._values(node) if b in self.sources])
             if not read:
                 self._note_made(node)
                 continue
