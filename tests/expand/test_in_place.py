@@ -272,6 +272,26 @@ def with_a_view(x):
     return aten.add.Tensor(x, aten.t.default(x))
 
 
+def fresh(x):
+    return aten.add.Tensor(aten.neg.default(aten.mm.default(x, x)), x)
+
+
+def fresh_and_its_view(x):
+    y = aten.neg.default(aten.t.default(x))
+    row = aten.select.int(y, 0, 1)
+    return aten.mul.Tensor(y, 2.0), aten.neg.default(row)
+
+
+def fresh_and_returned(x):
+    y = aten.neg.default(aten.t.default(x))
+    return y, aten.mul.Tensor(y, 2.0)
+
+
+def fresh_and_turned(x):
+    """The result lies as its operand does."""
+    return aten.mul.Tensor(aten.neg.default(aten.t.default(x)), aten.sum.default(x))
+
+
 def read_later(x):
     y = aten.add.Tensor(x, 1)
     return aten.mul.Tensor(x, y)
@@ -306,6 +326,10 @@ def of_a_reshaped(x):
         (view_later, "select.int add.Tensor neg.default"),
         (with_a_view, "t.default add.Tensor"),
         (read_later, "add.Tensor mul_.Tensor"),
+        (fresh, "mm.default neg.default add_.Tensor"),
+        (fresh_and_its_view, "t.default neg.default select.int mul.Tensor neg.default"),
+        (fresh_and_returned, "t.default neg.default mul.Tensor"),
+        (fresh_and_turned, "t.default neg.default sum.default mul_.Tensor"),
         (other_dtype, "gt.Scalar"),
         (other_shape, "sum.dim_IntList add.Tensor"),
         (not_first, "ones_like.default sub.Tensor"),
@@ -372,8 +396,8 @@ def test_an_all_reduce_writes_into_what_was_made_for_it_alone(fn, changed):
 
 def test_inputs_that_are_not_owned_are_not_written_into():
     graph = graph_of(chain)
-    assert reuse_memory(graph, [False]) == 0
-    assert targets(graph) == "add.Tensor mul.Tensor sqrt.default"
+    assert reuse_memory(graph, [False]) == 2
+    assert targets(graph) == "add.Tensor mul_.Tensor sqrt_.default"
 
 
 @pytest.mark.parametrize(

@@ -126,20 +126,21 @@ def test_the_rank_with_the_largest_blocks_is_the_default():
     step = spmd.compile(lambda x: (x * 2).relu(), mesh, inputs={"x": {"dp": Shard(0)}})
     program = step.program_for(torch.ones(5, 4))
     peaks = [program.memory((i,)).peak for i in range(4)]
-    assert peaks == [96, 96, 48, 0] and program.memory().peak == peaks[0]
+    assert peaks == [64, 64, 32, 0] and program.memory().peak == peaks[0]
 
 
-def test_memory_is_given_back_at_the_last_read():
-    """A chain of ops needs its input, an operand and a result, however long it is."""
+@pytest.mark.parametrize("op, most", [(lambda x: x.cumsum(0), 3 * 16), (torch.sin, 2 * 16)], ids=["cumsum", "sin"])
+def test_memory_is_given_back_at_the_last_read(op, most):
+    """A chain of ops needs its input, an operand and a result, however long it is; elements are written in place."""
     mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
 
     def chain(x):
         for _ in range(10):
-            x = x.sin()
+            x = op(x)
         return x
 
     step = spmd.compile(chain, mesh)
-    assert step.program_for(torch.ones(4)).memory().peak == 3 * 16
+    assert step.program_for(torch.ones(4)).memory().peak == most
 
 
 class _Forked(nn.Module):

@@ -2,11 +2,13 @@
 
 Capture makes every write functional. So the old and the new value of an updated parameter exist at the same time, and
 the new one must be copied into the parameter. If nothing reads the old value after the op that makes the new one, the
-op may write into the old value. That saves the memory and the copy.
+op may write into the old value. That saves the memory and the copy. So it does for what ops make on the way: of
+`add(div(sqrt(v), c), eps)` only the root needs memory.
 
 The rewrite is legal when
 
-- the old value has memory of its own: it is an owned input, or a value that this pass has written into one;
+- the old value has memory of its own: it is an owned input, what an op on elements has made, or a value that this pass
+  has written into one of these;
 - the op has an in-place variant whose result has the same shape and dtype;
 - nothing after the op reads the old value or a view of it.
 
@@ -21,7 +23,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.passes.aliasing import base_of, may_read_operand
+from spmd.expand.passes.aliasing import base_of, may_alias_operand, may_read_operand
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw, adamw_
 
 
@@ -36,6 +38,8 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
     writable = {n for n, o in zip(placeholders, owned, strict=True) if o}
     changed = 0
     for node in list(graph.nodes):
+        if _makes_elements(node):
+            writable.add(node)
         if node.target is adamw and _updates_alone(node, writable, last_read, order):
             _update_in_place(graph, node, last_read)
             changed += 1
@@ -66,6 +70,14 @@ def _update_in_place(graph: fx.Graph, node: fx.Node, last_read: dict[fx.Node, in
         last_read[operand] = last_read[result]
         result.replace_all_uses_with(operand)
         graph.erase_node(result)
+
+
+def _makes_elements(node: fx.Node) -> bool:
+    """Whether the node is an op on elements, whose result is new and dense. A composite op may return its operand."""
+    op = node.target
+    if not isinstance(op, _torch.OpOverload) or torch.Tag.pointwise not in op.tags:
+        return False
+    return not _torch.is_composite(op) and not may_alias_operand(node) and not _torch.returns_many(op)
 
 
 def _variant(node: fx.Node, writable: set[fx.Node]):
