@@ -35,12 +35,13 @@ def may_alias_operand(node: fx.Node) -> bool:
     """Whether the result may share memory with an operand."""
     op = node.target
     if isinstance(op, _torch.OpOverload):
-        return _may_alias(op)
+        return may_alias(op)
     return op not in MAKE_NEW and node.op not in ("output", "placeholder", "get_attr")
 
 
 @lru_cache(maxsize=4096)  # asked again for each node that is met on the way to a base
-def _may_alias(op: _torch.OpOverload) -> bool:
+def may_alias(op: _torch.OpOverload) -> bool:
+    """Whether the results of an op may share memory with its operands."""
     if op.namespace == "_c10d_functional":
         return op is _torch.c10d_functional.wait_tensor.default
     return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
@@ -81,7 +82,7 @@ class Memory(NamedTuple):
 
 def _makes_several(node: fx.Node) -> bool:
     """Whether the results of a node are new tensors, each with memory of its own."""
-    return node.target is adamw or (isinstance(node.target, _torch.OpOverload) and not _may_alias(node.target))
+    return node.target is adamw or (isinstance(node.target, _torch.OpOverload) and not may_alias(node.target))
 
 
 def memory_of(node: fx.Node) -> Memory:

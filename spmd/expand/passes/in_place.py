@@ -1,4 +1,4 @@
-"""Reuse the memory of inputs that are overwritten: `w2 = add(w, u)` becomes `add_(w, u)`.
+"""Reuse memory that nothing reads again: `w2 = add(w, u)` becomes `add_(w, u)`.
 
 Capture makes every write functional. So the old and the new value of an updated parameter exist at the same time, and
 the new one must be copied into the parameter. If nothing reads the old value after the op that makes the new one, the
@@ -18,12 +18,13 @@ A fused update (`spmd.tensor.recipes.updates`) writes into the parameter and bot
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.passes.aliasing import base_of, may_alias_operand, may_read_operand
+from spmd.expand.passes.aliasing import base_of, may_alias, may_read_operand
+from spmd.tensor.call import is_pointwise
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw, adamw_
 
 
@@ -38,7 +39,7 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
     writable = {n for n, o in zip(placeholders, owned, strict=True) if o}
     changed = 0
     for node in list(graph.nodes):
-        if _makes_elements(node):
+        if isinstance(node.target, _torch.OpOverload) and _makes_elements(node.target):
             writable.add(node)
         if node.target is adamw and _updates_alone(node, writable, last_read, order):
             _update_in_place(graph, node, last_read)
@@ -72,12 +73,10 @@ def _update_in_place(graph: fx.Graph, node: fx.Node, last_read: dict[fx.Node, in
         graph.erase_node(result)
 
 
-def _makes_elements(node: fx.Node) -> bool:
-    """Whether the node is an op on elements, whose result is new and dense. A composite op may return its operand."""
-    op = node.target
-    if not isinstance(op, _torch.OpOverload) or torch.Tag.pointwise not in op.tags:
-        return False
-    return not _torch.is_composite(op) and not may_alias_operand(node) and not _torch.returns_many(op)
+@lru_cache(maxsize=4096)
+def _makes_elements(op: _torch.OpOverload) -> bool:
+    """Whether it is an op on elements whose result is new and dense. A composite op may return its operand."""
+    return is_pointwise(op) and not (_torch.is_composite(op) or may_alias(op) or _torch.returns_many(op))
 
 
 def _variant(node: fx.Node, writable: set[fx.Node]):
@@ -88,7 +87,7 @@ def _variant(node: fx.Node, writable: set[fx.Node]):
     if any(base_of(n) is base_of(target) for n in node.all_input_nodes if n is not target):
         return None  # x + x.t() may not be written into x
     same = target.meta.get("spec") is node.meta.get("spec")
-    return _torch.in_place_variant(node.target) if same and torch.Tag.pointwise in node.target.tags else None
+    return _torch.in_place_variant(node.target) if same and is_pointwise(node.target) else None
 
 
 def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:

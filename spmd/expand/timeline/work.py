@@ -5,9 +5,10 @@
     z = relu(y)             Task("z", reads (3,), waits for (3,))
 
 A value that was sent is waited for by its first reader, as `spmd.expand.bind` writes it. Memory is that of the values:
-a view has that of its operand, and so has an op that will be made to write in place (`passes/in_place.py`). Such an op
-follows all that read what it overwrites. What is in host memory takes none of the device's, where the two are apart;
-the wait for a copy to there follows all that read what is freed behind it.
+a view has that of its operand, and so has an op that will be made to write into an input (`passes/in_place.py`). Such
+an op follows all that read what it overwrites. An op that will write into what another op made counts as new memory
+here, so a run may need less than is said; `program.memory()` tells how much. What is in host memory takes none of the
+device's, where the two are apart; the wait for a copy to there follows all that read what is freed behind it.
 """
 
 from __future__ import annotations
