@@ -28,7 +28,7 @@ from spmd.comm import Transport
 from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import LINE, added
+from spmd.expand.nodes import LINE, MADE_FOR, added
 from spmd.expand.splits import in_short
 from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
@@ -111,7 +111,8 @@ class _Binder:
                 self.values[node] = self.values[node.args[0]][node.args[1]]
             else:
                 self._copy(node)
-            self._note_line(node)
+            self._note(MADE_FOR, node.name)
+            self._note(LINE, node.meta.get(LINE, ""))
         for rewrite in passes:
             rewrite(self.graph)
         root = nn.Module()
@@ -119,16 +120,16 @@ class _Binder:
             root.register_buffer(name, constant, persistent=False)
         return _torch.GraphModuleWhenCalled(root, self.graph, class_name=self.program.name)
 
-    def _note_line(self, node: fx.Node) -> None:
-        """Note the user's line of a node of the program on the nodes that were written for it.
+    def _note(self, what: str, said: str) -> None:
+        """Note something of a node of the program on the nodes that were written for it: its name, and the user's line.
 
-        What a pass has written for several lines, such as a bucket, has none.
+        What a pass has written for several lines, such as a bucket, has no line. What finishes a move is written before
+        its reader, and is of the line of that; it was made for the move.
         """
-        line = node.meta.get(LINE, "")
         for written in reversed(self.graph.nodes):
-            if LINE in written.meta:
+            if what in written.meta:
                 return
-            written.meta[LINE] = line
+            written.meta[what] = said
 
     def _launch(self, node: fx.Node) -> _Launch:
         if isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter":
@@ -242,6 +243,7 @@ class _Binder:
         value = self.values[node]
         if isinstance(value, _Launch):
             value = self.values[node] = value.wait(self.coordinate, self.transport)
+            self._note(MADE_FOR, node.name)
         elif isinstance(value, _BucketItem):
             value = self.values[node] = self._ready(value.of)[value.index]
         elif isinstance(value, _Fetched):

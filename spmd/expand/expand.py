@@ -81,12 +81,13 @@ def expand(
     places: Mapping[str, Places],
     choice: Choice = BY_OP,
     pins: dict[fx.Node, Pin] | None = None,
+    values: dict[str, fx.Node] | None = None,
 ) -> Program:
     """The program of a global graph.
 
     inputs: a name and a spec for each placeholder; the spec of a number is None. roles: what the nodes are for. places:
     of the parameters, by path. choice: how ops run and where values are held; an op without a pin is decided by itself.
-    pins: gets, for each op, how it runs.
+    pins: gets, for each op, how it runs. values: gets, for the node that makes a value, by name, the node of the graph.
     """
     expander = _Expander(mesh, constants, gradient_places(roles, places), choice, {} if pins is None else pins)
     chosen = choice is not BY_OP
@@ -106,6 +107,8 @@ def expand(
             expander.call(node)
         expander.move_to_final_spec(node)
         reads.begin(node)
+    if values is not None:
+        values |= expander.makers(graph)
     _remove_unread(expander.graph)
     used = {n.target: constants[n.target] for n in expander.graph.nodes if n.op == "get_attr"}
     gathered = tuple(expander.gathered)
@@ -443,6 +446,17 @@ class _Expander:
         return outputs
 
     # ---- bookkeeping ----------------------------------------------------------------------------
+    def makers(self, graph: fx.Graph) -> dict[str, fx.Node]:
+        """For the nodes that make the values of the global graph, by name, before these are moved, its nodes."""
+        found: dict[str, fx.Node] = {}
+        for node, value in self.local.items():
+            if node.graph is not graph:  # of a decomposition
+                continue
+            while isinstance(value.target, Step):
+                value = value.args[0]
+            found.setdefault(value.name, node)
+        return found
+
     def _current(self, node: fx.Node) -> fx.Node:
         """The node that has the value of a node of the global graph now: its last reduction, if it was reduced."""
         value = self.local[node]

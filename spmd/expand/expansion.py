@@ -42,7 +42,7 @@ def expansion_of(
     return Expansion(
         name if name.isidentifier() else "step", mesh, captured.graph, captured.constants, inputs, names, output_spec,
         (captured.inputs, captured.outputs), places, results.owed,
-        (functools.partial(place_reductions, own=True), keep_gathered),
+        (functools.partial(place_reductions, own=True), keep_gathered), tuple(map(kind_of, captured.inputs)),
     )  # fmt: skip
 
 

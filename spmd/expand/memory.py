@@ -27,7 +27,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.nodes import LINE, is_collective
+from spmd.expand.nodes import LINE, MADE_FOR, is_collective
 from spmd.expand.passes.aliasing import may_alias_operand
 from spmd.tensor.call import READS_VALUE
 from spmd.tensor.recipes.host import ON_HOST, arrived, from_host, on_host, to_host
@@ -38,13 +38,15 @@ from spmd.tensor.recipes.random import Draw
 class Alive:
     """Memory that is alive: the input or the node that made it, its kind, its bytes, and the user's line that made it.
 
-    A line may be followed by "backward": autograd made it for an op of the line. Inputs have none.
+    A line may be followed by "backward": autograd made it for an op of the line. Inputs have none. of: the node of the
+    program that it was made for, by name; empty where a pass over the rank's code made it.
     """
 
     name: str
     kind: str
     nbytes: int
     line: str = ""
+    of: str = ""
 
     def __str__(self):
         return f"{self.name} {self.nbytes:,}{f' at {self.line}' if self.line else ''}"
@@ -189,7 +191,8 @@ class _Replay:
                 mine.add(key)
                 if key not in self.blocks:
                     self.storages[key] = storage
-                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), node.meta.get(LINE, ""))
+                    notes = node.meta.get(LINE, ""), node.meta.get(MADE_FOR, "")
+                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), *notes)
                     self.now += storage.nbytes()
         self.users.update(mine)
 

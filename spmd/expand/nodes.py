@@ -21,6 +21,10 @@ LINE = "line"
 """In the metadata of a node of a program, and of a rank's code: the user's line that it comes from, as text."""
 
 
+MADE_FOR = "made for"
+"""In the metadata of a node of a rank's code: the node of the program that it was written for, by name."""
+
+
 BACKWARD = " backward"
 """Behind a line: autograd made the node for an op of the line."""
 

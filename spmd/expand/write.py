@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spmd.expand.capture import Captured
-from spmd.expand.choose.program import Expansion, chosen
-from spmd.expand.expansion import expansion_of, kind_of
-from spmd.expand.explain.reasons import Way, written
-from spmd.expand.passes.memory_budget import within
+from spmd.expand.choose.budget import Budget, chosen_within
+from spmd.expand.choose.program import Chosen, Expansion, chosen
+from spmd.expand.expansion import expansion_of
+from spmd.expand.explain.reasons import Way, to_write, with_reasons, written
 from spmd.expand.passes.passes import with_passes
 from spmd.expand.program import Program
 from spmd.expand.results import Results
@@ -30,21 +30,35 @@ class Writer:
     def program(self, captured: Captured, given: Given) -> Program:
         """The program of a capture whose sizes are known."""
         results = Results(captured, self.settings.outputs)
-        program = self._expanded(expansion_of(self.fn, self.mesh, captured, given, given.places, results))
-        program = replace(program, kinds=tuple(map(kind_of, captured.inputs)))
-        budget, offload = self.settings.memory_budget, self.settings.offload
-        if budget is None:
-            return self._passed(program, own=True)
-        return within(program, budget, self._passed, functools.partial(self._passed, keeps_memory=True), offload)
+        expansion = expansion_of(self.fn, self.mesh, captured, given, given.places, results)
+        if self.settings.memory_budget is None:
+            return self._passed(self._expanded(expansion), own=True)
+        if self._for_program:
+            return self._chosen_within(expansion)
+        return self._budget.kept_by(self._expanded(expansion))
+
+    @property
+    def _budget(self) -> Budget:
+        keeping = functools.partial(self._passed, keeps_memory=True)
+        return Budget(self.settings.memory_budget, self._passed, keeping, self.settings.offload)
 
     def _passed(self, program: Program, keeps_memory: bool = False, own: bool = False) -> Program:
         return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory), own)
 
+    @property
+    def _for_program(self) -> bool:
+        return self.settings.choose == "program" and self.mesh.size() > 1
+
     def _expanded(self, given: Expansion) -> Program:
-        for_program = self.settings.choose == "program" and self.mesh.size() > 1
         by_program = functools.partial(chosen, as_run=self._as_run)
-        write = ("for the program", by_program) if for_program else ("by op", Expansion.program)
+        write = ("for the program", by_program) if self._for_program else ("by op", Expansion.program)
         return written(given, self.settings.pins, Way(*write, self._as_run))
+
+    def _chosen_within(self, given: Expansion) -> Program:
+        pins = self.settings.pins
+        first = Chosen.of(to_write(given, pins), self._as_run)
+        taken = chosen_within(first, self._budget)
+        return with_reasons(taken.program, given, pins, Way("for the program", taken.write, self._as_run))
 
     def _as_run(self, program: Program) -> Program:
         """A program that was chosen, as it is priced: after the passes that are not judged by its time."""

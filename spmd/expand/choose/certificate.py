@@ -11,7 +11,9 @@ class Certificate:
 
     us: the program. by_op: the program in which every op decided by itself. solved: the model's cost. at_least: what no
     assignment of the model is below. taken: whether the program has a choice; it is the solved one, or, where the step
-    of that was longer than by op, one that is solved with other prices.
+    of that was longer than by op, one that is solved with other prices. budget: the bytes a rank that the program had
+    to keep to, where the first choice did not. within: what no assignment of the model is below that keeps to them
+    where the programs that were tried need the most; none of them computes anything again.
     """
 
     us: float
@@ -19,6 +21,8 @@ class Certificate:
     solved: float
     at_least: float
     taken: bool
+    budget: int | None = None
+    within: float = 0.0
 
     @property
     def gap(self) -> float:
@@ -27,4 +31,7 @@ class Certificate:
 
     def __str__(self):
         what = "chosen for the program" if self.taken else "as by op"
-        return f"{what}: {self.us:,.1f} us, by op {self.by_op:,.1f}; gap of the choice at most {self.gap:.2%}"
+        text = f"{self.us:,.1f} us, by op {self.by_op:,.1f}; gap of the choice at most {self.gap:.2%}"
+        if self.budget is None:
+            return f"{what}: {text}"
+        return f"{what}: {text}; within {self.budget:,} bytes at least {self.within:,.1f} with nothing freed"

@@ -187,6 +187,11 @@ class Layouts:
         plain = placed(self._bare, spec.placements) is spec and all(p in self.alphabet for p in letters)
         return spec in self.extra or plain
 
+    @property
+    def local_nbytes(self) -> np.ndarray:
+        """The bytes of each layout on the first rank, which has the largest blocks."""
+        return np.array([float(spec.local_nbytes) for spec in self.specs])
+
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 

@@ -8,12 +8,14 @@ what is moved between makers and readers. `choice` turns an assignment into the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torch import fx
 
+from spmd.expand.choose.alive import FREE, Prices, Rates
 from spmd.expand.choose.cells import Cells, cells_of, is_tensor
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.choosers import Chooser, Choosers
@@ -21,6 +23,7 @@ from spmd.expand.choose.classes import Classes, Group, Meeting
 from spmd.expand.choose.following import END, UPDATE, Following
 from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.problem import FIXED, End, Problem, Value
+from spmd.expand.nodes import source_of
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import MARK, Roles, before_widened, gradient_places
 from spmd.mesh import DeviceMesh
@@ -57,7 +60,15 @@ class Model:
         self.ways.find_options(self.choosers)
         self.holds: list[tuple[int, Group]] = []
         self.before_widened = before_widened(graph)
+        self.prices = FREE
         self.problem = self._problem()
+
+    def priced(self, prices: Prices) -> Model:
+        """The same with prices of the bytes of values."""
+        found = copy.copy(self)
+        found.prices, found.holds = prices, []
+        found.problem = found._problem()
+        return found
 
     # ---- what is given -------------------------------------------------------------------------
     def _admit_given(self) -> None:
@@ -122,6 +133,7 @@ class Model:
                 self.variable[k] = len(self.work)
                 self.work.append(chooser.options.us * counts[k])
                 self.count.append(int(counts[k]))
+        self.rates = self._rates()
         parts = [part for part in map(self._value, self.classes.groups) if part is not None]
         held = {value.kind for value, group in parts if self._may_be_held(value, group)}
         values: list[Value] = []
@@ -129,8 +141,32 @@ class Model:
             if value.kind in held:
                 self.holds.append((len(values), group))
                 value = replace(value, held=self._costs_to_hold(value.costs, group))
-            values.append(value)
+            values.append(self._paying_where_needed(value, group))
         return Problem(self.work, values, self.count)
+
+    @property
+    def made(self) -> frozenset[str]:
+        """The values, by name, that are made where the assignment says."""
+        groups = [g for g in self.classes.groups if g.maker and self.variable[g.maker[0]] != FIXED]
+        return frozenset([member.value.name for group in groups for member in group.members])
+
+    def _rates(self) -> dict[int, Rates]:
+        """What a byte of the values of each kind costs: their mean, for no class can tell them apart."""
+        if self.prices is FREE:
+            return {}
+        found: dict[int, list[Rates]] = {}
+        for group in self.classes.groups:
+            found.setdefault(group.kind, []).extend(map(self._rates_of, group.members))
+        return {kind: Rates.mean(each) for kind, each in found.items()}
+
+    def _rates_of(self, meeting: Meeting) -> Rates:
+        readers = [source_of(n) for i, _ in meeting.readers for n in self.cells.every[i].nodes]
+        return self.prices.of(meeting.value.name if meeting.maker else None, meeting.value.name, readers)
+
+    def _paying_where_needed(self, value: Value, group: Group) -> Value:
+        """A value of which the copies are alive and what was made is not: it pays for each layout that is needed."""
+        rate = self.rates[group.kind].needed if self.rates else 0.0
+        return replace(value, costs=value.costs + rate * self._layouts_of(group).local_nbytes) if rate else value
 
     def _meetings(self) -> list[Meeting]:
         """All values with the cells around them. A parameter that is stored elsewhere than it is computed with is moved
@@ -177,6 +213,11 @@ class Model:
         if owed and made.variable != FIXED:
             self.work[made.variable] = self.work[made.variable] + weight * self._owed(layouts, free[0][0])[made.layouts]
         costs = self._costs_to_places(layouts, group, homes)
+        if self.rates:
+            rates, nbytes = self.rates[group.kind], layouts.local_nbytes
+            costs = costs + rates.moved * nbytes * ~np.eye(len(nbytes), dtype=bool)
+            if made.variable != FIXED:
+                self.work[made.variable] = self.work[made.variable] + weight * rates.made * nbytes[made.layouts]
         return (Value(weight, costs, made, tuple(ends), group.kind), group) if ends else None
 
     def _costs_to_places(self, layouts: Layouts, group: Group, homes: Sequence[Spec]) -> np.ndarray:

@@ -26,6 +26,7 @@ from spmd.expand.choose.solve import Solved, solve
 from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
 from spmd.expand.local_map import settle
+from spmd.expand.memory import Memory
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import Roles
 from spmd.expand.program import Program
@@ -52,7 +53,7 @@ WORTH = 0.02
 @dataclass(frozen=True)
 class Expansion:
     """What is expanded: the arguments of `expand`. slots: what each placeholder and each output is. owed: as in
-    `Program`. passes: what is done to a program before it is priced."""
+    `Program`. passes: what is done to a program before it is priced. kinds: of the inputs, as in `Program`."""
 
     name: str
     mesh: DeviceMesh
@@ -65,14 +66,17 @@ class Expansion:
     places: Mapping[str, Places] = field(default_factory=dict)
     owed: frozenset[str] = frozenset()
     passes: Sequence[Callable[[Program], Program]] = ()
+    kinds: tuple[str, ...] = ()
 
-    def program(self, choice: Choice = BY_OP, pins: dict[fx.Node, Pin] | None = None) -> Program:
-        """The program by a choice. pins: gets, for each op, how it runs."""
+    def program(
+        self, choice: Choice = BY_OP, pins: dict[fx.Node, Pin] | None = None, values: dict[str, fx.Node] | None = None
+    ) -> Program:
+        """The program by a choice. pins: gets, for each op, how it runs. values: as in `expand`."""
         program = expand(
             self.name, self.mesh, self.graph, self.constants, self.inputs, self.output_names, self.output_spec,
-            self.roles, self.places, choice, pins,
+            self.roles, self.places, choice, pins, values,
         )  # fmt: skip
-        program = replace(program, owed=self.owed).verify()
+        program = replace(program, owed=self.owed, kinds=self.kinds).verify()
         for rewrite in self.passes:
             new = rewrite(program)
             program = new if new is program else new.verify()
@@ -92,56 +96,125 @@ class Expansion:
         return given | {n: Spec.of(self.mesh, t.shape, t.dtype) for n, t in constants}
 
 
+AsRun = Callable[[Program], Program]
+"""Rewrites a program."""
+
+
 def as_written(program: Program) -> Program:
     """A program that runs as it was written."""
     return program
 
 
-def chosen(given: Expansion, as_run: Callable[[Program], Program] = as_written) -> Program:
+def chosen(given: Expansion, as_run: AsRun = as_written) -> Program:
     """The program of a graph, by the choice for the program if it costs less, or by op, with its certificate.
-
-    A choice is not taken either if its step is longer, where what is sent and what is computed overlap: the objective
-    knows no order, and moves that others hide are dear in it. Then one more is solved, for which reductions of
-    gradients, which the backward hides, cost less; it is taken if it is the cheaper and the shorter one.
 
     as_run: what a program becomes before it runs. By that it is priced: many all-reduces of gradients are one bucket.
     """
-    pins: dict[fx.Node, Pin] = {}
-    simple = replace(given, graph=normalised(given.graph, given.mesh))
-    by_op = simple.program(pins=pins)
-    settle(simple.graph, by_op.graph)
-    start = Candidate(by_op, as_run)
-    solved, choice = solved_choice(simple, pins)
-    found = Candidate(simple.program(choice), as_run)
-    taken = found.cost.us < start.cost.us
-    if taken and found.step > start.step * (1 + ROUNDING):
-        found = Candidate(simple.program(solved_choice(simple, pins, EXPOSED)[1]), as_run)
-        taken = found.cost.us < start.cost.us and found.step < start.step * (1 - WORTH)
-    end = found if taken else start
-    certificate = Certificate(end.cost.us, start.cost.us, solved.us, solved.at_least, taken)
-    return replace(end.program, certificate=certificate)
+    return Chosen.of(given, as_run).program
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program that may be taken. as_run: as in `chosen`."""
+    """A program that may be taken. as_run: as in `chosen`. values: as in `expand`."""
 
     program: Program
-    as_run: Callable[[Program], Program]
+    as_run: AsRun
+    values: Mapping[str, fx.Node]
+
+    @classmethod
+    def of(
+        cls, given: Expansion, as_run: AsRun, choice: Choice = BY_OP,
+        pins: dict[fx.Node, Pin] | None = None,
+    ) -> Candidate:  # fmt: skip
+        """The program of a choice. pins: gets how each op runs."""
+        values: dict[str, fx.Node] = {}
+        return cls(given.program(choice, pins, values), as_run, values)
 
     @cached_property
-    def _run(self) -> Program:
+    def run(self) -> Program:
+        """The program as it runs."""
         return self.as_run(self.program)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What a rank needs of memory."""
+        return self.run.memory()
 
     @cached_property
     def cost(self) -> Cost:
         """All that is sent and computed, one after the other."""
-        return program_cost(self._run)
+        return program_cost(self.run)
 
     @cached_property
     def step(self) -> float:
         """Microseconds of a step by the timeline, in which what is sent and what is computed overlap."""
-        return self._run.timeline().us
+        return self.run.timeline().us
+
+
+@dataclass(frozen=True)
+class ByOp:
+    """What is known before a choice is made. simple: the graph in simple ops. pins: how each runs by itself."""
+
+    simple: Expansion
+    pins: dict[fx.Node, Pin]
+    candidate: Candidate
+
+    @classmethod
+    def of(cls, given: Expansion, as_run: AsRun) -> ByOp:
+        """The program by op."""
+        pins: dict[fx.Node, Pin] = {}
+        simple = replace(given, graph=normalised(given.graph, given.mesh))
+        found = Candidate.of(simple, as_run, pins=pins)
+        settle(simple.graph, found.program.graph)
+        return cls(simple, pins, found)
+
+    def with_choice(self, choice: Choice) -> Candidate:
+        """The program of a choice."""
+        return Candidate.of(self.simple, self.candidate.as_run, choice)
+
+    def model(self) -> Model:
+        """The model of a choice."""
+        return _model(self.simple, self.pins)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is known when a choice has been made. end: the candidate that is taken."""
+
+    start: ByOp
+    end: Candidate
+    certificate: Certificate
+
+    @classmethod
+    def of(cls, given: Expansion, as_run: AsRun) -> Chosen:
+        """The choice for the program if it costs less, or by op.
+
+        A choice is not taken either if its step is longer, where what is sent and what is computed overlap: the
+        objective knows no order, and moves that others hide are dear in it. Then one more is solved, for which
+        reductions of gradients, which the backward hides, cost less; it is taken if it is the cheaper and the shorter
+        one.
+        """
+        start = ByOp.of(given, as_run)
+        by_op = start.candidate
+        solved, choice = solved_choice(start.simple, start.pins)
+        found = start.with_choice(choice)
+        taken = found.cost.us < by_op.cost.us
+        if taken and found.step > by_op.step * (1 + ROUNDING):
+            found = start.with_choice(solved_choice(start.simple, start.pins, EXPOSED)[1])
+            taken = found.cost.us < by_op.cost.us and found.step < by_op.step * (1 - WORTH)
+        end = found if taken else by_op
+        certificate = Certificate(end.cost.us, by_op.cost.us, solved.us, solved.at_least, taken)
+        return cls(start, end, certificate)
+
+    @property
+    def by_op(self) -> Candidate:
+        """The program by op."""
+        return self.start.candidate
+
+    @property
+    def program(self) -> Program:
+        """The program that is taken, with its certificate."""
+        return replace(self.end.program, certificate=self.certificate)
 
 
 def solved_choice(given: Expansion, pins: dict[fx.Node, Pin], exposed: float = 1.0) -> tuple[Solved, Choice]:
@@ -161,6 +234,10 @@ def solved_choice(given: Expansion, pins: dict[fx.Node, Pin], exposed: float = 1
 
 
 def _solved(given: Expansion, pins: dict[fx.Node, Pin], exposed: float, apart: bool = False) -> tuple[Model, Solved]:
-    known = given.mesh, given.graph, given.sources, given.output_spec, given.roles, given.places
-    model = Model(*known, pins, apart, exposed)
+    model = _model(given, pins, exposed, apart)
     return model, solve(model.problem, [model.by_itself()])
+
+
+def _model(given: Expansion, pins: dict[fx.Node, Pin], exposed: float = 1.0, apart: bool = False) -> Model:
+    known = given.mesh, given.graph, given.sources, given.output_spec, given.roles, given.places
+    return Model(*known, pins, apart, exposed)

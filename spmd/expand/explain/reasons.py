@@ -56,9 +56,19 @@ class Way:
 
 def written(given: Expansion, pins: Pins, way: Way) -> Program:
     """The program of an expansion with pins, with its reasons."""
+    return with_reasons(way.write(to_write(given, pins)), given, pins, way)
+
+
+def to_write(given: Expansion, pins: Pins) -> Expansion:
+    """What is written of an expansion with pins. Its nodes know their own names, so that what is written does."""
     for node in given.graph.nodes:
         node.meta[SOURCE] = node.name
-    return replace(way.write(with_pins(given, pins)), reasons=Reasons(given, pins, way))
+    return with_pins(given, pins)
+
+
+def with_reasons(program: Program, given: Expansion, pins: Pins, way: Way) -> Program:
+    """A program that was written so, with its reasons."""
+    return replace(program, reasons=Reasons(given, pins, way))
 
 
 def with_pins(given: Expansion, pins: Pins) -> Expansion:

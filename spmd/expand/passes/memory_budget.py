@@ -37,11 +37,11 @@ class BudgetError(ValueError):
     """A memory budget that cannot be kept. smallest: the least bytes that can."""
 
     def __init__(self, name: str, budget: int, smallest: int, text: str):
+        self.name, self.budget, self.smallest, self.text = name, budget, smallest, text
         super().__init__(
             f"memory_budget: {name} cannot run in {budget:,} bytes a rank; the smallest possible is {smallest:,}, with "
             f"{text}. Give at least that, share the state out over more ranks (fully_shard=), or take smaller batches"
         )
-        self.smallest = smallest
 
 
 Finish = Callable[[Program], Program]
@@ -58,7 +58,11 @@ def within(program: Program, budget: int, plain: Finish, finish: Finish, offload
     needs = kept.memory().peak
     if needs <= budget:
         return _reported(kept, Report("memory_budget", True, False, f"{needs:,} bytes are within {budget:,}"))
-    plan = Plan.of(program, offload)
+    return freed(program, Plan.of(program, offload), budget, finish)
+
+
+def freed(program: Program, plan: Plan, budget: int, finish: Finish) -> Program:
+    """The program with as much freed as the budget asks for. plan: what may be. finish: as in `within`."""
     aim = budget - (finish(program).memory().peak - plan.peak)
     for _ in range(TRIALS):
         chosen = plan.choice.least_time(aim)

@@ -1,0 +1,143 @@
+"""Placements and what is freed, within one budget: the cheapest program that keeps to it.
+
+    budget 80 MB     first choice 101 MB, 600 us     with 30 MB computed again: 741 us
+                     lighter      78 MB, 655 us      nothing to free: 655 us, taken
+
+A program that does not fit may lie elsewhere (`lighter.py`), or compute again what it has freed, or send it to the host
+(`passes/memory_budget.py`); mostly some of both is best. So what may be freed is weighed for each program of the path,
+the cheapest first, until none can be cheaper than the best that was written. Each is judged as it runs: by the count of
+its bytes, and by the time of all that it sends and computes, with what it then loses to what was freed.
+
+A program that costs more than by op, or whose step is longer, comes behind those of which neither is so: that order
+depends on no budget. As the path does not either, a larger budget never gives a program that comes later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from spmd.expand.choose.lighter import Lighter, Path
+from spmd.expand.choose.program import ROUNDING, Chosen, Expansion, chosen
+from spmd.expand.passes.memory_budget import BudgetError, Finish, Plan, freed, within
+from spmd.expand.program import Program
+from spmd.expand.timeline.replay import step_us
+
+Rank = tuple[bool, float, float]
+"""Of a program: whether it costs more or takes longer than by op, its microseconds in all, those of a step."""
+
+NEVER: Rank = True, float("inf"), float("inf")
+"""That of no program."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that may be alive on a rank. plain, finish, offload: as in `within`."""
+
+    nbytes: int
+    plain: Finish
+    finish: Finish
+    offload: bool = False
+
+    def kept_by(self, program: Program) -> Program:
+        """The program, with as much freed as it takes. BudgetError where that is not enough."""
+        return within(program, self.nbytes, self.plain, self.finish, self.offload)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The program that is taken. write: makes such a program of an expansion, before anything is freed."""
+
+    program: Program
+    write: Callable[[Expansion], Program]
+
+
+def chosen_within(first: Chosen, budget: Budget) -> Taken:
+    """The cheapest program that keeps to a budget. first: the choice where nothing is said of memory; where it fits it
+    is taken as it is. BudgetError where none was found."""
+    if first.end.memory.peak <= budget.nbytes:
+        return Taken(budget.kept_by(first.program), functools.partial(chosen, as_run=first.end.as_run))
+    return cheapest(Path.of(first), budget)
+
+
+def cheapest(path: Path, budget: Budget) -> Taken:
+    """The cheapest program that some program of a path becomes within a budget. BudgetError where there is none."""
+    first = path.first
+    every = [_Weighed(each, first, budget) for each in path.every]
+    best, errors = None, []
+    for each in sorted(every, key=lambda w: w.foreseen):
+        if best is not None and best.rank <= each.foreseen:
+            break
+        try:
+            better = each.rank < (best.rank if best else NEVER)
+            best = each if better else best
+        except BudgetError as error:
+            errors.append((error.smallest, each.lighter.candidate.cost.us, error))
+    if best is None:
+        raise _none_fits(errors, len(every))
+    certificate = replace(
+        first.certificate, us=best.rank[1], taken=best.lighter.candidate is not first.by_op, budget=budget.nbytes,
+        within=path.at_least(budget.nbytes),
+    )  # fmt: skip
+    return Taken(replace(best.program, certificate=certificate), best.lighter.again)
+
+
+def _none_fits(errors: list[tuple[int, float, BudgetError]], tried: int) -> BudgetError:
+    _, us, least = min(errors, key=lambda each: each[:2])
+    text = f"{least.text}: the least of {tried} choices of placements, of {us:,.1f} us before anything is freed"
+    return BudgetError(least.name, least.budget, least.smallest, text)
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A program of the path under a budget."""
+
+    lighter: Lighter
+    first: Chosen
+    budget: Budget
+
+    @cached_property
+    def _fits(self) -> bool:
+        return self.lighter.candidate.memory.peak <= self.budget.nbytes
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return Plan.of(self.lighter.candidate.program, self.budget.offload)
+
+    @cached_property
+    def foreseen(self) -> Rank:
+        """The rank that it has at best, by what is foreseen of what has to be freed."""
+        candidate = self.lighter.candidate
+        if self._fits:
+            return self._rank(candidate.cost.us, candidate.step)
+        plan = self._plan
+        least = plan.choice.least_time(self.budget.nbytes - (candidate.memory.peak - plan.peak))
+        lost = float("inf") if least is None else least.us - plan.choice.unlimited.us
+        return self._rank(candidate.cost.us + lost, candidate.step + lost)
+
+    @cached_property
+    def program(self) -> Program:
+        """The program as it is written. BudgetError where it does not fit."""
+        candidate, budget = self.lighter.candidate, self.budget
+        if self._fits:
+            return self._reported(budget.kept_by(candidate.program))
+        return self._reported(freed(candidate.program, self._plan, budget.nbytes, budget.finish))
+
+    @cached_property
+    def rank(self) -> Rank:
+        """Its rank as it is written."""
+        candidate, step = self.lighter.candidate, step_us(self.program.work)
+        return self._rank(candidate.cost.us + max(0.0, step - candidate.step), step)
+
+    def _rank(self, us: float, step: float) -> Rank:
+        by_op, most = self.first.by_op, 1 + ROUNDING
+        return us > by_op.cost.us * most or step > by_op.step * most, us, step
+
+    def _reported(self, program: Program) -> Program:
+        """The program, which says how it was placed."""
+        report, *rest = program.reports
+        placed = (f"placed for {self.lighter.candidate.memory.peak:,} bytes, by the first choice "
+                  f"{self.first.end.memory.peak:,}")  # fmt: skip
+        return replace(program, reports=(replace(report, did=(placed, *report.did)), *rest))
