@@ -5,6 +5,10 @@
 
 Gradients are copied into a bucket as soon as they are made, in the order in which the backward pass makes them, and a
 full bucket is sent while the backward pass goes on. The gradients are then views of what was received.
+
+Buckets are sent in their order, each once, and the last one when the pass has ended: so all ranks send the same,
+whatever their data makes them use. A reentrant checkpoint is a pass of its own, and may bring a gradient whose bucket
+is gone. Whether it did on some rank is told behind the gradients of the last bucket, and all ranks send it again.
 """
 
 from __future__ import annotations
@@ -35,10 +39,11 @@ class _Bucket:
     waiting: the places of those that have none yet in this pass; came: of those that have one, which is not copied yet,
     and whether it is added to one that is; nbytes: of these. memory: the gradients one after the other, and which there
     are, with views of it, for all passes; is_begun: whether this pass has begun to fill it. late: whether a gradient
-    came after it was sent.
+    came after it was sent. before: of the last one, those that may be.
     """
 
     parameters: list[nn.Parameter]
+    before: list[_Bucket] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     came: dict[int, bool] = field(default_factory=dict)
     nbytes: int = 0
@@ -63,7 +68,7 @@ class _Bucket:
         if not self.is_begun:
             self.is_begun = True
             if self.memory is None or _is_held(self.memory, 1 + len(self.views)):
-                self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters])
+                self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters], len(self.before))
         parameters = [self.parameters[i] for i in self.came]
         _put([self.views[i] for i in self.came], [_block(p.grad) for p in parameters], share, list(self.came.values()))
         for p in parameters:
@@ -80,7 +85,8 @@ def data_parallel(
     together; where that is not all, the first bucket has one. broadcast_buffers: before each forward, all ranks take
     the buffers of the first rank. Parameters and buffers are the first rank's from now on, and stay the objects that
     they are. Those that are DTensors, by tensor parallelism, have their blocks averaged. A parameter that some ranks
-    have not used gets the gradient of the others; one that no rank has used gets none.
+    have not used gets the gradient of the others; one that no rank has used gets none. Each rank has to use one at
+    least: a backward pass without any of the module's parameters is not seen.
 
     `module.no_sync()` is a context in which backward passes send nothing: the next one outside sends what they added.
 
@@ -98,6 +104,7 @@ def data_parallel(
     _take_first(mesh, [*module.parameters(), *module.buffers()])
     if broadcast_buffers and any(True for _ in module.buffers()):
         module.register_forward_pre_hook(lambda *_: _take_first(mesh, list(module.buffers())))
+    module.register_forward_hook(gradients.expect_pass)
     module.no_sync = gradients.no_sync
     return module
 
@@ -110,6 +117,8 @@ class _Gradients:
         self.share = torch.tensor(1 / mesh.size(), dtype=torch.float64)  # a number in whatever dtype it multiplies
         trained = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
         self.buckets = list(_buckets(trained[::-1], cap_mb))
+        if self.buckets:
+            self.buckets[-1].before = self.buckets[:-1]
         for bucket in self.buckets:
             bucket.waiting = set(range(len(bucket.parameters)))
             for i, p in enumerate(bucket.parameters):
@@ -128,9 +137,7 @@ class _Gradients:
         def made(p: nn.Parameter) -> None:
             if not self.syncs:
                 return
-            if not self.is_running:
-                self.is_running = True
-                _torch.after_backward(self._end)
+            self._begin()
             if bucket.sent is not None:
                 bucket.late = True
                 return
@@ -142,9 +149,20 @@ class _Gradients:
 
         return made
 
+    def expect_pass(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a forward: know of the backward pass when it begins, and not in a pass within it."""
+        for x in _torch.pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
+            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+                x.register_hook(self._begin)
+
+    def _begin(self, _: Any = None) -> None:
+        if self.syncs and not self.is_running:
+            self.is_running = True
+            _torch.after_backward(self._end)
+
     def _send_full(self) -> None:
         """Send the buckets that are full, up to the first that is not: the order is the same on all ranks."""
-        while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
+        while self.next < len(self.buckets) - 1 and not self.buckets[self.next].waiting:
             self._send(self.buckets[self.next])
             self.next += 1
 
@@ -154,7 +172,7 @@ class _Gradients:
             bucket.note(i, 0)  # of a pass that sent nothing
         bucket.take(self.share)
         bucket.used = [not bucket.waiting or i not in bucket.waiting for i in range(len(bucket.parameters))]
-        _say_used(bucket.views, bucket.used)
+        _say_used(bucket.views, bucket.used, [each.late for each in bucket.before])
         bucket.sent = bucket.memory
         if self.mesh.size() > 1:
             everywhere = transport().group(self.mesh, tuple(range(self.mesh.ndim)))
@@ -178,13 +196,16 @@ class _Gradients:
         """Wait, and give the parameters their gradients, beside those that came late."""
         if self.mesh.size() > 1:
             transport().wait_tensor(bucket.sent)
-        *views, counts = bucket.views
-        used = bucket.used if all(bucket.used) else _positive(counts)
-        for p, view, is_used in zip(bucket.parameters, views, used, strict=True):
+        *views, told = bucket.views
+        n = len(views)
+        any_rank = _positive(told) if bucket.before or not all(bucket.used) else bucket.used
+        for p, view, is_used in zip(bucket.parameters, views, any_rank[:n], strict=True):
             if is_used:
                 gradient = _like(p, view.detach())  # a tensor of its own: it tells that somebody has the memory
                 p.grad = gradient if p.grad is None else p.grad + gradient
-        bucket.sent, bucket.is_begun, bucket.waiting = None, False, set(range(len(views)))
+        for each, is_late in zip(bucket.before, any_rank[n:], strict=True):
+            each.late = is_late
+        bucket.sent, bucket.is_begun, bucket.waiting = None, False, set(range(n))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
@@ -219,11 +240,13 @@ def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
 
 
 @per_rank
-def _memory(like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One vector for gradients and behind them which there are, and views of it for each, and for the last."""
-    flat = like[0].new_empty(sum(p.numel() for p in like) + len(like))
-    *parts, used = flat.split([*(p.numel() for p in like), len(like)])
-    return [flat, *(part.view(p.shape) for part, p in zip(parts, like, strict=True)), used]
+def _memory(like: Sequence[torch.Tensor], more: int) -> list[torch.Tensor]:
+    """One vector for gradients and behind them what is told: which there are, and some numbers more. And views of it,
+    for each gradient, and for what is told."""
+    sizes = [*(p.numel() for p in like), len(like) + more]
+    flat = like[0].new_empty(sum(sizes))
+    *parts, told = flat.split(sizes)
+    return [flat, *(part.view(p.shape) for part, p in zip(parts, like, strict=True)), told]
 
 
 @per_rank
@@ -242,15 +265,15 @@ def _put(
 
 
 @per_rank
-def _say_used(views: Sequence[torch.Tensor], used: Sequence[bool]) -> None:
-    """Zeros for gradients that there are not, and behind all which there are."""
-    if all(used):
+def _say_used(views: Sequence[torch.Tensor], used: Sequence[bool], late: Sequence[bool]) -> None:
+    """Zeros for gradients that there are not. Behind all which there are, and which buckets before are late."""
+    if all(used) and not late:
         views[-1].fill_(1.0)
         return
     for view, is_used in zip(views, used, strict=False):
         if not is_used:
             view.zero_()
-    views[-1].copy_(torch.tensor([float(x) for x in used]))
+    views[-1].copy_(torch.tensor([float(x) for x in (*used, *late)]))
 
 
 @per_rank
