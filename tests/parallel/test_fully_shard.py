@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 
 import pytest
@@ -27,6 +28,7 @@ from spmd.parallel import (
     parallelize_module,
     register_fsdp_forward_method,
 )  # fmt: skip
+from spmd.parallel.fully_sharded.group import Use
 from tests.tensor.single import every_rank
 
 
@@ -506,6 +508,93 @@ def test_ranks_may_use_different_parameters():
 
     for first, second, third in spmd.sim.run_ranks(on_rank, 2):
         assert first.eq(0.5).all() and second.eq(0.5).all() and third is None
+
+
+class Branches(nn.Module):
+    """Its middle layer is not used, is used, is used in a checkpoint that is a pass of its own, or is used in both."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(3, 3, bias=False) for _ in range(3))
+
+    def forward(self, x, uses: str):
+        if uses == "nothing":
+            return x
+        x = self.first(x)
+        for use in uses.split():
+            within = use == "within"
+            x = checkpoint(lambda y: self.middle(y).sin(), x, use_reentrant=True) if within else self.middle(x)
+        return self.last(x)
+
+
+class Branching(nn.Module):
+    """Blocks of branches, the first of which is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.words = nn.ModuleList(Branches() for _ in range(2)), nn.Linear(3, 3)
+
+    def forward(self, x, uses: str):
+        x = self.words(x)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, uses)
+        return x
+
+
+BRANCHES = [
+    ("", "outside"), ("outside", "within outside"), ("within outside", ""), ("within", "outside within"),
+    ("outside", "within"), ("within outside within", "within outside"), ("within outside",) * 2, ("nothing", "within"),
+]  # fmt: skip
+
+
+def branches_of(uses: tuple[str, ...], kind: type = Branching) -> tuple[nn.Module, torch.Tensor, dict]:
+    """A model, a batch, and what it has after two backward passes on one device."""
+    torch.manual_seed(0)
+    net, x = kind().double(), torch.randn(2 * len(uses), 3, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    for _ in range(2):
+        for part, use in zip(x.chunk(len(uses)), uses, strict=True):
+            (want(part, use).square().mean() / len(uses)).backward()
+    return net, x, seen(want)
+
+
+def on_branches(rank: int, net: Branching, x: torch.Tensor, uses: tuple[str, ...], before: bool) -> dict:
+    mesh = mesh_of({"dp": len(uses)})
+    for block in (*net.blocks, net):
+        fully_shard(block, mesh=mesh)
+    part = x.chunk(len(uses))[rank]
+    if before:
+        net(part, "outside").sum().backward()
+        net.zero_grad()
+    for _ in range(2):
+        net(part, uses[rank]).square().mean().backward()
+    return seen(net)
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("uses", BRANCHES)
+def test_ranks_that_take_other_branches_reduce_at_the_same_places(uses, before):
+    """Whether a parameter is used within a pass of its own, again, or not at all; also where all were alike before."""
+    net, x, want = branches_of(uses)
+    for got in spmd.sim.run_ranks(lambda rank: on_branches(rank, copy.deepcopy(net), x, uses, before), 2):
+        equal(got, want)
+
+
+def test_real_ranks_that_take_other_branches_reduce_at_the_same_places(gloo4):
+    uses = "nothing", "outside", "within", "within outside"
+    net, x, want = branches_of(uses)
+    for got in gloo4.run(on_branches, net, x, uses, False, timeout=60.0):
+        equal(got, want)
+
+
+def test_a_forward_without_a_backward_leaves_nothing_behind():
+    with LocalTensorMode(2):
+        net = fully_shard(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), mesh=mesh_of({"dp": 2}))
+        for _ in range(3):
+            net(torch.ones(1, 2, requires_grad=True).sin())
+        gc.collect()
+        group = net._fully_sharded_group
+        assert not [x for x in gc.get_objects() if isinstance(x, Use) and x.group is group]
 
 
 def tied():

@@ -196,20 +196,26 @@ class Bucket:
             memory.free(self.gathered)
             self.is_whole = False
 
-    def show(self, run: Callable) -> None:
-        """Let the modules have the whole parameters. run: called after a backward pass, with their gradients."""
+    def show(self, run: Callable) -> Sequence[torch.Tensor]:
+        """Let the modules have the whole parameters. Returns them, if autograd sees them.
+
+        run: called after a backward pass, with their gradients.
+        """
         wanted = [m.parameter.requires_grad for m in self.managed]
-        if any(wanted) and torch.is_grad_enabled():
+        is_seen = any(wanted) and torch.is_grad_enabled()
+        if is_seen:
             self.shown = found = self._computed(Whole.apply(_anchor(), self, run, wanted))
         else:
             with torch.no_grad():
                 found = self._computed(memory.wholes(self.layout, self.gathered))
         self._place(found)
+        return found if is_seen else ()
 
-    def show_again(self, run: Callable) -> None:
+    def show_again(self, run: Callable, shown: Sequence[torch.Tensor]) -> None:
         """Let the modules have what they had in their forward: a checkpoint in a module computes it again."""
-        if self.shown:
-            self._place(self.shown)
+        if shown:
+            self.shown = shown
+            self._place(shown)
             return
         with torch.enable_grad():
             self.show(run)
@@ -232,10 +238,19 @@ class Bucket:
     # ---- reduce -------------------------------------------------------------------------------
     def added(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients, with those that were not sent before."""
-        dtype = self.policies.precision.reduce_dtype
         before, self.unreduced = self.unreduced, None
-        if before is None:
-            return list(gradients)
+        return list(gradients) if before is None else self.sums(gradients, before)
+
+    @property
+    def no_gradients(self) -> list[None]:
+        """What it has where no gradient came."""
+        return [None] * len(self.managed)
+
+    def sums(
+        self, gradients: Sequence[torch.Tensor | None], before: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients and those that came before, in the dtype in which they are reduced."""
+        dtype = self.policies.precision.reduce_dtype
         given = [g if g is None or dtype is None else g.to(dtype) for g in gradients]
         return [a if b is None else b if a is None else a + b for a, b in zip(given, before, strict=True)]
 

@@ -197,8 +197,8 @@ class FSDPModule:
         run = _run_of(self)
         run.on_the_way, run.is_ending = None, False
         run.order.clear()
+        run.begun.clear()
         for group in run.groups:
-            group.postponed.clear()
             for bucket in group.buckets:
                 bucket.unreduced = bucket.uncopied = None
             group.end_backward()

@@ -5,14 +5,18 @@
 
 The groups of a model share a `Run`: the order in which they were computed, and the reductions that are on their way.
 
-A reentrant checkpoint is a backward pass within the backward pass. One around a module of a group computes it again,
-and then its backward, as above. Those inside a module bring the gradients of a bucket one after the other: they are
-added, and reduced when the gradients of the module's inputs are there, or when the pass ends. Whether there are such is
-seen in the first forward, on all ranks alike: a module of the group is called without gradients inside one with them.
+A forward of a group (`Use`) has one reduction of each bucket: when the gradients of the module's inputs are there, or,
+where these want none, when the pass ends. Until then gradients are added up, in however many parts they come, and none
+may come: so ranks whose data makes them use other parameters of a group reduce at the same place.
+
+A reentrant checkpoint is a backward pass within the backward pass. Those inside a module bring such parts. One around a
+module of a group computes it again, and then its backward, within which all gradients of the group come: they are
+reduced at once, but where there are passes within that one, and then when all has ended.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +32,10 @@ from spmd.parallel.fully_sharded.bucket import Bucket, Policies, Reduction
 MANAGED = "_fully_sharded_group"
 """The attribute of a module that says by which group its parameters are gathered."""
 
+Made = tuple[int, int]
+"""A result of autograd: the number of the node that made it, and which of its results it is."""
+Gradients = Sequence[torch.Tensor | None]
+
 
 @dataclass
 class Run:
@@ -35,6 +43,7 @@ class Run:
 
     groups: list[Group] = field(default_factory=list)
     order: list[Group] = field(default_factory=list)  # in which they were computed
+    begun: list[Use] = field(default_factory=list)  # whose backward has begun, and is not reduced
     on_the_way: tuple[Reduction, bool] | None = None  # and whether it goes over the copies
     is_last_backward: bool = True
     is_ending: bool = False  # whether the end of this backward pass will be told
@@ -45,6 +54,11 @@ class Run:
             (reduction, over_copies), self.on_the_way = self.on_the_way, None
             reduction.finish(over_copies)
 
+    def came(self, made: Made) -> None:
+        """The gradient of a tensor is there: reduce what has waited for it."""
+        for use in list(self.begun):
+            use.came(made)
+
     def expect_end(self) -> None:
         """Ask to be told when this backward pass has ended."""
         if not self.is_ending:
@@ -54,11 +68,73 @@ class Run:
     def end(self) -> None:
         """The backward pass has ended."""
         self.is_ending = False
+        for use in list(self.begun):
+            use.finish()
         for group in self.groups:
             group.end_backward()
         if self.is_last_backward:
             self.arrive()
             self.order.clear()
+
+
+class Use:
+    """A forward of a group, outside of backward passes.
+
+    inputs: the tensors whose gradients come last; left: those that are still to come. shown: what autograd saw of each
+    bucket. kept: the gradients that came.
+    """
+
+    def __init__(self, group: Group, inputs: Sequence[torch.Tensor]):
+        self.group, self.inputs = group, {made_as(x) for x in inputs}
+        self.left = set(self.inputs)
+        self.shown: list[Sequence[torch.Tensor]] = []
+        self.kept: dict[Bucket, Gradients] = {}
+        for x in inputs:
+            x.register_hook(partial(self._came, made_as(x)))
+
+    def _came(self, made: Made, _: torch.Tensor) -> None:
+        self.came(made)
+
+    def behind(self, x: Any) -> Any:
+        """A result of the forward: what it was given comes as another tensor, whose gradient is there before."""
+        is_given = isinstance(x, torch.Tensor) and x.grad_fn is not None and made_as(x) in self.inputs
+        return x.view_as(x) if is_given else x
+
+    def begin(self) -> None:
+        """Its backward begins."""
+        if self not in self.group.run.begun:
+            self.group.run.begun.append(self)
+
+    def came(self, made: Made) -> None:
+        """The gradient of a tensor is there, maybe of an input, and maybe of the last one."""
+        if made in self.left:
+            self.left.discard(made)
+            if not self.left and self in self.group.run.begun:
+                self.finish()
+
+    def keep(self, bucket: Bucket, gradients: Gradients) -> None:
+        """Add gradients to those that came before."""
+        before = self.kept.get(bucket)
+        self.kept[bucket] = list(gradients) if before is None else bucket.sums(gradients, before)
+
+    def finish(self) -> None:
+        """Reduce all that came."""
+        self.group.run.begun.remove(self)
+        kept, self.kept, self.left = self.kept, {}, set(self.inputs)
+        for bucket, shown in zip(self.group.buckets, self.shown, strict=True):
+            if shown:
+                self.group.finish(bucket, kept.get(bucket, bucket.no_gradients))
+
+
+def made_as(x: torch.Tensor) -> Made:
+    """Which result of autograd a tensor is, without a hold on it."""
+    return x.grad_fn._sequence_nr(), x.output_nr
+
+
+def _made(tensors: Any) -> list[torch.Tensor]:
+    """The tensors that autograd made, each once."""
+    found = {id(x): x for x in _torch.pytree.tree_leaves(tensors) if isinstance(x, torch.Tensor)}
+    return [x for x in found.values() if x.requires_grad and x.grad_fn is not None]
 
 
 class Group:
@@ -79,10 +155,7 @@ class Group:
         self.fewer: tuple[DeviceMesh, int] | None = None  # the mesh and axis of the ranks that gather in the backward
         self.in_backward = False
         self.number = -1  # of the backward pass in which it computes
-        self.has_passes_within: bool | None = None  # None: not seen yet
-        self.looking: Any = None  # the handle of the hook that sees it
-        self.postponed: list[Bucket] = []  # which wait for the passes within
-        self.inputs: list[Any] = []  # the hooks that tell when the gradients of the inputs are there
+        self.use: Use | None = None  # the forward that it is in
 
     # ---- whole and sharded --------------------------------------------------------------------
     @property
@@ -102,10 +175,10 @@ class Group:
         for bucket in self.buckets:
             bucket.receive(None if self.in_backward else self.fewer)
 
-    def show(self) -> None:
-        """Let the modules have the whole parameters."""
-        for bucket in self.buckets:
-            bucket.show(self.reduce)
+    def show(self) -> list[Sequence[torch.Tensor]]:
+        """Let the modules have the whole parameters. Returns what autograd sees of each bucket."""
+        run = partial(self.reduce, self.use and weakref.ref(self.use))  # which has what the run belongs to
+        return [bucket.show(run) for bucket in self.buckets]
 
     def reshard(self) -> None:
         """Free the whole parameters, and let the modules have the shards."""
@@ -116,58 +189,41 @@ class Group:
     # ---- forward ------------------------------------------------------------------------------
     def before_forward(self, inputs: Any = ()) -> None:
         self.unshard()
-        self.show()
-        if torch.is_grad_enabled() and not _torch.in_backward():
-            if self.has_passes_within:
-                self._expect_gradients_of(inputs)
-            elif self.has_passes_within is None and self.looking is None:
-                self.looking = nn.modules.module.register_module_forward_pre_hook(self._look)
+        is_first = torch.is_grad_enabled() and not _torch.in_backward()
+        self.use = Use(self, _made(inputs)) if is_first else None
+        shown = self.show()
+        if self.use is not None:
+            self.use.shown = shown
         for group in self.forward_prefetch:
             group.launch()
 
     def after_forward(self, output: Any) -> Any:
         """Free what is not to stay. Returns the output, which tells when its gradient comes."""
-        recomputed = _torch.in_backward()
-        if self.looking is not None:
-            self.looking.remove()
-            self.looking, self.has_passes_within = None, bool(self.has_passes_within)
-        if torch.is_grad_enabled() and not recomputed:
+        recomputed, use = _torch.in_backward(), self.use
+        self.use = None
+        if use is not None:
             self.run.order.append(self)
-            for x in _torch.pytree.tree_leaves(output):
-                if isinstance(x, torch.Tensor) and x.requires_grad:
-                    x.register_hook(self.before_backward)
+            output = _torch.pytree.tree_map(use.behind, output)
+            for x in _made(output):
+                x.register_hook(partial(self.before_backward, use, made_as(x)))
         if recomputed and torch.is_grad_enabled() and not self.in_backward:
             self._enter_backward()  # a checkpoint around it: its backward is next
         if not self.in_backward and not self.stays_whole:
             self.reshard()
         return output
 
-    def _look(self, module: nn.Module, _: Any) -> None:
-        if not torch.is_grad_enabled() and module.__dict__.get(MANAGED) is self:
-            self.has_passes_within = True
-
-    def _expect_gradients_of(self, inputs: Any) -> None:
-        found = [x for x in _torch.pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
-        left = set(range(len(found)))
-
-        def came(_: torch.Tensor, i: int) -> None:
-            left.discard(i)
-            if not left:
-                self._finish_postponed()
-
-        if found and not self.inputs:
-            self.inputs = [x.register_hook(partial(came, i=i)) for i, x in enumerate(found)]
-
     # ---- backward -----------------------------------------------------------------------------
-    def before_backward(self, _: torch.Tensor) -> None:
+    def before_backward(self, use: Use, made: Made, _: torch.Tensor) -> None:
+        self.run.came(made)  # before there is memory for what is fetched
+        use.begin()
         if self.in_backward:
             return
         self._enter_backward()
         if self.unshard_in_backward:
             self.unshard()
-            for bucket in self.buckets:
-                bucket.show_again(self.reduce)
-        self.run.arrive()  # before there is memory for what is fetched
+            for bucket, shown in zip(self.buckets, use.shown, strict=True):
+                bucket.show_again(partial(self.reduce, weakref.ref(use)), shown)
+        self.run.arrive()
         for group in self._next_in_backward():
             if group.unshard_in_backward and not group.in_backward:
                 group.launch()
@@ -183,24 +239,28 @@ class Group:
         at = next((i for i in reversed(range(len(order))) if order[i] is self), 0)
         return order[at - 1 : at]
 
-    def reduce(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A bucket has gradients."""
+    def reduce(self, of: weakref.ref[Use] | None, bucket: Bucket, gradients: Gradients) -> None:
+        """A bucket has gradients. of: the forward that they are of; None in one that is computed again."""
         self.run.expect_end()
-        if self.in_backward and self.number != _torch.backward_number():
-            self.has_passes_within = True
-        if not self.in_backward or not self.has_passes_within:
-            self._finish(bucket, gradients)
+        use = of and of()
+        if use is None and self.in_backward and self.number != _torch.backward_number():
+            use = self._within()
+        if use is None:
+            self.finish(bucket, gradients)
             return
-        self._keep(bucket, gradients)
-        if bucket not in self.postponed:
-            self.postponed.append(bucket)
+        use.begin()
+        use.keep(bucket, gradients)
 
-    def _finish_postponed(self) -> None:
-        postponed, self.postponed = self.postponed, []
-        for bucket in postponed:
-            self._finish(bucket, [None] * len(bucket.managed))
+    def _within(self) -> Use:
+        """What waits for the passes within one in which the group was computed again."""
+        for use in self.run.begun:
+            if use.group is self and not use.inputs:
+                return use
+        use = Use(self, ())
+        use.shown = [bucket.shown for bucket in self.buckets]
+        return use
 
-    def _finish(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
+    def finish(self, bucket: Bucket, gradients: Gradients) -> None:
         """A bucket has all of its gradients."""
         self.in_backward = False
         self._leave_backward(bucket)
@@ -211,17 +271,14 @@ class Group:
         self.run.arrive()  # before there is memory for the next one
         self.run.on_the_way = bucket.reduced(gradients, self.divide_factor), self.requires_all_reduce
 
-    def _keep(self, bucket: Bucket, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _keep(self, bucket: Bucket, gradients: Gradients) -> None:
         """Add the gradients to those that were not sent."""
         dtype = self.policies.precision.reduce_dtype
         bucket.unreduced = [_reduced_as(g, dtype) for g in bucket.added(gradients)]
 
     def end_backward(self) -> None:
-        """End what a backward pass has left: sums that wait, and groups whose parameters no gradient reached."""
-        self._finish_postponed()
-        for hook in self.inputs:
-            hook.remove()
-        self.in_backward, self.number, self.inputs = False, -1, []
+        """End what a backward pass has left: groups whose parameters no gradient reached."""
+        self.in_backward, self.number = False, -1
         for bucket in self.buckets:
             bucket.kept = bucket.arriving = None
             bucket.shown = ()
@@ -236,7 +293,7 @@ class Group:
         """Reduce the gradients that were not sent, out of a backward pass, and wait for them."""
         for bucket in self.buckets:
             if bucket.unreduced is not None:
-                self._finish(bucket, [None] * len(bucket.managed))
+                self.finish(bucket, bucket.no_gradients)
         self.run.arrive()
 
 
