@@ -23,7 +23,10 @@ from spmd.parallel import ExpertParallel, context_parallel, parallelize_module
 RANKS, ITEM = 4, 4
 BATCH, HEADS, FEW, TIME, SIZE = 2, 4, 2, 16, 8
 EXPERTS, TOKENS, EACH, WIDTH = 8, 32, 2, 8
-METHODS = {"ring": "ring", "ring, pass-Q": "ring_q", "ring, gathered": "allgather", "Ulysses": "heads"}
+METHODS = {
+    "ring": "ring", "ring, balanced": "ring", "ring, pass-Q": "ring_q", "ring, gathered": "allgather",
+    "Ulysses": "heads",
+}  # fmt: skip
 FACTORS = {"GShard": 1.0, "dropless": None}
 PARTS = (*METHODS, *FACTORS)
 
@@ -35,6 +38,7 @@ def formula(plan: str) -> dict[str, tuple[int, int]]:
     sums, every = BATCH * HEADS * TIME * ITEM, 2 * BATCH * max(FEW, n) * TIME * SIZE * ITEM  # a head for each rank
     return {
         "ring": {"all_to_all": (3 * (n - 1), 3 * kv * (n - 1) // n)},
+        "ring, balanced": {"all_to_all": (3 * (n - 1) + 4, 3 * kv * (n - 1) // n + 2 * (2 * q + kv) // n)},
         "ring, pass-Q": {"all_to_all": (4 * (n - 1), (6 * q + 2 * sums) * (n - 1) // n)},
         "ring, gathered": {"all_gather": (2, 2 * kv // n), "reduce_scatter": (1, kv)},
         "Ulysses": {"all_to_all": (8, 2 * (2 * q + every) // n)},
@@ -53,7 +57,7 @@ def sent(plan: str, compiled: bool) -> list[tuple[str, int]]:
     """The collectives of one rank, of a layer forward and backward: kinds and bytes."""
     with LocalTensorMode(RANKS):
         mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("a",))
-        run = _attention(mesh, METHODS[plan], compiled) if plan in METHODS else _experts(mesh, FACTORS[plan], compiled)
+        run = _attention(mesh, plan, compiled) if plan in METHODS else _experts(mesh, FACTORS[plan], compiled)
         run()
         with CommDebugMode() as comm:
             run()
@@ -64,12 +68,12 @@ def _gradients(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Ten
     return torch.autograd.grad(out.sum(), leaves)
 
 
-def _attention(mesh, method: str, compiled: bool):
+def _attention(mesh, plan: str, compiled: bool):
     given = [torch.randn(BATCH, n, TIME, SIZE) for n in (HEADS, FEW, FEW)]
 
     def layer(q, k, v):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with context_parallel(mesh, method=method):
+        with context_parallel(mesh, method=METHODS[plan], balanced=plan == "ring, balanced"):
             return _gradients(F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True), leaves)
 
     if compiled:

@@ -15,11 +15,15 @@ from torch import nn
 import spmd
 from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor, init_device_mesh
 from spmd.debug import CommDebugMode
+from spmd.mesh import HostGrid, MeshTopoInfo
+from spmd.mesh.presets import PRESETS
 from spmd.parallel import context_parallel, context_parallel_shard, context_parallel_unshard
 from spmd.parallel.context import kernel
+from spmd.parallel.context.balance import most_work, pays
 from spmd.parallel.context.layout import balanced, in_order, tiles
 from tests.tensor.single import every_rank
 
+KINDS = "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"
 METHODS = ("ring", "ring_q", "allgather", "heads")
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 
@@ -187,6 +191,85 @@ def test_all_ranks_have_as_much_to_do():
     assert work(in_order((4,) * N), N - 1) == 7 * work(in_order((4,) * N), 0)
 
 
+# ---- balanced, of sequences that lie in order ---------------------------------------------------
+
+
+def layer_of(mesh, method: str, balanced: bool | None):
+    def layer(q, k, v, weight):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with context_parallel(mesh["cp"], method=method, balanced=balanced):
+            out = attention(*leaves, None, True)
+        return out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)
+
+    return layer
+
+
+WAYS_OF = "eager", "compiled"
+
+
+def run_in_order(way: str, shape, size: int, heads: int, method: str, balanced: bool | None):
+    """The result and gradients, of DTensors or compiled, and what a rank hands to collectives that exchange."""
+    tensors, _ = given(size, heads)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp", "cp")[-len(shape) :])
+    placements = [S0, S1, S2][-len(shape) :]
+    layer = layer_of(mesh, method, balanced)
+    if way == "compiled":
+        at = dict(zip(mesh.axis_names, placements, strict=True))
+        layer = spmd.compile(layer, mesh, inputs=dict.fromkeys(("q", "k", "v", "weight"), at))
+    else:
+        tensors = [distribute_tensor(x, mesh, placements, src_data_rank=None) for x in tensors]
+    with CommDebugMode() as comm:
+        got = layer(*tensors)
+    return [x.full_tensor() for x in got], Counter((x.kind, x.nbytes) for x in comm.counted if x.kind in KINDS)
+
+
+@pytest.mark.parametrize("shape, size, heads, method", [
+    ((2, 2), 8, 2, "ring"), ((4,), 3, 1, "ring_q"), ((2, 2), 7, 4, "allgather"),
+], ids=str)  # fmt: skip
+def test_a_ring_of_tensors_in_order_may_be_balanced(shape, size, heads, method):
+    """As one device, evenly, unevenly and with empty parts; a compiled step sends what an eager one sends."""
+    want = alone(given(size, heads)[0], None, True)
+    with LocalTensorMode(4):
+        found = [run_in_order(way, shape, size, heads, method, True) for way in WAYS_OF]
+        for got, _ in found:
+            equal(got, want)
+    assert found[0][1] == found[1][1]
+
+
+def balanced_on_gloo(way: str) -> list[torch.Tensor]:
+    return run_in_order(way, (2, 2), 7, 2, "ring", True)[0]
+
+
+@pytest.mark.parametrize("way", WAYS_OF)
+def test_real_ranks_balance_alike(way, gloo4):
+    want = alone(given(7, 2)[0], None, True)
+    for got in ways.run("gloo", gloo4, balanced_on_gloo, way):
+        equal(got, want)
+
+
+def test_balance_costs_four_exchanges():
+    """Queries, keys and values there and results back, and gradients the other way: 2 q + k + v of a rank's blocks."""
+    with LocalTensorMode(N):
+        plain, sent = (run_in_order("eager", (N,), SIZE, 1, "ring", balanced)[1] for balanced in (False, True))
+    assert sent - plain == Counter([("all_to_all_single", (Q + KV) // N), ("all_to_all_single", Q // N)] * 2)
+
+
+@pytest.mark.parametrize("machine, size, heads, is_better", [
+    ("ampere", 2048, 16, False), ("ampere", 4096, 16, False), ("ampere", 4096, 2, True), ("ampere", 8192, 16, True),
+    ("blackwell", 8192, 16, False), ("blackwell", 16384, 16, True),
+])  # fmt: skip
+def test_balance_is_chosen_where_it_pays(machine, size, heads, is_better):
+    """Work grows with the square of the length, and what is sent with the length and the heads of keys."""
+    topology = MeshTopoInfo(HostGrid((4,)), PRESETS[machine])
+    q, k = (1, 16, size, 128), (1, heads, size, 128)
+    assert pays(topology, 0, in_order((size // 4,) * 4), q, k, k, torch.bfloat16, True) is is_better
+
+
+def test_a_balanced_rank_works_as_long_as_the_mean():
+    mean = 16 * 16 / 2 / 4
+    assert most_work(balanced(16, 4)) == mean and most_work(in_order((4,) * 4)) == 1.75 * mean
+
+
 # ---- models -------------------------------------------------------------------------------------
 
 
@@ -254,9 +337,6 @@ def test_a_compiled_step_shares_out_the_sequence():
         loss = spmd.compile(train, mesh=mesh, inputs={"ids": {"cp": S1}})(own, IDS)
         got = [loss.full_tensor(), *(p.grad.full_tensor() for p in own.parameters())]
     equal(got, [want.detach(), *(p.grad for p in net.parameters())])
-
-
-KINDS = "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
 class Projected(nn.Module):

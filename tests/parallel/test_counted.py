@@ -9,8 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLANS = (
-    "Megatron", "sequence parallel", "ZeRO-3", "hybrid", "hybrid, state over all", "data parallel", "ring", "Ulysses",
-    "GShard", "dropless",
+    "Megatron", "sequence parallel", "ZeRO-3", "hybrid", "hybrid, state over all", "data parallel", "ring",
+    "ring, balanced", "Ulysses", "GShard", "dropless",
 )  # fmt: skip
 FLAGS = {
     "ZeRO-3": {"reduce_scatter": 4}, "hybrid": {"reduce_scatter": 2, "all_reduce": 1},

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh, current_mesh
+from spmd.parallel.context.balance import balanced_attention, wants_balance
 from spmd.parallel.context.heads import attention_by_heads, check_heads
 from spmd.parallel.context.layout import in_order
 from spmd.parallel.context.ring import Ring, RingAttention, added_mask
@@ -32,9 +33,12 @@ Shape = Sequence[int]
 
 def captured_attention(
     mesh: DeviceMesh, method: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
-    causal: bool, scale: float,
+    causal: bool, scale: float, balanced: bool | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of all rows to all keys, whose positions the ranks of `mesh` share out by `method`."""
+    """Attention of all rows to all keys, whose positions the ranks of `mesh` share out by `method`.
+
+    balanced: as of `context_parallel`.
+    """
     axis, whole = mesh.axis_name(0), capturing().mesh
     if axis not in whole.axis_names or whole[axis] != mesh:
         raise ValueError(f"context_parallel: {mesh!r} is no axis of {whole!r}, which the step is compiled for")
@@ -48,7 +52,9 @@ def captured_attention(
     mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
     sizes = int(q.shape[2]), int(k.shape[2])
     fn = _function(whole, axis, q.shape, None if mask is None else mask.shape)
-    return current_tracer()(fn, (q, k, v, mask, axis, method, *sizes, causal, scale), {})
+    in_rows = in_order(lengths(sizes[0], 1, (mesh.size(),)))
+    is_balanced = causal and method != "heads" and wants_balance(whole, axis, in_rows, q, k, v, balanced)
+    return current_tracer()(fn, (q, k, v, mask, axis, method, *sizes, causal, scale, is_balanced), {})
 
 
 # ---- by heads -----------------------------------------------------------------------------------
@@ -68,12 +74,16 @@ def _placed(x: torch.Tensor, axis: str, dim: int) -> torch.Tensor:
 # ---- of blocks ----------------------------------------------------------------------------------
 
 
-def attention_of_blocks(q, k, v, mask, axis: str, method: str, rows: int, keys: int, causal: bool, scale: float):
+def attention_of_blocks(
+    q, k, v, mask, axis: str, method: str, rows: int, keys: int, causal: bool, scale: float, is_balanced: bool
+):
     """Attention of this rank's rows, of so many rows and keys of all ranks. mask: of these rows, and of all keys."""
     mesh = current_mesh()
     parts = (in_order(lengths(n, 1, (mesh.size(mesh.axis(axis)),))) for n in (rows, keys))
     mask = mask if mask is None else added_mask(mask, q, "rows")
     ring = Ring(mesh, axis, method, *parts, causal, scale, None if mask is None else "rows")
+    if is_balanced:
+        return balanced_attention(q, k, v, ring)
     return attention_by_heads(q, k, v, mask, ring) if method == "heads" else RingAttention.apply(q, k, v, mask, ring)
 
 
@@ -100,4 +110,4 @@ def _placements(rows: Placements, q: Shape, mask: Shape | None) -> tuple[tuple, 
     """The placements of the result, and of the arguments of `attention_of_blocks`: a mask has those dims of the queries
     that it has not broadcast, and all keys."""
     of_mask = mask and tuple(p if isinstance(p, Shard) and mask[p.dim] == q[p.dim] else REPLICATE for p in rows)
-    return (rows,), (rows, rows, rows, of_mask, *[None] * 6)
+    return (rows,), (rows, rows, rows, of_mask, *[None] * 7)

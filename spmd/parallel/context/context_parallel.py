@@ -26,6 +26,7 @@ from spmd.comm import all_gather_tensor, wait
 from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.context import layout as layouts
+from spmd.parallel.context.balance import balanced_attention, wants_balance
 from spmd.parallel.context.captured import captured_attention
 from spmd.parallel.context.heads import attention_by_heads
 from spmd.parallel.context.layout import Layout, in_order
@@ -45,7 +46,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: Set[torch.Tensor] | None = None,
     method: str = "ring",
-    balanced: bool = True,
+    balanced: bool | None = None,
 ) -> Iterator[None]:
     """Inside, `F.scaled_dot_product_attention` of parts of a sequence is that of the whole.
 
@@ -55,8 +56,10 @@ def context_parallel(
 
     method: "ring", keys and values go round the ranks; "ring_q", queries do, which is less to send where keys and
     values are longer; "allgather", keys and values are gathered at once; "heads", each rank computes some heads.
-    balanced: a rank has a part from the front and one from the back, so that causal attention is as much work for all,
-    where twice the number of ranks divides the length; else its parts are in order.
+    balanced: a rank has a part from the front and one from the back, so that causal attention is as much work for all.
+    Buffers are cut so, but for False, where twice the number of ranks divides their length; else parts are in order.
+    DTensors, and the tensors of a compiled step, lie in order: their queries, keys and values are exchanged before a
+    causal ring, and results behind it. True: always; None: where that pays by the figures of the mesh's machine.
 
     A mask may be of this rank's keys, [b, h, 1, part], and of all keys, [b, h, part, all] with all positions in order.
 
@@ -78,7 +81,7 @@ def context_parallel(
             yield
         return
     kept = [None if any(x is y for y in lost) else x.clone() for x in given]
-    for x, part in zip(given, _shards(mesh, given, dims, balanced), strict=True):
+    for x, part in zip(given, _shards(mesh, given, dims, balanced is not False), strict=True):
         _become(x, part)
     try:
         with _Attention(mesh, method, balanced):
@@ -167,7 +170,7 @@ def _become(x: torch.Tensor, y: torch.Tensor) -> None:
 class _Attention(TorchFunctionMode):
     """Takes the calls of `scaled_dot_product_attention`."""
 
-    def __init__(self, mesh: DeviceMesh, method: str, want_balanced: bool):
+    def __init__(self, mesh: DeviceMesh, method: str, want_balanced: bool | None):
         super().__init__()
         self.mesh, self.method, self.balanced = mesh, method, want_balanced
 
@@ -193,12 +196,15 @@ class _Attention(TorchFunctionMode):
         if isinstance(q, DTensor):
             return self._of_dtensors(q, k, v, attn_mask, is_causal, scale)
         if capturing() is not None:
-            return captured_attention(self.mesh, self.method, q, k, v, attn_mask, is_causal, scale)
+            return captured_attention(self.mesh, self.method, q, k, v, attn_mask, is_causal, scale, self.balanced)
         n = self.mesh.size()
-        rows, keys = (_equal_parts(x.shape[2] * n, n, self.balanced) for x in (q, k))
+        rows, keys = (_equal_parts(x.shape[2] * n, n, self.balanced is not False) for x in (q, k))
         return self._run(q, k, v, attn_mask, rows, keys, is_causal, scale)
 
-    def _run(self, q, k, v, mask, rows: Layout, keys: Layout, causal: bool, scale: float) -> torch.Tensor:
+    def _run(
+        self, q, k, v, mask, rows: Layout, keys: Layout, causal: bool, scale: float, is_exchanged: bool = False
+    ) -> torch.Tensor:
+        """Attention of this rank's parts. is_exchanged: whether they are brought into balanced order and back."""
         if causal and rows != keys:
             raise ValueError(
                 f"context_parallel: causal attention of {sum(rows.lengths)} rows to {sum(keys.lengths)} keys; both "
@@ -209,6 +215,8 @@ class _Attention(TorchFunctionMode):
         ring = Ring(self.mesh, self.mesh.axis_name(0), self.method, rows, keys, causal, scale, mask_is)
         if self.method == "heads":
             return attention_by_heads(q, k, v, mask, ring)
+        if is_exchanged:
+            return balanced_attention(q, k, v, ring)
         return RingAttention.apply(q, k, v, mask, ring)
 
     def _of_dtensors(self, q: DTensor, k: DTensor, v: DTensor, mask, causal: bool, scale: float) -> torch.Tensor:
@@ -219,7 +227,9 @@ class _Attention(TorchFunctionMode):
         k, v = (x.redistribute(placements=q.placements) for x in (k, v))
         rows, keys = (in_order(lengths(x.shape[2], x._spec.units[2], (self.mesh.size(),))) for x in (q, k))
         mask = None if mask is None else _block_of_mask(mask, q)
-        out = self._run(*(x.to_local() for x in (q, k, v)), mask, rows, keys, causal, scale)
+        axis = self.mesh.axis_name(0)
+        is_exchanged = causal and rows == keys and wants_balance(self.mesh, axis, rows, q, k, v, self.balanced)
+        out = self._run(*(x.to_local() for x in (q, k, v)), mask, rows, keys, causal, scale, is_exchanged)
         return DTensor.from_local(out, q.device_mesh, q.placements, shape=(*q.shape[:3], v.shape[3]))
 
     def _shares_out(self, q: DTensor, k: DTensor) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Chunk = tuple[int, int]
 """The first position, and the one behind the last."""
@@ -51,13 +51,16 @@ def in_order(lengths: Sequence[int]) -> Layout:
 
 
 def balanced(size: int, n: int) -> Layout:
-    """Two chunks for each of n ranks: from the front, and as far from the back. 2n divides the size.
+    """Two chunks for each of n ranks: from the front, and as far from the back. All are as long, or one longer.
 
     >>> balanced(12, 3).order
     (0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7)
+    >>> balanced(7, 2).chunks
+    (((0, 1), (5, 7)), ((1, 3), (3, 5)))
     """
-    c = size // (2 * n)
-    return Layout(tuple(((i * c, (i + 1) * c), (size - (i + 1) * c, size - i * c)) for i in range(n)))
+    bounds = [i * size // (2 * n) for i in range(2 * n + 1)]
+    chunks = list(pairwise(bounds))
+    return Layout(tuple((chunks[i], chunks[-1 - i]) for i in range(n)))
 
 
 @dataclass(frozen=True)
