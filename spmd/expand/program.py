@@ -16,7 +16,7 @@ not yet written as chunks and waits. A size that differs between ranks is a `Loc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,10 +28,12 @@ from spmd.comm import C10dTransport
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.code import code_for
 from spmd.expand.constraints import PINNED
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import op_text
 from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.passes.report import Report
 from spmd.expand.places.places import Places
+from spmd.expand.sent_by_blocks import sent_by
 from spmd.expand.timeline.timeline import Timeline, timeline_of
 from spmd.expand.timeline.work import Work
 from spmd.expand.verify import verify_graph
@@ -56,7 +58,7 @@ class Collective:
     """One collective of a program.
 
     nbytes: the bytes that a rank puts in. us: its modelled time. tensors: how many tensors it moves. spec: the spec
-    before it; a tuple for several tensors.
+    before it; a tuple for several tensors; None for one that a function of blocks sends. name: of its node.
     """
 
     kind: str
@@ -64,13 +66,15 @@ class Collective:
     nbytes: int
     us: float
     tensors: int
-    spec: Spec | tuple[Spec, ...]
+    spec: Spec | tuple[Spec, ...] | None
     name: str
 
     def __str__(self):
         return f"{self.kind:<14} {self.axis:<6} {self.nbytes:>12,} bytes {self.us:>10.1f} us  {self._spec_text()}"
 
     def _spec_text(self) -> str:
+        if self.spec is None:
+            return f"in {self.name}"
         return f"{self.tensors} tensors" if isinstance(self.spec, tuple) else str(self.spec)
 
 
@@ -128,20 +132,40 @@ class Program:
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives that the program sends, in order."""
+        """The collectives that the program sends, in order: its moves, and what functions of blocks send.
+
+        The latter are those of the first rank, whose blocks are the largest; where sizes depend on data, the most that
+        it may send. To find them their code is traced once.
+        """
+        return tuple(found for node in self.graph.nodes for found in self._sent_by(node))
+
+    @cached_property
+    def moved(self) -> tuple[Collective, ...]:
+        """The collectives that are moves, which passes see: all but those that functions of blocks send."""
+        return tuple(found for node, _ in self.steps() for found in self._sent_by(node))
+
+    def _sent_by(self, node: fx.Node) -> tuple[Collective, ...]:
+        step = node.target
+        if isinstance(step, (Step, Bucket)):
+            at, said = self._axes_text(step.axes), (step.nbytes, step.cost, step.tensors, step.before)
+            return (Collective(step.kind, at, *said, node.name),) if step.sends else ()
+        if not isinstance(step, (LocalMapOp, LocalMapGradientOp)):
+            return ()
         return tuple(
-            Collective(
-                s.kind, ",".join(map(self.mesh.axis_name, s.axes)), s.nbytes, s.cost, s.tensors, s.before, node.name
-            )
-            for node, s in self.steps()
-            if s.sends
+            Collective(s.kind, self._axes_text(s.axes), s.nbytes, s.us(self.mesh.topology), s.tensors, None, node.name)
+            for s in sent_by(step)
         )
+
+    def _axes_text(self, axes: Iterable[int]) -> str:
+        return ",".join(map(self.mesh.axis_name, axes))
 
     def comm_time(self, topology: MeshTopoInfo | None = None) -> float:
         """Modelled microseconds of all collectives, one after the other, on the mesh's topology or on another one."""
         if topology is None:
             return sum(c.us for c in self.collectives)
-        return sum(s.priced(topology) for _, s in self.steps() if s.sends)
+        blocks = [n.target for n in self.graph.nodes if isinstance(n.target, (LocalMapOp, LocalMapGradientOp))]
+        moved = sum(s.priced(topology) for _, s in self.steps() if s.sends)
+        return moved + sum(s.us(topology) for op in blocks for s in sent_by(op))
 
     @cached_property
     def work(self) -> Work:
@@ -185,7 +209,7 @@ class Program:
         return "\n".join(_lines(self))
 
     def __repr__(self):
-        return f"<Program {self.name}: {len(self.graph.nodes)} nodes, {len(self.collectives)} collectives>"
+        return f"<Program {self.name}: {len(self.graph.nodes)} nodes, {len(self.moved)} collectives>"
 
 
 # ---- printing ---------------------------------------------------------------------------------

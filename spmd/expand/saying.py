@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def check_explicit(what: str, bound: BoundProgram) -> None:
     """In explicit mode, refuse a program that sends: the user wrote none of its collectives."""
-    if explicit.is_on() and (program := bound.program).collectives:
-        nbytes = sum(c.nbytes for c in program.collectives)
+    if explicit.is_on() and (sent := bound.program.moved):
+        nbytes = sum(c.nbytes for c in sent)
         explicit.check_message(
-            what, f"send {len(program.collectives)} collectives, {nbytes:,} bytes a rank",
+            what, f"send {len(sent)} collectives, {nbytes:,} bytes a rank",
             "A compiled step places them itself: run it under spmd.explicit(False).",
         )  # fmt: skip
 

@@ -220,7 +220,18 @@ def run_in_order(way: str, shape, size: int, heads: int, method: str, balanced: 
         tensors = [distribute_tensor(x, mesh, placements, src_data_rank=None) for x in tensors]
     with CommDebugMode() as comm:
         got = layer(*tensors)
-    return [x.full_tensor() for x in got], Counter((x.kind, x.nbytes) for x in comm.counted if x.kind in KINDS)
+    sent = [(x.kind, x.nbytes) for x in comm.counted if x.kind in KINDS]
+    if way == "compiled":
+        check_listed(layer.program, [nbytes for _, nbytes in sent])
+    return [x.full_tensor() for x in got], Counter(sent)
+
+
+def check_listed(program, sent: list[int]) -> None:
+    """A program lists what its functions of blocks send, and prices it."""
+    assert [c.nbytes for c in program.collectives] == sent and not program.moved
+    assert all(c.us > 0 for c in program.collectives)
+    assert program.comm_time() == pytest.approx(program.comm_time(program.mesh.topology))
+    assert {c.axis for c in program.collectives} == {"cp"} and "in local_map" in str(program.collectives[0])
 
 
 @pytest.mark.parametrize("shape, size, heads, method", [

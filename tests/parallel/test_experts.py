@@ -232,8 +232,10 @@ def test_a_compiled_step_sends_tokens_in_one_move_each_way(said):
             step(net, X, W)
         got = {name: p.grad.full_tensor() for name, p in net.named_parameters()}
     sent = [(each.kind, each.nbytes) for each in comm.counted if each.kind == "all_to_all_single"]
-    moves = [each for each in step.program.collectives if each.kind == "all_to_all"]
+    moves, listed = ([each.nbytes for each in found if each.kind == "all_to_all"]
+                     for found in (step.program.moved, step.program.collectives))  # fmt: skip
     assert len(moves) == (3 if padded else 0)
+    assert len(listed) == len(sent) and all(most >= n for most, (_, n) in zip(listed, sent, strict=True))
     if not padded:
         ours, row = index.chunk(RANKS)[0].numel(), WIDTH * 8
         assert sent[:2] == [("all_to_all_single", 6 * 8), ("all_to_all_single", ours * row)]

@@ -49,7 +49,7 @@ class Way:
 
     def price(self, program: Program) -> Price:
         """What a program costs that was written so."""
-        sent = program.collectives
+        sent = program.moved
         step = self.as_run(program).timeline().us
         return Price(program_cost(program).us, step, sum(c.nbytes for c in sent), len(sent))
 

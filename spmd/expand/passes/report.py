@@ -23,7 +23,7 @@ class Figures:
     def of(cls, program: Program) -> Figures:
         """The figures of a program."""
         peak = max(program.work.memory(range(len(program.work.tasks))), default=0)
-        return cls(step_us(program.work), peak, len(program.collectives))
+        return cls(step_us(program.work), peak, len(program.moved))
 
 
 @dataclass(frozen=True)
