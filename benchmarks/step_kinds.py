@@ -122,6 +122,7 @@ def of_models() -> dict[str, Kind]:
             begin=parts.with_optimizer(lambda: models.Dropping(0.3, True)), reference="dropout", draws=True
         ),
         "BatchNorm": Kind(begin=parts.with_optimizer(models.Normed)),
+        "BatchNorm, average of all": Kind(begin=parts.with_optimizer(lambda: models.Normed(momentum=None))),
         "tied": Kind(begin=parts.with_optimizer(models.Tied), batches=models.words),
         "frozen": Kind(begin=parts.with_optimizer(models.Frozen)),
         "unused": Kind(begin=parts.with_optimizer(models.Unused)),

@@ -32,9 +32,9 @@ class Dropping(Net):
 
 
 class Normed(Net):
-    def __init__(self):
+    def __init__(self, momentum: float | None = 0.1):
         super().__init__()
-        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.norm = nn.BatchNorm1d(HIDDEN, momentum=momentum)
 
 
 class Tied(nn.Module):

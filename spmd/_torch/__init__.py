@@ -16,6 +16,7 @@ Every other module imports them from here, so that one place shows what a new ve
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
+    batch_norms             batch norms that average over all batches, in a trace
     optimizers              hooks of an optimiser's step
     updates                 fused kernels of optimisers
     ops                     schemas and overloads
@@ -50,6 +51,7 @@ from spmd._torch.autograd import (
     running_node_number,
     saved_tensors_are_hooked,
 )  # fmt: skip
+from spmd._torch.batch_norms import averages_traced
 from spmd._torch.carried import Carried
 from spmd._torch.checkpoints import ranks_that_save
 from spmd._torch.comm_debug import counted_name, is_counted_by_torch

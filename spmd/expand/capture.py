@@ -387,6 +387,7 @@ class _FlatFunction:
         yield _torch.seen_as_compiling()
         yield _torch.symbolic_min_max()
         yield _torch.read_as_numbers()
+        yield _torch.averages_traced()
         yield stream.traced()
         if self.with_blocks:
             yield self.blocks.stamped()

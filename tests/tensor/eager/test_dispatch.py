@@ -206,17 +206,20 @@ def test_out_is_written_wherever_it_lies():
         assert torch.equal(least, x.min(1).values) and torch.equal(where, x.min(1).indices)
 
 
-def test_running_statistics_are_written_back():
-    """An op that writes into operands other than its first, here sharded ones."""
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_written_back(momentum):
+    """An op that writes into operands other than its first, here sharded ones; the second batch is averaged in."""
     x = smooth(8, 4)
-    want = nn.BatchNorm1d(4).double()
+    want = nn.BatchNorm1d(4, momentum=momentum).double()
+    want(x * 2)
     out = want(x)
 
     def rank(mesh):
-        norm = nn.BatchNorm1d(4).double()
+        norm = nn.BatchNorm1d(4, momentum=momentum).double()
         for tensors in (norm._parameters, norm._buffers):
             for name, t in tensors.items():
                 tensors[name] = placed(mesh, t.detach(), [R, S0 if t.ndim else R])
+        norm(placed(mesh, x * 2, [S0, R]))
         got = norm(placed(mesh, x, [S0, R]))
         return [got.full_tensor(), norm.running_mean.full_tensor(), norm.running_var.full_tensor()]
 
