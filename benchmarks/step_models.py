@@ -15,20 +15,25 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Dropping(Net):
-    """Dropout before and after a layer; with checkpoints where asked."""
+    """Dropout before and after a layer; with two checkpoints where asked, of which the first is computed again last."""
 
     def __init__(self, p: float = 0.3, reentrant: bool | None = None):
         super().__init__()
         self.p, self.reentrant = p, reentrant
 
-    def middle(self, x):
-        return F.dropout(self.norm(F.gelu(self.up(F.dropout(x, self.p)))), self.p)
+    def first(self, x):
+        return F.gelu(self.up(F.dropout(x, self.p)))
+
+    def second(self, x):
+        return F.dropout(self.norm(x), self.p)
 
     def forward(self, x):
         if self.reentrant is None:
-            return self.down(self.middle(x))
+            return self.down(self.second(self.first(x)))
         x = x.requires_grad_() if self.reentrant else x
-        return self.down(checkpoint(self.middle, x, use_reentrant=self.reentrant))
+        for part in self.first, self.second:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return self.down(x)
 
 
 class Normed(Net):

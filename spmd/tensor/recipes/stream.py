@@ -151,7 +151,8 @@ def traced() -> Iterator[None]:
     _set_stream(Stream(0))
     try:
         yield
-        seeded = _known_stream() is None
+        stream = _stream()  # where a checkpoint that draws again has gone back, it is what the generator carries
+        seeded = stream is None or stream.seed != 0
     finally:
         if _stream() is None:  # torch.manual_seed sets the numbers of plain tensors, too
             torch.set_rng_state(numbers)
