@@ -29,6 +29,7 @@ from spmd.parallel import (
     register_fsdp_forward_method,
 )  # fmt: skip
 from spmd.parallel.fully_sharded.group import Use
+from spmd.sim import localize
 from tests.tensor.single import every_rank
 
 
@@ -416,6 +417,69 @@ def test_passes_within_the_backward_pass_bring_gradients_one_after_the_other(fir
         equal(seen(net), seen(want))
         groups = [m._fully_sharded_group for m in net.modules()]
         assert not any(bucket.is_whole for group in groups for bucket in group.buckets)
+
+
+def by_two(net):
+    for each in net.modules():
+        if isinstance(each, FSDPModule):
+            each.set_gradient_divide_factor(2.0)
+
+
+SETTINGS = {  # what is set, and how many times as large gradients are
+    "freed": (lambda net: net.set_reshard_after_forward(True), 1),
+    "fewer": (lambda net: net.set_reshard_after_forward(2), 1),
+    "kept": (lambda net: net.set_reshard_after_forward(False), 1), "divided by two": (by_two, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_is_set_later_counts(what):
+    setting, times = SETTINGS[what]
+    want = model("uneven")
+    (times * loss_of(want, BATCHES[0])).backward()
+    with LocalTensorMode(4):
+        over = mesh_of(MESHES["line"])
+        net = shard_all(model("uneven"), over)
+        setting(net)
+        loss_of(net, part_on(over)(BATCHES[0])).backward()
+        equal(seen(net), seen(want))
+
+
+def test_ignored_parameters_stay_as_they_are():
+    """On each rank: nobody sends them, and their gradients are those of a rank's own part."""
+    want = model("uneven")
+    loss_of(want, BATCHES[0]).backward()
+    with LocalTensorMode(4):
+        over, net = mesh_of(MESHES["line"]), localize(model("uneven"))
+        mine = net.blocks[0].norm.weight
+        shard_all(net, over, ignored_params={mine})
+        loss_of(net, part_on(over)(BATCHES[0])).backward()
+        got = seen(net)
+        assert net.blocks[0].norm.weight is mine and not isinstance(mine, DTensor)
+    parts = every_rank(got.pop("blocks.0.norm.weight.grad"))
+    wanted = seen(want)
+    torch.testing.assert_close(sum(parts) / 4, wanted.pop("blocks.0.norm.weight.grad"))
+    equal(got, wanted)
+
+
+def test_a_number_of_ranks_beside_tensor_parallelism():
+    want = alone("uneven")
+    with LocalTensorMode(8):
+        every = mesh_of({"dp": 4, "tp": 2})
+        net = parallelize_module(
+            model("uneven"), every["tp"], {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        )
+        shard_all(net, every["dp"], reshard_after_forward=2)
+        equal(train(net, sgd(net), part=part_on(every["dp"])), want)
+
+
+def test_inputs_are_cast_where_the_policy_says_so():
+    with LocalTensorMode(2):
+        policy = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
+        net = fully_shard(nn.Linear(4, 3), mesh=mesh_of({"dp": 2}), mp_policy=policy)
+        assert net(torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+        with pytest.raises(RuntimeError, match="dtype"):
+            net(torch.ones(2, 4))
 
 
 def test_users_see_parameters_while_the_whole_ones_stay_in_memory():

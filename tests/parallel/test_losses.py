@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import ways
 from torch.utils.checkpoint import checkpoint
 
-from spmd import DTensor, LocalTensorMode, Replicate, Shard, distribute_tensor
+from spmd import DTensor, LocalTensorMode, Replicate, Shard, distribute_tensor, implicit_replication
 from spmd.parallel import linear_cross_entropy, loss_parallel
 from tests.parallel.test_fully_shard import mesh_of, whole
 from tests.tensor.single import every_rank
@@ -103,6 +103,40 @@ def test_plain_tensors_are_one_device(said):
         linear_cross_entropy(leaves[0], leaves[1], target, linear_bias=leaves[2], chunk_size=4, **say), *leaves
     )
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("ignored", [0, 3])
+@pytest.mark.parametrize("said", [{}, {"label_smoothing": 0.3, "reduction": "sum"}, {"reduction": "none"}], ids=str)
+def test_any_class_may_be_ignored(said, ignored):
+    """Of logits whose classes or tokens are sharded, and of a table."""
+    draw = torch.Generator().manual_seed(1)
+    hidden, table = (torch.randn(n, 4, generator=draw, dtype=torch.float64) for n in (6, 7))
+    target, said = torch.tensor([0, 3, 3, 6, 1, 3]), said | {"ignore_index": ignored}
+    leaves = [x.clone().requires_grad_() for x in (hidden, table)]
+    want = outcome(F.cross_entropy(leaves[0] @ leaves[1].T, target, **said), *leaves)
+    for placements in ([R, S0], [S0, S0]):
+        with LocalTensorMode(4):
+            mesh = mesh_of({"dp": 2, "tp": 2})
+            rows = [p if axis == 0 else R for axis, p in enumerate(placements)]
+            table_at = [R if axis == 0 else p for axis, p in enumerate(placements)]
+            for run in (in_context, of_table):
+                x, y = (distribute_tensor(t, mesh, at, src_data_rank=None).requires_grad_()
+                        for t, at in ((hidden, rows), (table, table_at)))  # fmt: skip
+                placed = distribute_tensor(target, mesh, rows, src_data_rank=None)
+                with implicit_replication():
+                    found = outcome(run(x, y, placed, **said), x, y)
+                for got, right in zip(found, want, strict=True):
+                    for block in every_rank(got):
+                        torch.testing.assert_close(block, right, rtol=1e-10, atol=1e-12)
+
+
+def in_context(x, table, target, **said):
+    with loss_parallel():
+        return F.cross_entropy(x @ table.T, target.to_local(), **said)
+
+
+def of_table(x, table, target, **said):
+    return linear_cross_entropy(x, table, target, chunk_size=4, **said)
 
 
 def test_halves_are_summed_in_single_precision():

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from spmd import _torch
-from spmd.mesh import DeviceMesh, current_mesh, init_device_mesh, world_size
+from spmd.mesh import DeviceMesh, current_mesh, init_device_mesh, per_rank, world_size
 from spmd.parallel.fully_sharded.adopt import ShardPlacement, buckets_of, managed_by
 from spmd.parallel.fully_sharded.bucket import Over, Policies
 from spmd.parallel.fully_sharded.group import MANAGED, Group
@@ -123,8 +123,13 @@ def _set_reshard_after_forward(group: Group, said: bool | int | None) -> None:
             f"reshard_after_forward is {said!r}; give True, False, or a number of ranks from 2 on that is smaller than "
             f"the {over.n} of the axis and divides them"
         )
-    ranks = over.mesh.mesh.reshape(*over.mesh.shape[:-1], over.n // said, said)
-    group.fewer = DeviceMesh(over.mesh.device_type, ranks), ranks.ndim - 1
+    group.fewer = _in_parts(over.mesh, over.n // said, said), over.mesh.ndim
+
+
+@per_rank
+def _in_parts(mesh: DeviceMesh, parts: int, ranks: int) -> DeviceMesh:
+    """The mesh with its last axis as two: of so many parts, and of so many ranks in each."""
+    return DeviceMesh(mesh.device_type, mesh.mesh.reshape(*mesh.shape[:-1], parts, ranks))
 
 
 # ---- modules ----------------------------------------------------------------------------------
