@@ -63,6 +63,12 @@ class _Bucket:
             self.came.setdefault(i, True)
         self.nbytes += nbytes
 
+    def forget(self) -> None:
+        """Begin anew, in other memory: something may still arrive in this one."""
+        self.waiting, self.came, self.nbytes = set(range(len(self.parameters))), {}, 0
+        self.memory, self.views, self.sent = None, [], None
+        self.is_begun = self.late = False
+
     def take(self, share: torch.Tensor) -> None:
         """Copy gradients into the bucket while they are in the cache. Their memory is free for the next ones then."""
         if not self.is_begun:
@@ -151,6 +157,8 @@ class _Gradients:
 
     def expect_pass(self, module: nn.Module, args: Any, output: Any) -> None:
         """After a forward: know of the backward pass when it begins, and not in a pass within it."""
+        if self.is_running and not _torch.in_backward():
+            self._forget()  # a pass that ended by an error
         for x in _torch.pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
             if isinstance(x, torch.Tensor) and x.grad_fn is not None:
                 x.register_hook(self._begin)
@@ -159,6 +167,11 @@ class _Gradients:
         if self.syncs and not self.is_running:
             self.is_running = True
             _torch.after_backward(self._end)
+
+    def _forget(self) -> None:
+        self.next, self.is_running = 0, False
+        for bucket in self.buckets:
+            bucket.forget()
 
     def _send_full(self) -> None:
         """Send the buckets that are full, up to the first that is not: the order is the same on all ranks."""

@@ -144,6 +144,34 @@ def test_passes_within_the_backward_pass_send_nothing_by_themselves():
         assert comm.get_total_counts() == 4
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("on its way back")
+
+
+@pytest.mark.parametrize("cap", [25.0, 1e-5])
+def test_a_pass_after_one_that_failed_is_as_any(cap):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double(), torch.randn(4, 3, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    want(x).square().mean().backward()
+    with LocalTensorMode(2):
+        mesh = mesh_of({"dp": 2})
+        net = data_parallel(localize(net), mesh, bucket_cap_mb=cap)
+        hook = net[1].register_forward_hook(lambda module, args, out: Fails.apply(out))
+        with pytest.raises(ValueError, match="on its way back"):
+            net(part_on(mesh)(x)).square().mean().backward()
+        hook.remove()
+        net.zero_grad()
+        net(part_on(mesh)(x)).square().mean().backward()
+        equal(seen(net), seen(want))
+
+
 class Segments(nn.Module):
     def __init__(self, layers: nn.Sequential):
         super().__init__()
