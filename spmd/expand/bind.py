@@ -292,9 +292,10 @@ class _GraphTransport:
         collective = getattr(self._transport, name)
 
         def write(*args: Any) -> fx.Proxy:
-            proxy = self._tracer.create_proxy("call_function", collective, tuple(map(in_short, args)), {})
+            given = tuple(map(in_short, args))
+            proxy = self._tracer.create_proxy("call_function", collective, given, {})
             if self.move is not None:
-                proxy.node.meta["move"] = self.move
+                proxy.node.meta |= {"move": self.move, "launched": (name, *given[1:-1])}
             return proxy
 
         return write

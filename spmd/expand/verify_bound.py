@@ -59,7 +59,7 @@ def verify_bound(
     owned, homes: as for the passes `reuse_memory` and `unshare_outputs`. written: the names of ops that wrote in place
     before any pass: their readers mean the new value.
 
-    The names of faults: order, wait, host copy, launch, group, size, write, home, shared memory.
+    The names of faults: order, wait, host copy, launch, collective, group, size, write, home, shared memory.
     """
     bound = _Bound(graph, program, coordinate, transport, tuple(owned), tuple(homes), written)
     for fault, node, why in bound.faults():
@@ -77,7 +77,10 @@ class _Bound:
     written: frozenset[str]
 
     def faults(self) -> Found:
-        checks = self.order, self.waits, self.launches, self.groups, self.sizes, self.overwritten, self.outputs
+        checks = (
+            self.order, self.waits, self.launches, self.collectives, self.groups, self.sizes, self.overwritten,
+            self.outputs,
+        )  # fmt: skip
         return itertools.chain.from_iterable(check() for check in checks)
 
     @cached_property
@@ -137,6 +140,13 @@ class _Bound:
         group = itertools.product(*(range(n) if a in axes else (self.coordinate[a],) for a, n in enumerate(mesh.shape)))
         steps = move.steps if isinstance(move, Bucket) else (move,)
         return not any(of_rank(step.received_by_all, at) for at in group for step in steps)
+
+    def collectives(self) -> Found:
+        """Whether each launch is of the kind, the reduction and the sizes that its move has asked for."""
+        for node in self.launched:
+            want, have = node.meta.get("launched"), (_name(node).removesuffix("_"), *node.args[1:-1])
+            if want not in (None, have):
+                yield "collective", node, f"it launches {have}, and the program's move asks for {want}"
 
     def groups(self) -> Found:
         moves = {node.name: node.target for node, _ in self.program.steps()}

@@ -390,6 +390,35 @@ def over_another_group(g):
     launch.args = (*launch.args[:-1], "ranks:0-3")
 
 
+def with_another_reduction(g):
+    """A maximum where a sum is owed."""
+    launch = only(g, name_is("all_reduce"))
+    launch.args = (launch.args[0], "max", launch.args[-1])
+
+
+def as_another_collective(g):
+    """Each rank gets a piece of the sum."""
+    launch = only(g, name_is("all_reduce"))
+    launch.target = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    launch.args = (*launch.args[:-1], 2, launch.args[-1])
+
+
+def freed_before_its_last_reader(g):
+    """The memory of a value is given to the next op, as if nobody read the value any more."""
+    value = only(g, lambda n: len(n.users) > 1 and name_is("relu")(n))
+    first = min(value.users, key={n: i for i, n in enumerate(g.nodes)}.get)
+    with g.inserting_before(first):
+        g.call_function(aten.zero_.default, (value,))
+
+
+def freed_parameter_before_its_last_reader(g):
+    """A parameter's memory has the new value before the old one was read for the last time."""
+    old = only(g, lambda n: n.op == "placeholder" and len(n.users) > 1 and n.meta["spec"].shape == (8, 8))
+    first = min(old.users, key={n: i for i, n in enumerate(g.nodes)}.get)
+    with g.inserting_before(first):
+        g.call_function(aten.mul_.Scalar, (old, 0.5))
+
+
 def made_later(g):
     g.output_node().prepend(only(g, name_is("relu")))
 
@@ -444,10 +473,35 @@ def output_in_another_home(g):
 BOUND_FAULTS = {
     read_without_a_wait: "wait", read_beside_the_wait: "wait", waited_twice: "wait",
     launched_in_another_order: "launch", launched_twice: "launch", not_launched: "launch", over_another_group: "group",
+    with_another_reduction: "collective", as_another_collective: "collective",
+    freed_before_its_last_reader: "write", freed_parameter_before_its_last_reader: "write",
     made_later: "order", size_of_another_rank: "size", written_before_a_reader: "write",
     written_while_it_is_sent: "write", written_into_an_argument: "write", written_into_a_constant: "write",
     outputs_that_share_memory: "shared memory", output_in_another_home: "home",
 }  # fmt: skip
+
+
+KINDS = {
+    "missing": [dropped_reduction, missing_constant, one_output_less],
+    "doubled": [doubled_reduction, doubled_reduction_that_nobody_reads, launched_twice],
+    "reordered": [launched_in_another_order, read_before_it_is_made, made_later, swapped_outputs],
+    "dropped collective": [dropped_last_reduction, not_launched],
+    "wrong axis": [reduction_over_another_axis, over_another_group, bucket_of_two_groups],
+    "wrong op": [another_op, reduction_that_gathers, with_another_reduction, as_another_collective, another_operand],
+    "wrong dtype": [another_dtype],
+    "Partial leaked": [output_that_is_owed, number_of_a_sum_that_is_owed],
+    "stale size": [stale_size, global_size, size_of_another_rank],
+    "early free": [freed_before_its_last_reader, freed_parameter_before_its_last_reader],
+    "a write before a reader": [written_before_a_reader, written_while_it_is_sent],
+    "a wait missing": [read_without_a_wait, read_beside_the_wait],
+    "a wrong home": [output_in_another_home, parameter_that_leaves_otherwise_than_it_came, outputs_that_share_memory],
+}
+"""The kinds of faults that a pass may make, with some of each."""
+
+
+def test_there_are_faults_of_each_kind():
+    seeded = [fault for faults in KINDS.values() for fault in faults]
+    assert len(seeded) == len(set(seeded)) >= 30 and set(seeded) <= FAULTS.keys() | BOUND_FAULTS.keys()
 
 
 @pytest.mark.parametrize("change", BOUND_FAULTS, ids=lambda change: change.__name__)
