@@ -6,19 +6,22 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spmd
 import spmd.expand.code as code_module
 from spmd import Replicate, Shard
+from spmd.comm import C10dTransport
 from spmd.expand.passes.aliasing import written_into
 from spmd.expand.passes.in_place import reuse_memory
 from spmd.expand.passes.reduce_in_place import reduce_in_place
 from spmd.expand.passes.unshare_outputs import unshare_outputs
+from spmd.mesh import as_rank
 from spmd.sim import run_ranks
 from spmd.tensor.spec import spec_of
-from tests.expand.side_by_side import same, values
+from tests.expand.side_by_side import INPUTS, Net, rows, same, values
 
 aten = torch.ops.aten
 
@@ -528,3 +531,20 @@ def test_a_buffer_that_is_a_view_is_read_and_written_as_one():
         mesh = spmd.init_device_mesh("cpu", (4,))
         found = written(spmd.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
         assert [x.full_tensor().reconcile().tolist() for x in found] == [x.tolist() for x in want]
+
+
+def test_sums_of_exchanged_terms_are_memory_of_their_own():
+    """Gradients in shards, on gloo sums of terms that ranks exchange, leave the program without a copy of each."""
+
+    def accumulate(model, x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    step = spmd.compile(accumulate, mesh, inputs=INPUTS, fully_shard="dp")
+    program = step.program_for(Net(hidden=64), *rows(8, 1)[0])
+    with as_rank(0):
+        graph = code_module.code_for(program, (0,), C10dTransport()).module.graph
+    assert any(n.target is torch.add for n in graph.nodes)
+    assert not any(n.target is aten.clone.default for n in graph.nodes)

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.comm.added import added_rows
+from spmd.comm.added import COMBINE, added_rows
 from spmd.expand.nodes import is_collective
 from spmd.tensor.recipes.host import from_host, to_host
 from spmd.tensor.recipes.updates import adamw
@@ -27,7 +27,7 @@ SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, 
 """Calls that split a tensor into pieces without a common element."""
 
 
-MAKE_NEW = {torch.cat, torch.mm, adamw, added_rows, from_host, to_host, "sum"}
+MAKE_NEW = {torch.cat, torch.mm, adamw, added_rows, from_host, to_host, "sum", *COMBINE.values()}
 """Functions and methods, of those that the code of moves and kernels calls, that make a new tensor."""
 
 
