@@ -1,16 +1,23 @@
 """What does a call of a compiled step cost beside its ops? The step, and the ops that it runs, called by hand.
 
     python benchmarks/overhead.py                # a GPT with AdamW and an MLP with SGD: tiny sizes, one rank
+    python benchmarks/overhead.py --flat 10000   # the memory of the process over so many calls
 
 By hand are the ops of the bound program as `torch.ops` calls, one after the other in a plain function, with the same
 frees. Alone is the function that the step runs for them, whose ops are called in less time. The three run in turns, and
 each round counts the processor's seconds of each. What the step does besides: it finds the state in its arguments,
 compares what it took for granted, tells the other ranks what it is about to run, and stores the results. Bar: 1.05.
+
+Over many calls the memory of the process, as the system counts it, is flat: from a tenth of the calls on, which fill
+what is kept, to the last one it grows by at most 512 KiB. Half of the calls get another size of the batch, which has a
+program of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import statistics
 import sys
 import time
@@ -79,13 +86,51 @@ def seconds(run: Run, calls: int) -> float:
     return (time.process_time() - begin) / calls
 
 
+def flat_rows(name: str, calls: int) -> list[list[str]]:
+    """The resident KiB of the process and what Python holds, after a tenth of the calls and so on."""
+    kind, layers = name.split()
+    torch.manual_seed(0)
+    fn, given = KINDS[kind](int(layers))
+    step = spmd.compile(fn, spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    half = [x[: len(x) // 2] if isinstance(x, torch.Tensor) else x for x in given]
+    found = []
+    for i in range(1, calls + 1):
+        step(*(half if i % 2 else given))
+        if i % (calls // 10) == 0:
+            gc.collect()
+            found.append([f"{name} layers", f"{i:,}", f"{resident():,}", f"{len(gc.get_objects()):,}"])
+    return found
+
+
+def resident() -> int:
+    """The KiB of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+
+
+def flat(names: list[str], calls: int) -> int:
+    """The memory over many calls as a table. 1 where it grows."""
+    rows = [row for name in names for row in flat_rows(name, calls)]
+    print(table(["step", "calls", "resident, KiB", "objects of Python"], rows))
+    sizes = [int(row[2].replace(",", "")) for row in rows]
+    grown = [last - first for first, last in zip(sizes[::10], sizes[9::10], strict=True)]
+    print(f"from a tenth of the calls to the last one, KiB: {', '.join(map(str, grown))}; at most {MOST_KIB} are flat")
+    return int(max(grown) > MOST_KIB)
+
+
+MOST_KIB = 512
+"""What malloc may take meanwhile: of 9,000 calls that keep anything, each keeps more than 58 bytes."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     steps = ["gpt 2", "gpt 6", "mlp 8"]
     parser.add_argument("--steps", nargs="*", default=steps, help="kinds, with their layers (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--calls", type=int, default=10, help="of each in a round (default: %(default)s)")
+    parser.add_argument("--flat", type=int, metavar="CALLS", help="the memory over so many calls of each step")
     args = parser.parse_args()
+    if args.flat:
+        return flat(args.steps, args.flat)
     rows = []
     for name in args.steps:
         kind, layers = name.split()
