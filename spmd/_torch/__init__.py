@@ -163,7 +163,7 @@ from spmd._torch.ops import (
 from spmd._torch.optimizers import note_step, scaled_steps, step_hooks
 from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
-from spmd._torch.read_numbers import Integer, ValueRead, read_as_numbers
+from spmd._torch.read_numbers import Integer, ValueRead, asked_by_user, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked, number_now

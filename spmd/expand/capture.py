@@ -24,7 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.arithmetic import only_arithmetic
+from spmd.expand.asked import asked, environment_differs
 from spmd.expand.cleaning import remove_noops, remove_unmade
+from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
@@ -46,6 +48,7 @@ from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.attempts import with_stamps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.expand.told import FrozenValue, Told
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
@@ -95,12 +98,15 @@ class Captured:
     ignores_gradients: bool = False
     stepped: tuple[str, ...] = ()
     is_stamped: bool = False
+    environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
         """
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
+        if environment_differs(self.environment):
+            return False
         if not fixed or not are_one(self._watched(), numbers) or not self.symbols.still_hold(numbers):
             return False
         return not self.sizes or self.assumed.hold_for(self.sizes, numbers)
@@ -108,7 +114,7 @@ class Captured:
     @property
     def decides(self) -> bool:
         """Whether the graph is right for some numbers alone."""
-        return bool(self.fixed or self.symbols.asked or self.assumed.ask_arguments)
+        return bool(self.fixed or self.symbols.asked or self.assumed.ask_arguments or self.environment)
 
     def failed(self, shapes: Shapes, numbers: Mapping[str, float], mesh: DeviceMesh) -> Failed | None:
         """What the graph takes for granted and arguments of these shapes do not have; None if it is right for them."""
@@ -272,7 +278,7 @@ def _traced(
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts),
+            _torch.backward_under(KeepProducts), asked(search_of(fn)) as process,
         ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
             # Its code is never asked for: its graph alone is read, and cleaned below.
@@ -298,7 +304,7 @@ def _traced(
     made_of = flat.outputs, flat.leaves, flat.tree
     made = tuple(i for i in inputs if i in first)
     known = kept, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
-    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known)
+    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, process.environment)
 
 
 @dataclass
@@ -459,6 +465,8 @@ class _FlatFunction:
         leaves, self.tree = pytree.tree_flatten(result)
         traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.is_symbol(x)]
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
+        if type(foreign) is Told:
+            raise FrozenValue(foreign._what)
         if foreign is not None:
             raise TypeError(
                 f"the step returns a {type(foreign).__name__}; it may return tensors, numbers, strings, None, and "

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import random
 import sys
 import sysconfig
 import threading
@@ -91,7 +92,7 @@ class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
     boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
-    owners: of those that are methods, the object.
+    owners: of those that are methods, the object. generators: those of Python's or numpy's random numbers, by name.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -100,6 +101,7 @@ class Search:
         self.boxes: list[tuple[str, Container]] = []
         self.functions: list[types.FunctionType] = []
         self.owners: list[tuple[types.FunctionType, Any]] = []
+        self.generators: list[tuple[str, Any]] = []
         self.seen: set[tuple] = set()
 
     def function(self, fn: Any) -> None:
@@ -152,6 +154,8 @@ class Search:
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
         elif isinstance(value, (nn.Parameter, LRScheduler)) or (isinstance(value, GradScaler) and value.is_enabled()):
             raise _refused(name, value)
+        elif is_generator(value):
+            self.generators.append((name, value))
         elif isinstance(value, set | deque):
             self.boxes.append((name, value))
         elif isinstance(value, (list, tuple, dict)):
@@ -194,6 +198,12 @@ class Search:
 
 
 _NO_NAMES = Names((), ())
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a generator of random numbers of Python or of numpy."""
+    numbers = sys.modules.get("numpy.random")
+    return isinstance(value, (random.Random, *((numbers.Generator, numbers.RandomState) if numbers else ())))
 
 
 def package_of(module: str | None) -> str:

@@ -337,7 +337,7 @@ class CompiledStep:
     def _capture(self, call: Call) -> Captured:
         try:
             name = getattr(self.fn, "__name__", "the step")
-            with only_optimizers(call.state.optimizers, name), unchanged(self.fn):
+            with only_optimizers(call.state.optimizers, name), unchanged(self.fn, call.state.submodules()):
                 run = functools.partial(self._call_fn, call.state)
                 return capture(self.fn, call.named, run, call.state, self.mesh, call.first, self._stamp_blocks)
         except AttributeError as error:

@@ -15,19 +15,25 @@ import dis
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from spmd.expand.closed_over import Search, search_of
+from torch import nn
+
+from spmd.expand.closed_over import Search, is_generator, search_of
 from spmd.expand.python_state import Contents, copied, differs, is_set, put
 
 
 @contextmanager
-def unchanged(fn: Callable) -> Iterator[None]:
-    """Around a capture of fn: what it changes outside is put back, and is an error unless there is one already."""
-    search, numbers = search_of(fn), _Numbers.now()
+def unchanged(fn: Callable, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Around a capture of fn: what it changes outside is put back, and is an error unless there is one already.
+
+    modules: those that it is given, which may have generators of random numbers as attributes.
+    """
+    search = search_of(fn)
+    numbers = RandomNumbers.now([*search.generators, *_generators_of(modules)])
     boxes: Contents = [(box, copied(box)) for _, box in search.boxes]
     variables = [(name, where, where.get()) for name, where in _assigned(search)]
     changed: list[str] = []
@@ -48,7 +54,7 @@ def unchanged(fn: Callable) -> Iterator[None]:
             f"what is new, or change it between steps{_line(search, changed[0])}"
         )
     if drawn:
-        raise RuntimeError(f"{drawn}{_line(search, '')}")
+        raise RuntimeError(f"{DRAWS.format(drawn)}{_line(search, drawn)}")
 
 
 # ---- variables --------------------------------------------------------------------------------
@@ -112,34 +118,57 @@ def _at(fn: types.FunctionType, line: int) -> str:
 
 # ---- random numbers ---------------------------------------------------------------------------
 
+DRAWS = (
+    "the step draws random numbers of Python or numpy, from {}, which the program would freeze; use torch's, or pass "
+    "them as arguments"
+)
+
 
 @dataclass(frozen=True)
-class _Numbers:
-    """The states of the generators of Python, and of numpy where it is imported."""
+class RandomNumbers:
+    """The states of generators, with their names: those of Python and of numpy where it is imported, and others."""
 
-    python: Any
-    numpy: Any
+    states: list[tuple[str, Any, Any]]
 
     @classmethod
-    def now(cls) -> _Numbers:
+    def now(cls, others: Iterable[tuple[str, Any]] = ()) -> RandomNumbers:
         numpy = sys.modules.get("numpy")
-        return cls(random.getstate(), numpy and numpy.random.get_state(legacy=False))
+        own = [("random", random), *([("numpy.random", numpy.random)] if numpy else ())]
+        return cls([(name, each, _state_of(each)) for name, each in (*own, *others)])
 
     def changed(self) -> str:
-        """The error where the step draws or seeds what the program would freeze; empty where it does not."""
-        if random.getstate() != self.python or (self.numpy and _text(_Numbers.now().numpy) != _text(self.numpy)):
-            return (
-                "the step draws random numbers of Python or numpy, which the program would freeze; use torch's, or "
-                "pass them as arguments"
-            )
-        return ""
+        """The name of the first generator that was drawn from, or seeded; empty where there is none."""
+        return next((name for name, each, old in self.states if _plain(_state_of(each)) != _plain(old)), "")
 
     def restore(self) -> None:
-        if random.getstate() != self.python:
-            random.setstate(self.python)
-        if self.numpy and _text(_Numbers.now().numpy) != _text(self.numpy):
-            sys.modules["numpy"].random.set_state(self.numpy)
+        for _, each, old in self.states:
+            if _plain(_state_of(each)) != _plain(old):
+                _set_state(each, old)
 
 
-def _text(state: dict) -> str:
-    return f"{state['state']['pos']} {state['state']['key'].tobytes().hex()} {state['has_gauss']}"
+def _state_of(generator: Any) -> Any:
+    """The state of a generator, or of the module that has one."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _plain(state: Any) -> Any:
+    """A state that can be compared."""
+    if isinstance(state, dict):
+        return {name: _plain(x) for name, x in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
+def _generators_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    for module in modules:
+        yield from ((f"{type(module).__name__}.{name}", x) for name, x in vars(module).items() if is_generator(x))

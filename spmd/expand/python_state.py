@@ -25,6 +25,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH
+from spmd.expand.told import Told
 
 Container = dict | list | set | deque
 Contents = list[tuple[Container, Any]]
@@ -167,6 +168,11 @@ def _without_symbols(x: Any) -> Any:
         raise RuntimeError(
             f"the step keeps {x!r} in a module, a number that is known only when the program runs; keep a tensor with "
             "register_buffer, or let the step return the number"
+        )
+    if type(x) is Told:
+        raise RuntimeError(
+            f"the step keeps in a module what {x._what} says, which its program would do at the first call alone; keep "
+            "it between steps"
         )
     if not isinstance(x, tuple):
         return _torch.number_now(x)

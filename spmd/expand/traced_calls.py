@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
 
 aten = torch.ops.aten
@@ -32,8 +33,11 @@ class TracedCalls(TorchFunctionMode):
         if function is torch.lstm:
             with _without_kernels_of_the_machine():
                 return function(*args, **kwargs)
-        if function in (torch.tensor, torch.as_tensor) and args and _has_symbol(args[0]):
-            return _tensor(args[0], **_options(**kwargs))
+        if function in (torch.tensor, torch.as_tensor) and args:
+            if (told := find_told(args[0])) is not None:
+                raise FrozenValue(told._what)
+            if _has_symbol(args[0]):
+                return _tensor(args[0], **_options(**kwargs))
         if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):
             return Normalise.table[_torch.FUSED_STEPS[function]](*args, **kwargs)
         return function(*args, **kwargs)

@@ -6,6 +6,7 @@
     names: {'n0': 'lr'}, conditions: ('n0 > 0.5',)
     kept: {}
     first: (), ignores_gradients: True, stepped: ('optimizer',)
+    environment: {'DEBUG': ('1', 'train.py:31, in step')}
     changes: [('model', (), {'ready': True}, ())]
 
 It is what is left of a capture (`spmd.expand.capture.Captured`) when its graph has become a program.
@@ -27,7 +28,7 @@ from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
 
-FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept", "first", "ignores_gradients", "stepped")
+FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept", "first", "ignores_gradients", "stepped", "environment")
 
 
 def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from spmd.expand.asked import environment_differs
 from spmd.expand.capture import Captured
 from spmd.expand.kept import archive
 from spmd.expand.kept.archive import Entry, Kept
@@ -213,7 +214,8 @@ class Saved(Library):
                 kept = self._read(entry, wanted)
                 if kept.captured.holds(wanted.numbers):
                     return kept
-                found = [f"numbers: {wanted.numbers} take other branches of the step's code"]
+                asked = environment_differs(kept.captured.environment)
+                found = [asked or f"numbers: {wanted.numbers} take other branches of the step's code"]
             nearest = found if nearest is None or len(found) < len(nearest) else nearest
         self._refuse(nearest or ["it has no program"])
         return None

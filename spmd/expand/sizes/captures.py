@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from spmd._torch import OpOverload
+from spmd.expand.asked import environment_differs
 from spmd.expand.capture import Captured
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
@@ -69,6 +70,8 @@ class Captures:
     def _serves(self, captured: Captured, call: Any, shapes: Shapes, why: list[str]) -> bool:
         """Whether a capture is right for a call. If its sizes are the reason why not, adds that to `why`."""
         if not captured.holds({**call.numbers, **call.numbers_in(captured.watched)}):
+            if asked := environment_differs(captured.environment):
+                why.append(asked)
             return False  # a branch on a number: each side is a capture
         failed = captured.failed(shapes, call.numbers, self._mesh)
         if failed is not None:

@@ -1,0 +1,202 @@
+"""What a step asks of the process while it is captured, which a program would freeze.
+
+    time.time(), datetime.now(), os.getpid(), uuid.uuid4(), ...    a value that may be shown, and nothing else (`told`)
+    os.environ["RANK"], os.getenv("DEBUG", "")                       a guard: another value makes another capture
+    random.random(), numpy.random.rand()                           an error, with the line (`outside`)
+    input()                                                        an error
+
+While a step is captured, other functions stand for these in their modules, and in the variables of modules of the user.
+They answer code of the user that runs in the thread of the capture, and what it calls of Python's library; all other
+code finds what it always finds. Left out: clocks and classes that are reached as attributes of objects, what files and
+sockets say, and the parts of the time of day (`time.localtime`).
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import datetime
+import os
+import sys
+import threading
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmd import _torch
+from spmd.expand.closed_over import Search, is_installed, package_of
+from spmd.expand.outside import DRAWS, RandomNumbers
+from spmd.expand.told import Told
+from spmd.expand.user_code import at_user_line, current_frames
+
+CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+TOLD: dict[types.ModuleType, tuple[str, ...]] = {
+    time: (*CLOCKS, *(f"{name}_ns" for name in CLOCKS)), os: ("getpid", "urandom"), uuid: ("uuid1", "uuid4"),
+}  # fmt: skip
+"""Functions whose results are of the moment or of the process, by their modules."""
+
+DRAWING = {
+    "random": "random uniform randint randrange choice choices shuffle sample gauss normalvariate getrandbits seed",
+    "numpy.random": "rand randn random random_sample randint normal standard_normal uniform choice permutation shuffle "
+    "seed",
+}
+"""Functions that draw from the generators of Python and of numpy, or seed them."""
+
+
+@dataclass
+class Asked:
+    """What code of the user asks. environment: variables that it reads, each with its value and the line. draws: the
+    line of the first draw of Python's or numpy's random numbers."""
+
+    thread: int
+    environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    draws: str = ""
+
+    def by_user(self) -> bool:
+        """Whether code of the user asks. To be called by what stands for a function."""
+        return threading.get_ident() == self.thread and _torch.asked_by_user(sys._getframe(2))
+
+
+@contextlib.contextmanager
+def asked(search: Search) -> Iterator[Asked]:
+    """Inside, what the step asks of the process is noted. search: of the step; its variables are looked through. One
+    thread at a time may be inside."""
+    found = Asked(threading.get_ident())
+    numbers = RandomNumbers.now()
+    new = {id(function): (function, stand_in) for function, stand_in in _stand_ins(found)}
+    with contextlib.ExitStack() as undo:
+        for variables in _variables(search):
+            for name in [name for name, x in variables.items() if id(x) in new]:
+                undo.callback(variables.__setitem__, name, variables[name])
+                variables[name] = new[id(variables[name])][1]
+        for cell in _cells(search):
+            if id(cell.cell_contents) in new:
+                undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
+                cell.cell_contents = new[id(cell.cell_contents)][1]
+        undo.callback(setattr, os.environ, "_data", os.environ._data)
+        os.environ._data = _Environment(os.environ._data, found)
+        yield found
+    if found.draws and (drawn := numbers.changed()):
+        raise RuntimeError(f"{DRAWS.format(drawn)}{found.draws}")
+
+
+def environment_differs(asked_before: dict[str, tuple[str | None, str]]) -> str:
+    """The first variable of the environment that is another one now than it was, as a sentence; empty for none."""
+    for name, (value, line) in asked_before.items():
+        if (now := os.environ.get(name)) != value:
+            return f"os.environ[{name!r}] was {value!r} and is {now!r}, read at {line}"
+    return ""
+
+
+# ---- where functions are found ----------------------------------------------------------------
+
+
+def _variables(search: Search) -> Iterable[dict[str, Any]]:
+    """The variables of the modules whose functions have stand-ins, and of those of the user."""
+    users = (m for name, m in list(sys.modules.items()) if not is_installed(package_of(name)))
+    modules = [*TOLD, datetime, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules), *users]
+    found = [vars(m) for m in modules if isinstance(m, types.ModuleType)] + [fn.__globals__ for fn in search.functions]
+    return {id(each): each for each in found}.values()
+
+
+def _cells(search: Search) -> Iterator[types.CellType]:
+    for fn in search.functions:
+        for cell in fn.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it has no value yet
+                cell.cell_contents  # noqa: B018
+                yield cell
+
+
+# ---- what stands for them ---------------------------------------------------------------------
+
+
+def _stand_ins(found: Asked) -> Iterator[tuple[Any, Any]]:
+    """The functions and classes, each with what answers in its place."""
+    for module, names in TOLD.items():
+        for name in names:
+            if (function := getattr(module, name, None)) is not None:
+                yield function, _telling(found, function, f"{module.__name__}.{name}()")
+    yield datetime.datetime, _class(found, datetime.datetime, ("now", "utcnow", "today"))
+    yield datetime.date, _class(found, datetime.date, ("today",))
+    yield builtins.input, _refusing_input(found, builtins.input)
+    for module, names in DRAWING.items():
+        for name in names.split() if module in sys.modules else ():
+            function = getattr(sys.modules[module], name)
+            yield function, _noting(found, function)
+
+
+def _telling(found: Asked, function: Callable, what: str) -> Callable:
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        return Told(value, f"{what} ({_line()})") if found.by_user() else value
+
+    return tell
+
+
+def _line() -> str:
+    """The user's line that asks."""
+    return at_user_line(current_frames()).partition("\n  which runs ")[0].removeprefix("\n  at ")
+
+
+def _class(found: Asked, kind: type, names: tuple[str, ...]) -> type:
+    """A class whose functions of these names tell; whatever is made of it is of the real one."""
+    telling = {name: staticmethod(_telling(found, getattr(kind, name), f"{kind.__name__}.{name}()")) for name in names}
+    own = {"__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs)}
+    return _Like(kind.__name__, (kind,), telling | own)
+
+
+class _Like(type):
+    """A class of which all objects of its base are objects."""
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.__base__)
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        return issubclass(other, cls.__base__)
+
+
+def _refusing_input(found: Asked, function: Callable) -> Callable:
+    def refuse(*args: Any) -> str:
+        if found.by_user():
+            raise RuntimeError(
+                "the step asks for input(), which its program would do at the first call alone; ask before the step, "
+                f"and pass the answer as an argument{at_user_line(current_frames())}"
+            )
+        return function(*args)
+
+    return refuse
+
+
+def _noting(found: Asked, function: Callable) -> Callable:
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        if not found.draws and found.by_user():
+            found.draws = at_user_line(current_frames())
+        return function(*args, **kwargs)
+
+    return draw
+
+
+class _Environment(dict):
+    """The variables of the environment, as bytes; notes which ones code of the user reads."""
+
+    def __init__(self, variables: dict, found: Asked) -> None:
+        super().__init__(variables)
+        self._real, self._found = variables, found
+
+    def __getitem__(self, key: bytes) -> bytes:
+        name = os.fsdecode(key)
+        if name not in self._found.environment and self._found.by_user():
+            value = self._real.get(key)
+            self._found.environment[name] = None if value is None else os.fsdecode(value), _line()
+        return self._real[key]
+
+    def __setitem__(self, key: bytes, value: bytes) -> None:
+        self._real[key] = value
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: bytes) -> None:
+        del self._real[key]
+        super().__delitem__(key)
