@@ -194,7 +194,7 @@ class _Expander:
     def _arriving(self, node: fx.Node) -> Iterator[None]:
         """Inside, the operands of a node have the placements of its pin, if they decide what is written."""
         pin = self.choice.pins.get(node)
-        if pin is None or not (pin.arrives or pin.packing or node.target in decompositions):
+        if pin is None or not (pin.moves_first or node.target in decompositions):
             yield
             return
         operands = self._operands(node)

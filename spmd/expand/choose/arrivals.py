@@ -62,7 +62,7 @@ def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[
             whole = not any(p == Shard(dim) for row in rows for p, s in zip(row.ins, shapes, strict=True) if s == shape)
             as_even = ins, size % mesh.size() == 0
             if size >= mesh.size() and whole and ins not in known and as_even not in refused:
-                way = _tried(node, operands, mesh, ins)
+                way = tried(node, mesh, ins)
                 if way is None:
                     refused.add(as_even)
                 else:
@@ -72,7 +72,7 @@ def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[
 
 def arrival(node: fx.Node, mesh: DeviceMesh, row: Row) -> Way:
     """The way of an op whose operands arrive as in a row, as they do by op, on a mesh of one axis."""
-    way = _tried(node, _operands(node), mesh, row.ins) if may_arrive(node) else None
+    way = tried(node, mesh, row.ins) if may_arrive(node) else None
     return Way(row, True) if way is None else replace(way, row=row)
 
 
@@ -82,9 +82,9 @@ def _operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _tried(node: fx.Node, operands: Sequence[fx.Node], mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
+def tried(node: fx.Node, mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
     """What the op does with operands that arrive so; None if it does no more than its rule says."""
-    graph, given = fx.Graph(), {}
+    graph, given, operands = fx.Graph(), {}, _operands(node)
     specs: dict[fx.Node, Spec] = {}
     for n, p in zip(operands, ins, strict=True):
         if n not in given:

@@ -53,6 +53,15 @@ class Pin:
         placed = [row.ins[i] for row in self.rows]
         return tuple([self.packing.of(p, shape) for p in placed] if self.packing else placed)
 
+    @property
+    def moves_first(self) -> bool:
+        """Whether operands are moved before the op is asked for its rule, which has these rows for no others."""
+        return self.arrives or self.packing is not None or any(map(_is_of_blocks, self.rows))
+
+
+def _is_of_blocks(row: Row) -> bool:
+    return any(isinstance(p, Shard) and p.blocks > 1 for p in (*row.ins, *row.outs))
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -8,7 +8,7 @@ of the values around it; options are numbered once all alphabets are known.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import fx
 
-from spmd.expand.choose.arrivals import along, arrival, arrivals, may_arrive
+from spmd.expand.choose.arrivals import along, arrival, arrivals, may_arrive, tried
+from spmd.expand.choose.blocks import in_blocks, packings_of, packs, rows_of_blocks
 from spmd.expand.choose.cells import Cell, Cells, is_tensor, operands_of, value_shape
-from spmd.expand.choose.choice import Pin
+from spmd.expand.choose.choice import Packing, Pin
 from spmd.expand.choose.classes import Classes
 from spmd.expand.choose.following import Following
 from spmd.expand.choose.layouts import Layouts, sums_only
@@ -44,17 +45,24 @@ from spmd.tensor.spec import Spec
 class Chooser:
     """What a class of cells chooses from. operands: for the first cell, the value of each operand.
 
-    ways: of each axis. op: its op with layouts. members: for a cell of several ops, the rows of each op by placement.
+    ways: of each axis. op: its op with layouts; call, rows: its call on replicated operands, and all rows of its rule.
+    members: for a cell of several ops, the rows of each op by placement.
     """
 
     cell: Cell
     operands: list[fx.Node]
     op: Op | None = None
+    call: Call | None = None
+    rows: Sequence[Row] = ()
     ways: list[list[Way]] = field(default_factory=list)
     members: list[dict[Placement, Row]] = field(default_factory=list)
     nbytes: int = 0
     given: tuple[tuple[Spec, ...], tuple[Spec, ...]] | None = None
     options: Options | None = None
+
+    @property
+    def node(self) -> fx.Node:
+        return self.cell.node
 
 
 class Choosers:
@@ -140,7 +148,7 @@ class Choosers:
 
     def _single(self, chooser: Chooser) -> None:
         node = chooser.cell.node
-        call, every = self.call(node)
+        chooser.call, chooser.rows = call, every = self.call(node)
         outs = [self._of(o) if o is not None else None for o in call.outs]
         chooser.op = Op(call, [self.layouts(n) for n in chooser.operands], outs)
         kept = rows_worth_taking(chooser.op, every, self.mesh)
@@ -232,10 +240,40 @@ class Choosers:
             for size, order in given:
                 layouts.admit_order(size, order)
 
+    def find_packings(self, choosers: Sequence[Chooser], given: Iterable[Spec]) -> None:
+        """The dims that are packed: in a layout that is given, or cut into blocks by the graph where a tensor that is
+        given has a dim as long. Ops that cut such dims, or join their blocks, may do so in shards."""
+        asked = list({id(each.ways): each for each in choosers if each.call is not None}.values())
+        sizes = {n for spec in given for n in spec.shape}
+        shortest = min([self.mesh.shape[a] for a in self.axes], default=1)
+        known = dict.fromkeys(p for layouts in self.kinds.values() for p in layouts.packings)
+        for packing in dict.fromkeys([*known, *packings_of(asked, self.call, sizes, shortest)]):
+            added = [self._add_blocks(each, packing) for each in asked]
+            if any(added):
+                known[packing] = None
+        self.packings = list(known)
+
+    def _add_blocks(self, chooser: Chooser, packing: Packing) -> bool:
+        """Let an op take and give blocks of a dim that is packed so. Returns whether it can."""
+        before = sum(map(len, chooser.ways))
+        for axis, ways in zip(self.axes, chooser.ways, strict=True):
+            known = [(way.row.ins, way.row.outs) for way in ways]
+            found = [way for ins in in_blocks(chooser, packing) for way in self._blocks(chooser, ins, packing, axis)]
+            ways += [way for way in found if (way.row.ins, way.row.outs) not in known]
+        self._admit(chooser)
+        return sum(map(len, chooser.ways)) > before
+
+    def _blocks(self, chooser: Chooser, ins: tuple[Placement, ...], packing: Packing, axis: int) -> list[Way]:
+        """The ways of an op whose operands are shards of blocks, by its rule or decomposed."""
+        rows = rows_of_blocks(chooser, ins, packing, axis, self.call)
+        if rows:
+            return [Way(row) for row in rows_worth_taking(chooser.op, rows, self.mesh)]
+        way = tried(chooser.node, self.along[axis], ins) if may_arrive(chooser.node) else None
+        return [way] if way is not None and packs(way.row, chooser.call, packing) else []
+
     def find_options(self, choosers: Sequence[Chooser]) -> None:
         """The options of all classes; those that choose from the same share them."""
         known = list(self.kinds.values())
-        self.packings = list(dict.fromkeys(p for layouts in known for p in layouts.packings))
         self.orders = list(dict.fromkeys(order for layouts in known for order in layouts.orders))
         for layouts in known:
             for p in list(layouts.alphabet):

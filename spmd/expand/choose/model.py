@@ -57,6 +57,7 @@ class Model:
         self.classes = Classes(self.cells, {**sources, **self.places, **self.gradients}, self._meetings(), apart)
         self.choosers = self.ways.of(self.classes, self.cells)
         self._admit_given()
+        self.ways.find_packings(self.choosers, sources.values())
         self.ways.find_options(self.choosers)
         self.holds: list[tuple[int, Group]] = []
         self.before_widened = before_widened(graph)
