@@ -120,14 +120,17 @@ def _has_some(part: Sequence[int], whole: Sequence[int], d: int) -> bool:
 
 
 def in_blocks(op: Asked, packing: Packing) -> Iterator[tuple[Placement, ...]]:
-    """How the operands of an op may be shards of blocks, where its rule has a dim of this size whole."""
-    length = packing.size // packing.blocks
-    tensors = op.call.tensors
+    """How the operands of an op may be shards of blocks, where its rule has a dim of this size whole. What a view joins
+    may be sharded by any of its dims, such as the heads of q, k and v."""
+    length, tensors, made = packing.size // packing.blocks, op.call.tensors, op.call.outs[0]
+    joins = len(tensors) == 1 and made is not None and len(made.shape) < tensors[0].ndim
     for d in range(max([x.ndim for x in tensors])) if _is_whole(op, packing.size) else ():
         cut = [d < x.ndim and x.shape[d] > 0 and x.shape[d] % length == 0 for x in tensors]
         if any(cut):
             pairs = zip(tensors, cut, strict=True)
             yield tuple(Shard(d, blocks=x.shape[d] // length) if is_cut else REPLICATE for x, is_cut in pairs)
+        elif joins:
+            yield (Shard(d),)
 
 
 def rows_of_blocks(op: Asked, ins: tuple[Placement, ...], packing: Packing, axis: int, ask: Ask) -> list[Row]:

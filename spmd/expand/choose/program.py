@@ -47,7 +47,8 @@ EXPOSED = 0.8
 backward. Between 0.6 and 0.9 the steps of GPT-2, BERT and Mixtral under Megatron's plan differ by 2 %."""
 
 WORTH = 0.02
-"""Part of a step by which that choice has to be shorter than by op: timelines do not know less."""
+"""Part of a step by which that choice has to be shorter than by op: timelines do not know less. One that is as long may
+still be taken if it sends in fewer collectives, for then nothing speaks against it."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,17 @@ class Candidate:
         """Microseconds of a step by the timeline, in which what is sent and what is computed overlap."""
         return self.run.timeline().us
 
+    @cached_property
+    def collectives(self) -> int:
+        """How many it sends."""
+        return len(self.run.collectives)
+
+    def is_clearly_no_longer_than(self, other: Candidate) -> bool:
+        """Whether a step is shorter by more than timelines may err, or is no longer and sends fewer collectives."""
+        if self.step < other.step * (1 - WORTH):
+            return True
+        return self.step <= other.step and self.collectives < other.collectives
+
 
 @dataclass(frozen=True)
 class ByOp:
@@ -191,8 +203,8 @@ class Chosen:
 
         A choice is not taken either if its step is longer, where what is sent and what is computed overlap: the
         objective knows no order, and moves that others hide are dear in it. Then one more is solved, for which
-        reductions of gradients, which the backward hides, cost less; it is taken if it is the cheaper and the shorter
-        one.
+        reductions of gradients, which the backward hides, cost less; it is taken if it is the cheaper and clearly the
+        shorter one, or as long with fewer collectives.
         """
         start = ByOp.of(given, as_run)
         by_op = start.candidate
@@ -201,7 +213,7 @@ class Chosen:
         taken = found.cost.us < by_op.cost.us
         if taken and found.step > by_op.step * (1 + ROUNDING):
             found = start.with_choice(solved_choice(start.simple, start.pins, EXPOSED)[1])
-            taken = found.cost.us < by_op.cost.us and found.step < by_op.step * (1 - WORTH)
+            taken = found.cost.us < by_op.cost.us and found.is_clearly_no_longer_than(by_op)
         end = found if taken else by_op
         certificate = Certificate(end.cost.us, by_op.cost.us, solved.us, solved.at_least, taken)
         return cls(start, end, certificate)

@@ -73,21 +73,28 @@ def test_the_program_of_a_choice_costs_no_more_than_foreseen(net, tp):
 
 
 @pytest.mark.parametrize(
-    "steps, taken",
-    [((1.0, 1.0), True), ((2.0, 1.0, 2.0), False), ((2.0, 1.0, 0.99), False), ((2.0, 1.0, 0.9), True)],
-    ids=["as long", "longer", "and hardly shorter at last", "and shorter at last"],
+    "steps, sent, taken",
+    [
+        ((1.0, 1.0), (), True),
+        ((2.0, 1.0, 2.0), (), False),
+        ((2.0, 1.0, 0.99), (5, 5), False),
+        ((2.0, 1.0, 1.0), (4, 5), True),
+        ((2.0, 1.0, 0.9), (), True),
+    ],
+    ids=["as long", "longer", "hardly shorter at last", "as long at last with fewer collectives", "shorter at last"],
 )
-def test_a_choice_whose_step_is_longer_is_not_taken(steps, taken, monkeypatch):
+def test_a_choice_whose_step_is_longer_is_not_taken(steps, sent, taken, monkeypatch):
     """The sum of all that is sent and computed may be less where the step is longer, for some of it overlaps. Then
-    there is one more choice."""
-    asked = iter(steps)
+    there is one more choice. sent: the collectives of the last choice and of that by op, where they are asked for."""
+    asked, counts = iter(steps), iter(sent)
     monkeypatch.setattr(spmd.Program, "timeline", lambda self: SimpleNamespace(us=next(asked)))
+    monkeypatch.setattr(choosing.Candidate, "collectives", property(lambda self: next(counts)))
     model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.ReLU(), nn.Linear(512, 512, bias=False))
     compiled = spmd.compile(step, mesh(4), choose="program", fully_shard="dp", **GIVEN)
     found = compiled.program_for(model, torch.randn(16, 512)).certificate
     assert found.taken is taken
     assert found.us <= found.by_op
-    assert not list(asked)
+    assert not list(asked) and not list(counts)
 
 
 def test_layers_are_solved_apart_where_they_leave_a_doubt(monkeypatch):
