@@ -21,6 +21,7 @@ from tests.parallel.test_fully_shard import (
     BATCHES,
     BRANCHES,
     Branches,
+    Fails,
     alone,
     branches_of,
     equal,
@@ -142,16 +143,6 @@ def test_passes_within_the_backward_pass_send_nothing_by_themselves():
         with CommDebugMode() as comm:
             net(torch.ones(2, 3, requires_grad=True)).sum().backward()
         assert comm.get_total_counts() == 4
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        raise ValueError("on its way back")
 
 
 @pytest.mark.parametrize("cap", [25.0, 1e-5])

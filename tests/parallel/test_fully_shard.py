@@ -651,6 +651,37 @@ def test_real_ranks_that_take_other_branches_reduce_at_the_same_places(gloo4):
         equal(got, want)
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ValueError("on its way back")
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_pass_after_one_that_failed_is_as_any(is_told):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]).double(), torch.randn(4, 3, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    want(x).square().mean().backward()
+    with LocalTensorMode(2):
+        mesh = mesh_of({"dp": 2})
+        for module in (*net, net):
+            fully_shard(module, mesh=mesh)
+        hook = net[1].register_forward_hook(lambda module, args, out: Fails.apply(out))
+        with pytest.raises(ValueError, match="on its way back"):
+            net(part_on(mesh)(x)).square().mean().backward()
+        hook.remove()
+        if is_told:
+            net.reset_iter_state()
+        net.zero_grad()
+        net(part_on(mesh)(x)).square().mean().backward()
+        equal(seen(net), seen(want))
+
+
 def test_a_forward_without_a_backward_leaves_nothing_behind():
     with LocalTensorMode(2):
         net = fully_shard(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), mesh=mesh_of({"dp": 2}))

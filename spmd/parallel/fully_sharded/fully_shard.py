@@ -198,16 +198,11 @@ class FSDPModule:
         group_of(self).unshard_in_backward = unshard_in_backward
 
     def reset_iter_state(self) -> None:
-        """After an error in a forward or backward pass: forget what was on its way, and what was not sent."""
-        run = _run_of(self)
-        run.on_the_way, run.is_ending = None, False
-        run.order.clear()
-        run.begun.clear()
-        for group in run.groups:
-            for bucket in group.buckets:
-                bucket.unreduced = bucket.uncopied = None
-            group.end_backward()
-            group.reshard()
+        """After an error in a forward or backward pass: forget what was on its way, and what was not sent.
+
+        The next forward does it itself after an error in a backward pass.
+        """
+        _run_of(self).forget()
 
     def _groups(self, recurse: bool) -> Iterable[Group]:
         return dict.fromkeys(groups_in(self)) if recurse else [group_of(self)]
@@ -299,6 +294,8 @@ def _begin(group: Group, module: nn.Module) -> None:
 def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     group = group_of(module)
     _begin(group, module)
+    if group.run.is_ending and not _torch.in_backward():
+        group.run.forget()  # a backward pass ended by an error
     group.before_forward((args, kwargs))
     policy = group.policies.precision
     if policy.cast_forward_inputs and policy.param_dtype is not None:

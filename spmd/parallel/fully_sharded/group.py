@@ -65,6 +65,17 @@ class Run:
             self.is_ending = True
             _torch.after_backward(self.end)
 
+    def forget(self) -> None:
+        """Forget what is on its way, and what was not sent."""
+        self.on_the_way, self.is_ending = None, False
+        self.order.clear()
+        self.begun.clear()
+        for group in self.groups:
+            for bucket in group.buckets:
+                bucket.unreduced = bucket.uncopied = None
+            group.end_backward()
+            group.reshard()
+
     def end(self) -> None:
         """The backward pass has ended."""
         self.is_ending = False
