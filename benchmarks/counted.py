@@ -39,7 +39,9 @@ from spmd.parallel import (
 )
 
 RANKS, BLOCKS, WIDTH, BATCH, TIME, ITEM = 4, 4, 8, 4, 8, 4
-AXES = {"hybrid": {"r": 2, "a": 2}, "hybrid, state over all": {"r": 2, "a": 2}}  # of others, one of all ranks
+TWO_D = "Megatron and ZeRO-3"
+AXES = {"hybrid": {"r": 2, "a": 2}, "hybrid, state over all": {"r": 2, "a": 2}, TWO_D: {"a": 2, "tp": 2}}
+"""Of other plans, one of all ranks."""
 SHORT = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 Sent = dict[str, tuple[int, int]]
 """For each kind of collective how many, and the bytes that a rank gives to all of them."""
@@ -87,6 +89,7 @@ EAGER = {
     "hybrid": groups,
     "hybrid, state over all": functools.partial(groups, state=("r", "a")),
     "data parallel": lambda net, mesh: data_parallel(net, mesh),
+    TWO_D: lambda net, mesh: groups(parallelize_module(net, mesh["tp"], MEGATRON), mesh["a"]),
 }
 COMPILED = {
     "Megatron": lambda mesh: placements_of(model(), mesh, MEGATRON),
@@ -96,6 +99,8 @@ COMPILED = {
     "hybrid, state over all": lambda mesh: {"fully_shard": FullyShard("a", state=("r", "a")),
                                             "inputs": {"x": {"r": Shard(0), "a": Shard(0)}}},
     "data parallel": lambda mesh: {"inputs": {"x": {"a": Shard(0)}}},
+    TWO_D: lambda mesh: placements_of(model(), mesh, MEGATRON) | {
+        "fully_shard": "a", "inputs": {"x": {"a": Shard(0)}}},
 }  # fmt: skip
 
 
@@ -118,6 +123,11 @@ def formula(plan: str) -> Sent:
     if plan == "hybrid, state over all":  # instead of each all-reduce a gather and a reduce-scatter
         return {"all_gather": (3 * BLOCKS, parameters // RANKS + 2 * parameters // 2),
                 "reduce_scatter": (2 * BLOCKS, parameters + parameters // 2)}  # fmt: skip
+    if plan == TWO_D:  # Megatron's of half of the batch, and ZeRO-3's of the blocks of a rank of tp
+        split = BLOCKS * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH) * ITEM // 2  # without norms and the biases of `down`
+        own = parameters - split
+        return {"all_gather": (2 * BLOCKS, 2 * own // 2), "all_reduce": (2 * BLOCKS, 2 * BLOCKS * tokens // 2),
+                "reduce_scatter": (BLOCKS, own)}  # fmt: skip
     return {"all_reduce": (1, parameters)}
 
 
@@ -130,7 +140,7 @@ def eager(plan: str) -> Sent:
         net = EAGER[plan](model(), mesh)
         if plan == "sequence parallel":
             x = spmd.distribute_tensor(x, mesh, [Shard(1)])
-        own = x if plan in TENSOR_PARALLEL else x.chunk(RANKS)[0]
+        own = x if plan in TENSOR_PARALLEL else x.chunk(2 if plan == TWO_D else RANKS)[0]
         with CommDebugMode() as comm:
             step(net, torch.optim.SGD(net.parameters(), 0.1), own)
     return total((c.kind, c.nbytes) for c in comm.counted)

@@ -9,14 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLANS = (
-    "Megatron", "sequence parallel", "ZeRO-3", "hybrid", "hybrid, state over all", "data parallel", "ring",
-    "ring, balanced", "Ulysses", "GShard", "dropless",
+    "Megatron", "sequence parallel", "ZeRO-3", "hybrid", "hybrid, state over all", "data parallel",
+    "Megatron and ZeRO-3", "ring", "ring, balanced", "ring, pass-Q", "ring, gathered", "Ulysses", "GShard", "dropless",
 )  # fmt: skip
 FLAGS = {
     "ZeRO-3": {"reduce_scatter": 4}, "hybrid": {"reduce_scatter": 2, "all_reduce": 1},
-    "hybrid, state over all": {"reduce_scatter": 4 + 2}, "data parallel": {"all_reduce": 1},
+    "Megatron and ZeRO-3": {"reduce_scatter": 2}, "hybrid, state over all": {"reduce_scatter": 4 + 2},
+    "data parallel": {"all_reduce": 1},
 }  # fmt: skip
 """How often a collective has a number for each parameter, which says whether it was used."""
+
+
+DIFFERS = {"hybrid, state over all": "Hybrid", "hybrid": "Hybrid", "data parallel": "Data parallel",
+           "sequence parallel": "Sequence parallel"}  # fmt: skip
+PAGE = (ROOT / "docs" / "design" / "counted.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +47,15 @@ def test_a_plan_sends_what_its_paper_says(counted, plan):
     used = counted.ITEM * len(list(counted.model().parameters()))
     flags = {kind: n * used for kind, n in FLAGS.get(plan, {}).items()}
     assert {kind: n - flags.get(kind, 0) for kind, (_, n) in sent.items()} == {kind: n for kind, (_, n) in said.items()}
-    text = (ROOT / "docs" / "design" / "counted.md").read_text()
-    assert f"| {plan} | {counted.said(said)} | {counted.said(sent)} |" in text
+    assert f"| {plan} | {counted.said(said)} | {counted.said(sent)} |" in PAGE
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_compiled_plan_sends_what_the_page_says(counted, plan):
+    """The same as the eager one, or what differs is written down there, by the name of the plan."""
+    eager, compiled = counted.eager(plan), counted.compiled(plan)
+    assert f"| {counted.said(eager)} | {counted.said(compiled)} |" in PAGE
+    assert eager == compiled or f"- **{DIFFERS.get(plan, plan)}**" in PAGE
 
 
 def test_sequence_parallelism_compiled_gathers_and_scatters_as_eagerly(counted):
