@@ -7,8 +7,8 @@
 
 While a step is captured, other functions stand for these in their modules, and in the variables of modules of the user.
 They answer code of the user that runs in the thread of the capture, and what it calls of Python's library; all other
-code finds what it always finds. Left out: clocks and classes that are reached as attributes of objects, what files and
-sockets say, and the parts of the time of day (`time.localtime`).
+code finds what it always finds. Left out: clocks that are reached as attributes of objects, dates where the step itself
+imports `datetime`, what files and sockets say, and the parts of the time of day (`time.localtime`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ TOLD: dict[types.ModuleType, tuple[str, ...]] = {
     time: (*CLOCKS, *(f"{name}_ns" for name in CLOCKS)), os: ("getpid", "urandom"), uuid: ("uuid1", "uuid4"),
 }  # fmt: skip
 """Functions whose results are of the moment or of the process, by their modules."""
+
+DATES: dict[type, tuple[str, ...]] = {datetime.datetime: ("now", "utcnow", "today"), datetime.date: ("today",)}
+"""Classes that tell the time, and how."""
 
 DRAWING = {
     "random": "random uniform randint randrange choice choices shuffle sample gauss normalvariate getrandbits seed",
@@ -97,7 +100,7 @@ def environment_differs(asked_before: dict[str, tuple[str | None, str]]) -> str:
 def _variables(search: Search) -> Iterable[dict[str, Any]]:
     """The variables of the modules whose functions have stand-ins, and of those of the user."""
     users = (m for name, m in list(sys.modules.items()) if not is_installed(package_of(name)))
-    modules = [*TOLD, datetime, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules), *users]
+    modules = [*TOLD, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules), *users]
     found = [vars(m) for m in modules if isinstance(m, types.ModuleType)] + [fn.__globals__ for fn in search.functions]
     return {id(each): each for each in found}.values()
 
@@ -119,8 +122,12 @@ def _stand_ins(found: Asked) -> Iterator[tuple[Any, Any]]:
         for name in names:
             if (function := getattr(module, name, None)) is not None:
                 yield function, _telling(found, function, f"{module.__name__}.{name}()")
-    yield datetime.datetime, _class(found, datetime.datetime, ("now", "utcnow", "today"))
-    yield datetime.date, _class(found, datetime.date, ("today",))
+    dates = types.ModuleType("datetime")  # the module itself stays: others may pickle its classes meanwhile
+    vars(dates).update(vars(datetime))
+    for kind, names in DATES.items():
+        vars(dates)[kind.__name__] = telling = _class(found, kind, names)
+        yield kind, telling
+    yield datetime, dates
     yield builtins.input, _refusing_input(found, builtins.input)
     for module, names in DRAWING.items():
         for name in names.split() if module in sys.modules else ():

@@ -40,6 +40,8 @@ class Told:
         return format(self._value, spec)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what protocols ask for, such as those of copies
+            raise AttributeError(name)
         return _told(getattr(self._value, name), self._what)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
