@@ -98,6 +98,7 @@ def of_schedules() -> dict[str, Kind]:
         "two steps in one program": Kind(lambda m, o, x, y: [each(m, o, x, y) for each in twice]),
         "schedule of a float": Kind(begin=parts.scheduled(1e-2), **schedules),
         "schedule of a tensor": Kind(begin=parts.scheduled(torch.tensor(1e-2)), **schedules),
+        "schedule of a tensor, fused": Kind(begin=parts.scheduled(torch.tensor(1e-2), fused=True), **schedules),
         "rate as an argument": Kind(parts.rate_as_argument, batches=parts.rows_and_rates),
         "schedule in the step": Kind(parts.decaying_step),
         "count as an argument": Kind(parts.scheduled_by_count, batches=parts.rows_and_counts),

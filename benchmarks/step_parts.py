@@ -193,12 +193,12 @@ def accumulate_and_update(model, optimizer, x, y):
 # ---- schedules --------------------------------------------------------------------------------
 
 
-def scheduled(lr: Any) -> Callable[[], tuple]:
+def scheduled(lr: Any, **options: Any) -> Callable[[], tuple]:
     """A model, an optimiser, and a schedule that is stepped between the steps."""
 
     def begin() -> tuple:
         model = Net()
-        return model, optim.AdamW(model.parameters(), lr=copy.deepcopy(lr), eps=1e-4)
+        return model, optim.AdamW(model.parameters(), lr=copy.deepcopy(lr), eps=1e-4, **options)
 
     return begin
 

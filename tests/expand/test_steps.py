@@ -40,6 +40,7 @@ SAMPLE = [
     ("GRU of two layers", "zero 3"),
     ("GradScaler, first overflow", "zero 3 tp"),
     ("schedule in the step", "2x2"),
+    ("schedule of a tensor, fused", "zero 3"),
     *[("BatchNorm, average of all", plan) for plan in ("dp 4", "2x2", "zero 3")],
 ]
 

@@ -77,6 +77,8 @@ def fused_adam(op, params, grads, firsts, seconds, max_seconds, steps, **options
     firsts and seconds are the moments of the gradients, max_seconds the largest second moments so far (amsgrad).
     """
     decoupled = "adamw" in _torch.qualified_name(op)
+    if isinstance(options["lr"], torch.Tensor):  # the kernel computes 1 - lr * decay in doubles
+        options["lr"] = options["lr"].to(torch.float64)
     rows = _rows(params, _unscaled(grads, **options), firsts, seconds, max_seconds, steps)
     new = [_adam_step(*row, decoupled=decoupled, **options) for row in rows]
     return _write_or_return(op, (params, grads, firsts, seconds, max_seconds), new, **options)
