@@ -6,6 +6,8 @@ Every other module imports them from here, so that one place shows what a new ve
     dispatch_keys           a dispatch key above autograd: composite ops before they are decomposed
     modes                   dispatch modes; whether ops are traced, by whom; Dynamo
     fakes                   fake tensors
+    fake_results            what ops gave of those with symbols for sizes
+    quick_views             views of these
     functionalize           functional tensors
     symbols                 numbers that stay symbols in a trace
     sizes                   sizes that do, with what is decided by them

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,8 @@ class SizeNode(SymNode):
 
 
 class SizeNodes:
-    """All nodes of the sizes of one trace. symbols: those of sizes. is_computing: whether an operation runs.
+    """All nodes of the sizes of one trace. symbols: those of sizes. is_computing: whether an operation runs. strides:
+    the texts of strides that were asked for.
 
     An operation computes with what a size is, and not with what it was found to be equal to: whoever asks then is known
     to have asked.
@@ -80,6 +81,7 @@ class SizeNodes:
     def __init__(self):
         self.symbols: set[Any] = set()
         self.is_computing = False
+        self.strides: dict[tuple, tuple[str, ...]] = {}
         self._nodes: dict[tuple, SizeNode] = {}
         self._constants: dict[tuple, SizeNode] = {}
         self._are_sizes: dict[Any, bool] = {}
@@ -171,13 +173,23 @@ for _kind, _names in ((_unary, _UNARY), (_binary, _BINARY), (_of_many, _OF_MANY)
 def strides_text(x: torch.Tensor) -> tuple[str, ...]:
     """The strides of a tensor as text. Torch writes `Max(1, n)` for a size n in some; an empty tensor has no memory, so
     that is n here."""
-    if not any(isinstance(n, torch.SymInt) for n in x.stride()):
-        return tuple(map(str, x.stride()))
+    shape, stride = x.shape, x.stride()
+    of = next((n.node for n in stride if isinstance(n, torch.SymInt)), None)
+    if of is None:
+        return tuple(map(str, stride))
+    if type(of) is not SizeNode:
+        return _text_of_strides(shape, stride)
+    key = _version(of.shape_env), *(n if type(n) is int else n.node for n in (*shape, *stride))
+    if key not in of.all.strides:
+        of.all.strides[key] = _text_of_strides(shape, stride)
+    return of.all.strides[key]
+
+
+def _text_of_strides(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[str, ...]:
     from torch.utils._sympy.functions import Max  # with sympy, which only symbols need
 
-    sizes = [n.node.expr for n in x.shape if isinstance(n, torch.SymInt)]
-    plain = {Max(1, n): n for n in sizes}
-    return tuple(str(n.node.expr.xreplace(plain) if isinstance(n, torch.SymInt) else n) for n in x.stride())
+    plain = {Max(1, n.node.expr): n.node.expr for n in shape if isinstance(n, torch.SymInt)}
+    return tuple(str(n.node.expr.xreplace(plain) if isinstance(n, torch.SymInt) else n) for n in stride)
 
 
 # ---- in a graph -------------------------------------------------------------------------------

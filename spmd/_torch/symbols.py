@@ -22,6 +22,7 @@ from torch._decomp import decomposition_table
 from torch._subclasses import fake_tensor
 from torch.utils._pytree import tree_leaves
 
+from spmd._torch.fake_results import FakeResults, is_kept
 from spmd._torch.fakes import UNKNOWN_SHAPE, FakeTensorMode
 from spmd._torch.read_numbers import Integer
 
@@ -54,6 +55,10 @@ class _SymbolSafeFakes(FakeTensorMode):
 
     running = 0
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.results = FakeResults()
+
     def from_tensor(self, tensor, *args, **kwargs):
         own = type(tensor) is fake_tensor.FakeTensor and tensor.fake_mode is self  # an input that is made here already
         return tensor if own and not _has_symbolic_size(tensor) else super().from_tensor(tensor, *args, **kwargs)
@@ -84,10 +89,14 @@ class _SymbolSafeFakes(FakeTensorMode):
 
     def _shapes(self, func, types, args, kwargs, leaves) -> Any:
         """The results of an op, without data."""
-        if func in _READS_NUMBERS and any(map(_has_symbolic_size, leaves)):
+        if not any(type(x) is torch.SymInt or _has_symbolic_size(x) for x in leaves):
+            return super().dispatch(func, types, args, kwargs)
+        if func in _READS_NUMBERS:
             with self:
                 return decomposition_table[func](*args, **kwargs)
-        return super().dispatch(func, types, args, kwargs)
+        if not is_kept(func):
+            return super().dispatch(func, types, args, kwargs)
+        return self.results.of(self, func, types, args, kwargs)
 
 
 _READS_NUMBERS = {torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default}
@@ -213,6 +222,10 @@ class Symbols:
 
     def fake_mode(self) -> FakeTensorMode:
         return self._mode
+
+    def forget_ops(self) -> None:
+        """To be called when the trace is complete: what its ops gave is not needed any more."""
+        self._mode.results.clear()
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""

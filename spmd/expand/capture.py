@@ -288,6 +288,7 @@ def _traced(
             flat.blocks.finish(gm.graph)
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
+            symbols.forget_ops()
     except Exception as error:
         if flat.blocks.kinds:  # a step that is wrong is so without stamps, too, and says it in its own words
             raise CoupledBlocks(f"{type(error).__name__}: {error}") from error
