@@ -92,7 +92,7 @@ from spmd._torch.functionalize import (
     to_functional,
     write_functional,
 )  # fmt: skip
-from spmd._torch.graphs import create_node, rename
+from spmd._torch.graphs import create_node, node_again, operands_of, rename
 from spmd._torch.groups import (
     FakeWork,
     PlaceholderGroup,
@@ -206,6 +206,7 @@ from spmd._torch.traces import (
     stand_ins,
     traced_tensors,
     track,
+    with_more_inputs,
     without_cleaning,
     without_layouts,
 )

@@ -13,6 +13,7 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from spmd._torch.fakes import FakeTensor, empty_fake
+from spmd._torch.graphs import input_named, rename_input
 from spmd._torch.modes import no_function_modes, no_modes
 from spmd._torch.tensors import memory_of
 
@@ -56,8 +57,32 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
         made = [empty_fake(mode, x.shape, x.stride(), x.dtype, x.device) for x in likes]
     with no_function_modes():
         for new, node in zip(made, nodes, strict=True):
-            proxy_tensor.track_tensor(new, torch.fx.Proxy(node, by), constant=None, tracer=by)
+            _track(new, torch.fx.Proxy(node, by), by)
     return made
+
+
+def with_more_inputs(given: list, more: list[torch.Tensor], by: torch.fx.Tracer) -> list:
+    """The inputs of a trace that begins, with further ones behind the first: fake tensors, in a tenth of the time that
+    torch needs for each. given: those that torch has made inputs of."""
+    first, *others = by.graph.nodes
+    stem = first.name.rpartition("_")[0]
+    for i, node in enumerate(others, 2 + len(more)):
+        rename_input(node, f"{stem}_{i}")
+    with by.graph.inserting_before(others[0]) if others else contextlib.nullcontext():
+        nodes = [input_named(by.graph, f"{stem}_{i}") for i in range(2, 2 + len(more))]
+    with no_function_modes():
+        for x, node in zip(more, nodes, strict=True):
+            _track(x, torch.fx.Proxy(node, by), by)
+            node.meta["val"] = x
+    return [*given[:1], *more, *given[1:]]
+
+
+def _track(x: torch.Tensor, proxy: torch.fx.Proxy, by: torch.fx.Tracer) -> None:
+    """Let a proxy stand for a fake tensor. Where its sizes are numbers, nothing else is to be noted of it."""
+    if all([type(n) is int for n in (*x.shape, *x.stride())]):
+        proxy_tensor.set_proxy_slot(x, by, proxy_tensor._ProxyTensor(proxy, None))
+    else:
+        proxy_tensor.track_tensor(x, proxy, constant=None, tracer=by)
 
 
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
@@ -90,6 +115,7 @@ def without_layouts() -> Iterator[None]:
     graphs of which only `val` is read. That of an input is the fake tensor itself, where torch would keep a copy of its
     shape: under functionalisation no code changes it."""
     real, noted, thread = proxy_tensor._extract_tensor_metadata, proxy_tensor.set_meta, threading.get_ident()
+    tracked = proxy_tensor.track_tensor_tree
 
     def note(proxy: torch.fx.Proxy, value: object) -> torch.fx.Proxy:
         mine = threading.get_ident() == thread and proxy.node.op == "placeholder"
@@ -98,12 +124,28 @@ def without_layouts() -> Iterator[None]:
         proxy.node.meta["val"] = value
         return proxy
 
+    def track(values: object, proxies: object, **given: object) -> object:
+        """The inputs are a list of hundreds of tensors."""
+        if type(values) is not list or type(proxies) is not list or threading.get_ident() != thread:
+            return tracked(values, proxies, **given)
+        others = []
+        for x, proxy in zip(values, proxies, strict=True):
+            if type(x) is FakeTensor and not x.requires_grad:
+                _track(x, proxy, given["tracer"])
+                note(proxy, x)
+            else:
+                others.append((x, proxy))
+        for x, proxy in others:
+            tracked(x, proxy, **given)
+        return values
+
     proxy_tensor._extract_tensor_metadata = lambda x: None if threading.get_ident() == thread else real(x)
-    proxy_tensor.set_meta = note
+    proxy_tensor.set_meta, proxy_tensor.track_tensor_tree = note, track
     try:
         yield
     finally:
         proxy_tensor._extract_tensor_metadata, proxy_tensor.set_meta = real, noted
+        proxy_tensor.track_tensor_tree = tracked
 
 
 @contextlib.contextmanager

@@ -266,7 +266,7 @@ def _traced(
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
     slots = in_order(state.tensors() | first)
     leaves = dict(named_leaves(args))
-    inputs: dict[Slot | Argument, Any] = {slot: sizes.state(t) for slot, t in slots.items()}
+    inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     given = {path: x for path, x in leaves.items() if path not in fixed}
     numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
@@ -274,7 +274,11 @@ def _traced(
     inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
     kept, known = kept_numbers(slots)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
-    flat = _FlatFunction(call, args, state, slots, tuple(inputs), note, tuple(first), stamped, blocks, sizes.symbols)
+    values = list(inputs.values())
+    begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
+    flat = _FlatFunction(
+        call, args, state, slots, tuple(inputs), note, tuple(first), stamped, blocks, sizes.symbols, more
+    )  # fmt: skip
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
@@ -283,7 +287,8 @@ def _traced(
             table = decompositions | DENSE_VIEWS
             # Its code is never asked for: its graph alone is read, and cleaned below.
             with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():
-                gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(list(inputs.values()))
+                gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(begin)
+            flat.write_outputs(gm.graph)
             flat.phases.mark(gm.graph)
             flat.blocks.finish(gm.graph)
             insert_calls(gm.graph)
@@ -310,7 +315,10 @@ def _traced(
 
 @dataclass
 class _FlatFunction:
-    """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields."""
+    """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields.
+
+    more: inputs behind the first one, which make_fx is not told of.
+    """
 
     call: Callable
     args: dict[str, Any]
@@ -322,6 +330,7 @@ class _FlatFunction:
     stamped: Callable[[], contextlib.AbstractContextManager]
     with_blocks: bool
     sizes: _torch.SizeSymbols
+    more: list[torch.Tensor]
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
@@ -338,6 +347,7 @@ class _FlatFunction:
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
 
     def __call__(self, flat_inputs: list) -> list:
+        flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
         self.sizes.track()
         with _torch.FunctionalTensorMode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
@@ -476,7 +486,17 @@ class _FlatFunction:
         self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
         self.outputs = (*traced, *after)
         values = [leaves[i] for i in traced] + list(after.values())
-        return [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
+        values = [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
+        tracer = _torch.proxy_mode().tracer
+        proxies = [_torch.proxy_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
+        self.nodes = [p.node if isinstance(p, fx.Proxy) else None for p in proxies]
+        return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
+
+    def write_outputs(self, graph: fx.Graph) -> None:
+        """Let the graph give all outputs: torch is told only of those without a node, such as constants and numbers."""
+        output = graph.output_node()
+        others = iter(output.args[0])
+        output.args = ([next(others) if node is None else node for node in self.nodes],)
 
 
 def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.origins import ORIGIN
+from spmd.expand.origins import ORIGIN, Line
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import SCALAR, TensorMeta
 
@@ -49,10 +50,29 @@ def copied(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.N
     >>> copied(new, x, {}.get).name
     'x'
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), of)
-    new = added(graph, node.op, node.target, args, kwargs, node.name)
+    new = added(graph, node.op, node.target, *mapped(node, of), node.name)
     new.meta.update(node.meta)
     return new
+
+
+def mapped(
+    node: fx.Node, of: Callable[[fx.Node], Any], other: Callable[[Any], Any] | None = None
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments of a node with others in the place of its operands, as `map_arg` gives them: most arguments are
+    nodes and numbers, and those are not gone through. other: gives what stands for any other argument.
+
+    >>> graph = fx.Graph()
+    >>> x = graph.placeholder("x")
+    >>> mapped(graph.call_function(torch.add, (x, 2), {"alpha": 3}), str)
+    (('x', 2), {'alpha': 3})
+    """
+    other = other or (lambda x: fx.map_arg(x, of))
+    args = [of(x) if isinstance(x, fx.Node) else x if type(x) in _PLAIN else other(x) for x in node.args]
+    return tuple(args), other(node.kwargs) if node.kwargs else {}
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types of arguments that hold no node."""
 
 
 def graph_copied(graph: fx.Graph) -> fx.Graph:
@@ -82,7 +102,12 @@ def line_of(node: fx.Node) -> str:
     origin = node.meta.get(ORIGIN)
     if origin is None or not origin.lines:
         return node.meta.get(LINE, "")
-    return f"{origin.lines[0]}{BACKWARD if origin.backward else ''}"
+    return _line_text(origin.lines[0], origin.backward)
+
+
+@lru_cache(maxsize=1 << 14)
+def _line_text(line: Line, backward: bool) -> str:
+    return f"{line}{BACKWARD if backward else ''}"
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -126,8 +151,16 @@ def described(x: Any, spec: Callable[[fx.Node], Any]) -> Hashable:
     if isinstance(x, fx.Node):
         found = spec(x)
         return SCALAR if found is None else found
+    if type(x) is int:  # as `frozen` has it
+        return int, x
     if isinstance(x, (tuple, list)):
         return (list, *[described(y, spec) for y in x])
     if isinstance(x, dict):
         return (dict, *[(name, described(y, spec)) for name, y in x.items()])
     return frozen(x)
+
+
+def described_call(node: fx.Node, spec: Callable[[fx.Node], Any]) -> Hashable:
+    """A hashable value in place of what a node calls and with what, as `described`."""
+    args = [described(x, spec) for x in node.args]
+    return (node.target, *args, described(node.kwargs, spec)) if node.kwargs else (node.target, *args)

@@ -152,22 +152,20 @@ class State:
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
         for root, module in self.modules.items():
             found |= {f"{root}.{name}".rstrip("."): module_guard(m, reads) for name, m in module.named_modules()}
+        path_of = {}
         for path, p in self.parameters().items():
-            found |= {f"{path}.requires_grad": p.requires_grad, f"{path} hooks": guard_key(hooks_of([p]))}
+            path_of[id(p)] = path
+            found[f"{path}.requires_grad"] = p.requires_grad
+            found[f"{path} hooks"] = guard_key(hooks_of([p]))
             if reads is not None:
                 note_hooks(p, reads)
         for root, optimizer in self.optimizers.items():
             found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own_attributes(optimizer)}
-            found |= {f"{root}.param_groups.{g}.params": paths for g, paths in self._paths_in_groups(optimizer)}
+            for g, group in enumerate(optimizer.param_groups):
+                found[f"{root}.param_groups.{g}.params"] = tuple([path_of[id(p)] for p in group["params"]])
             if reads is not None:
                 note_optimizer(optimizer, reads)
         return found | {path: guard_key(v, reads=reads) for path, v in self._optimizer_constants()}
-
-    def _paths_in_groups(self, optimizer: Optimizer) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Which parameters are in which group."""
-        path_of = {id(p): path for path, p in self.parameters().items()}
-        for g, group in enumerate(optimizer.param_groups):
-            yield g, tuple(path_of[id(p)] for p in group["params"])
 
     def submodules(self) -> list[nn.Module]:
         """Every module, with all that are in it, once."""

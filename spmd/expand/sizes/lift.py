@@ -8,6 +8,7 @@ The values of the nodes become `TensorMeta`s, whose sizes may be `Size`s.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,11 +28,13 @@ def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
     """Remove the nodes of sizes from a graph. Its nodes have the names that they would have had without."""
     _leave_arguments(graph, symbols)
     lifted: dict[fx.Node, Any] = {}
+    texts: dict[int, str | None] = {}  # what is stamped shares its values
     for node in graph.nodes:
         value = node.meta.get("val")
         if node.op != "output" and _torch.is_symbol(value):
-            text = symbols.text(value)
-            if text is not None:
+            if id(value) not in texts:
+                texts[id(value)] = symbols.text(value)
+            if (text := texts[id(value)]) is not None:
                 lifted[node] = Size(text)
     _Lift(symbols, lifted).rewrite(graph)
     for node in reversed(lifted):
@@ -90,7 +93,12 @@ def _renumber(graph: fx.Graph) -> None:
     for node in reversed(whole):
         moved_to(node, whole[node], (SITES, GRADIENT_OF))
         graph.erase_node(node)
-    _torch.rename(graph, lambda node: _NUMBER.sub("", node.name) if node.op == "call_function" else node.name)
+    _torch.rename(graph, lambda node: _without_number(node.name) if node.op == "call_function" else node.name)
+
+
+@lru_cache(maxsize=1 << 14)
+def _without_number(name: str) -> str:
+    return _NUMBER.sub("", name)
 
 
 _NUMBER = re.compile(r"_\d+$")
@@ -119,7 +127,7 @@ class _Lift:
                 node.args, node.kwargs = (), {}
                 continue
             before = self.found
-            if any(n in self.lifted for n in node.all_input_nodes):
+            if not self.lifted.keys().isdisjoint(_torch.operands_of(node)):
                 node.args, node.kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self.leaf)
             value = node.meta.get("val")
             if isinstance(value, (torch.Tensor, tuple, list)):

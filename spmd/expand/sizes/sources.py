@@ -31,21 +31,27 @@ class Sizes:
         self.static: dict[str, tuple[int, ...]] = {}
         self._mode, self._mesh, self._is_symbolic = symbols.fake_mode(), mesh, is_symbolic
 
-    def state(self, t: torch.Tensor) -> torch.Tensor:
-        """A fake global tensor of the state, with the strides that it has after it is placed on the mesh."""
-        return self._empty(t, t.shape, contiguous(t.shape) if spec_of_value(t) is None else t.stride())
+    def states(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Fake global tensors of the state, with the strides that they have after they are placed on the mesh."""
+        with _torch.no_function_modes(), _torch.no_modes():
+            return list(map(self._state, tensors))
+
+    def _state(self, t: torch.Tensor) -> torch.Tensor:
+        shape = tuple(t.shape)
+        return self._empty(t, shape, contiguous(shape) if spec_of_value(t) is None else t.stride())
 
     def argument(self, path: str, t: torch.Tensor) -> torch.Tensor:
         """A fake global tensor for an argument, whose sizes are symbols."""
         order = _order(t) if self._is_symbolic else None
         if order is None:
             self.static[path] = tuple(t.shape)
-            return self.state(t)
+            return self.states([t])[0]
         shape = [self._symbol(path, d, n) for d, n in enumerate(t.shape)]
         stride: list[Any] = [1] * t.ndim
         for inner, outer in itertools.pairwise(order):
             stride[outer] = stride[inner] * torch.sym_max(shape[inner], 1)
-        return self._empty(t, shape, stride)
+        with _torch.no_function_modes(), _torch.no_modes():
+            return self._empty(t, shape, stride)
 
     def integer(self, path: str, n: int) -> torch.SymInt:
         """A symbol for an int among the arguments."""
@@ -67,8 +73,7 @@ class Sizes:
 
     def _empty(self, t: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
         device = self._mesh.device_type if t.is_meta and self._mesh is not None else t.device  # is made on the mesh
-        with _torch.no_function_modes(), _torch.no_modes():
-            return _torch.empty_fake(self._mode, shape, stride, t.dtype, device)
+        return _torch.empty_fake(self._mode, shape, stride, t.dtype, device)
 
 
 def _identifier(path: str) -> str:

@@ -428,7 +428,7 @@ class _Aside:
             call.blocks.couple("a gradient is not traced")
         inputs = self.part.inputs[len(self.part.inputs) - len(nodes) :]
         env = env | dict(zip(inputs, nodes, strict=True))
-        copies = self.stencil.write(call.tracer.graph, env, given.path, call.blocks.numbering)
+        copies = self.stencil.write(env, given.path, call.blocks.numbering)
         if given is call.given:
             self.written |= set(copies)
         likes = [g for g in self.gradients if g is not None]
@@ -451,7 +451,7 @@ class _Stamped:
         like = self.like
         self.blocks.phases.note()
         self.env = dict(zip(like.part.inputs, self.given.nodes, strict=True))
-        like.stencil.write(like.tracer.graph, self.env, self.given.path, self.blocks.numbering)
+        like.stencil.write(self.env, self.given.path, self.blocks.numbering)
         likes = [_torch.from_functional(x) for x in like.made]
         nodes = [self.env[n] for n in like.part.outputs]
         return _torch.all_to_functional(_torch.stand_ins(likes, nodes, like.tracer)), like.differentiable

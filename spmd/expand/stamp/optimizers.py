@@ -164,7 +164,7 @@ class _Narrowed:
         nodes = []
         for own in owns:
             env = {a: own.nodes[name] for name, a in like.own.nodes.items()}
-            stamp(part, self.tracer.graph, env)
+            stamp(part, env)
             nodes += [env.get(like.nodes[name], like.nodes[name]) for name in like.changed]
         values = [_torch.from_functional(x) for x in like.changed.values()]
         new = iter(_torch.stand_ins(values * len(owns), nodes, self.tracer))

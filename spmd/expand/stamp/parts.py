@@ -2,7 +2,7 @@
 
     mul_3 = mul(m, 0.9)           a part, from the inputs (m, g) to the output add_3
     add_3 = add(mul_3, g)
-    stamp(part, graph, {m: n, g: h})   ->   mul_7 = mul(n, 0.9); add_7 = add(mul_7, h)
+    stamp(part, {m: n, g: h})   ->   mul_7 = mul(n, 0.9); add_7 = add(mul_7, h)
 
 `parts_of` divides what was traced for several parameters into one part for each, and raises `Coupled` where a node
 reads two of them. `differing` compares two parts node by node. Nodes that read no input and lead to several parts are
@@ -11,7 +11,7 @@ in none: all of them read the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import added
+from spmd.expand.nodes import mapped
 
 Env = dict[fx.Node, fx.Node]
 
@@ -129,13 +129,15 @@ def metadata(value: Any) -> Any:
     return [metadata(v) for v in value] if isinstance(value, (list, tuple)) else type(value)
 
 
-def stamp(part: Part, graph: fx.Graph, env: Env) -> None:
-    """Write the nodes of the part again at the end of the graph, with the inputs that `env` has; adds them to it."""
+def stamp(part: Part, env: Env, metas: Iterable[dict[str, Any]] | None = None) -> None:
+    """Write the nodes of the part again at the end of their graph, with the inputs that `env` has; adds them to it.
 
-    def mapped(n: fx.Node) -> fx.Node:
+    metas: the metadata of the new nodes, by default those of the part's.
+    """
+
+    def given(n: fx.Node) -> fx.Node:
         return env.get(n, n)
 
-    for n in part.nodes:
-        args, kwargs = fx.map_arg(n.args, mapped), fx.map_arg(n.kwargs, mapped)
-        new = env[n] = added(graph, n.op, n.target, args, kwargs, n.name)
-        new.meta = dict(n.meta)
+    for n, meta in zip(part.nodes, metas or (n.meta for n in part.nodes), strict=True):
+        new = env[n] = _torch.node_again(n, *mapped(n, given))
+        new.meta.update(meta)

@@ -55,8 +55,13 @@ def repeated(roots: Iterable[nn.Module]) -> dict[int, Structure]:
     in them, a parameter, and nothing that code outside of them sees or does. Inside of those that differ in plain
     attributes, there may be others that do not."""
     roots = list(roots)
-    exactly, but_for_values = (_repeated(roots, _Structures(roots, exact)) for exact in (True, False))
+    guards = {id(m): module_guard(m) for root in roots for m in root.modules()}
+    exactly, but_for_values = (_repeated(roots, _Structures(roots, guards, exact)) for exact in (True, False))
     return exactly | but_for_values
+
+
+Guards = dict[int, tuple]
+"""Of each module its guard, by identity."""
 
 
 def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure]:
@@ -70,18 +75,18 @@ def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure
     for several in sorted(groups.values(), key=lambda group: -found.sizes[id(group[0])]):
         several = list({id(m): m for m in several if id(m) not in inside}.values())
         if len(several) >= FEWEST:
-            structure = Structure(tuple(several), frozenset() if found.is_exact else _differing(several))
+            structure = Structure(tuple(several), frozenset() if found.is_exact else _differing(several, found.guards))
             chosen |= {id(m): structure for m in several}
             inside |= {id(x) for m in several for x in m.modules()}
     return chosen
 
 
-def _differing(modules: Sequence[nn.Module]) -> frozenset[str]:
+def _differing(modules: Sequence[nn.Module], guards: Guards) -> frozenset[str]:
     """The names of attributes in which modules differ, or modules inside of them."""
-    together = zip(*(m.modules() for m in modules), strict=True)
+    together = ([guards[id(m)][1] for m in several] for several in zip(*(m.modules() for m in modules), strict=True))
     return frozenset(
-        name for first, *others in together for name, key in module_guard(first)[1]
-        if any((name, key) not in module_guard(m)[1] for m in others)
+        name for first, *others in together for other in others if other != first
+        for name, key in first if (name, key) not in other
     )  # fmt: skip
 
 
@@ -91,9 +96,9 @@ def guard_now(module: nn.Module, without: Collection[str] = ()) -> Hashable:
     return kind, tuple((name, key) for name, key in attributes if name != "forward" and name not in without)
 
 
-def _guard_but_for_values(module: nn.Module) -> Hashable:
+def _but_for_values(module: nn.Module, guard: tuple) -> Hashable:
     """The guard of a module, with the types of plain attributes in the place of their values."""
-    kind, attributes = module_guard(module)
+    kind, attributes = guard
     plain = {name for name, _ in attributes if name != "training" and type(vars(module)[name]) in PLAIN}
     return kind, tuple((name, type(vars(module)[name]) if name in plain else key) for name, key in attributes)
 
@@ -106,9 +111,8 @@ class _Structures:
     """The structures of all modules in some. is_exact: whether plain attributes are compared. owners: of each
     parameter, the modules that hold it, by identity."""
 
-    def __init__(self, roots: Sequence[nn.Module], is_exact: bool):
-        self.is_exact = is_exact
-        self._guard = module_guard if is_exact else _guard_but_for_values
+    def __init__(self, roots: Sequence[nn.Module], guards: Guards, is_exact: bool):
+        self.guards, self.is_exact = guards, is_exact
         self.sizes: dict[int, int] = {}
         self.owners: dict[int, set[int]] = {}
         self._of: dict[int, Hashable] = {}
@@ -132,7 +136,9 @@ class _Structures:
         if hooked or type(module._parameters) is not dict or any(number is None for _, number in inside):
             return None
         tensors = [*_described(module._parameters), *_described(module._buffers)]
-        return self._guard(module), tuple(tensors), tuple(inside), _pattern(module) if inside else ()
+        guard = self.guards[id(module)]
+        guard = guard if self.is_exact else _but_for_values(module, guard)
+        return guard, tuple(tensors), tuple(inside), _pattern(module) if inside else ()
 
     def is_apart(self, module: nn.Module) -> bool:
         """Whether a module has parameters, and they are its own."""

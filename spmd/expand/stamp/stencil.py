@@ -41,13 +41,12 @@ class Stencil:
         notes = tuple({k: new[k][len(old[k]) :] for k in new} for old, new in zip(before, now, strict=True))
         return cls(part, path, tuple(dict(n.meta) for n in part.nodes), notes)
 
-    def write(self, graph: fx.Graph, env: Env, path: str, numbering: Numbering) -> list[fx.Node]:
-        """Write the part at the end of the graph, for the module of this path. env: as for `stamp`."""
-        stamp(self.part, graph, env)
+    def write(self, env: Env, path: str, numbering: Numbering) -> list[fx.Node]:
+        """Write the part at the end of its graph, for the module of this path. env: as for `stamp`."""
+        stamp(self.part, env, (renamed(meta, self.path, path) for meta in self.metas))
         copies = [env[n] for n in self.part.nodes]
-        for n, meta in zip(copies, self.metas, strict=True):
-            n.meta = renamed(meta, self.path, path)
-            if "draw" in meta:
+        for n in copies:
+            if "draw" in n.meta:
                 n.meta["draw"] = numbering.next(n.target)
         for n, noted in zip(self.part.inputs, self.notes, strict=True):
             meta = env.get(n, n).meta
