@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import described
+from spmd.expand.nodes import described_call
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
 from spmd.tensor.lower.follows import why_not
-from spmd.tensor.recipes.host import ON_HOST, from_host, on_host, to_host
+from spmd.tensor.recipes.host import from_host, on_host, to_host
 from spmd.tensor.recipes.random import Draw
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw
@@ -40,7 +41,7 @@ from spmd.tensor.rules.meta import makes
 from spmd.tensor.spec import Spec
 
 Named = Sequence[tuple[str, Spec | None]]
-Found = Iterator[tuple[str, str]]
+Found = Iterable[tuple[str, str]]
 """Faults: the name of each, and what is wrong."""
 
 
@@ -70,11 +71,14 @@ def verify_graph(
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
     update, draw, blocks, host copy, wait, kept, fetched twice, output, partial output, home.
     """
-    given, known = iter(inputs), set()
+    given, known, there = iter(inputs), set(), set()
     for node in graph.nodes:
-        if not known.issuperset(node.all_input_nodes):
+        operands = _torch.operands_of(node)
+        if not known.issuperset(operands):
             raise ProgramFault("order", node, "an operand is made after it is read")
         known.add(node)
+        if node.target is to_host or node.target is on_host:  # a move or a bucket has the hash of all that it sends
+            there.add(node)
         if node.op == "placeholder":
             found = _input(node, next(given, None))
         elif node.op == "get_attr":
@@ -82,7 +86,7 @@ def verify_graph(
         elif node.op == "output":
             found = _outputs(node, inputs, outputs, owed)
         else:
-            found = _call(node, ask_torch)
+            found = _call(node, ask_torch, not there.isdisjoint(operands))
         for fault, why in found:
             raise ProgramFault(fault, node, why)
 
@@ -134,20 +138,23 @@ def _outputs(node: fx.Node, inputs: Named, outputs: Named, owed: frozenset[str])
 # ---- calls ------------------------------------------------------------------------------------
 
 
-def _call(node: fx.Node, ask_torch: bool) -> Found:
-    # By identity: a move or a bucket has the hash of all that it sends.
-    if not _is_any(node, (on_host, from_host)) and any(_is_any(n, ON_HOST) for n in node.all_input_nodes):
-        return iter([("host copy", "it reads what is in host memory, and only a copy from there may")])
-    for kind, check in _CHECKS.items():
-        if isinstance(node.target, kind):
-            return _op(node, ask_torch) if check is _op else check(node)
-    if node.target is operator.getitem:
+def _call(node: fx.Node, ask_torch: bool, reads_host: bool) -> Found:
+    """reads_host: whether an operand is what a copy to host memory gives."""
+    target = node.target
+    if reads_host and target is not on_host and target is not from_host:
+        return (("host copy", "it reads what is in host memory, and only a copy from there may"),)
+    if target is operator.getitem:
         return _item(node)
-    return _FUNCTIONS[node.target](node) if node.target in _FUNCTIONS else iter(())
+    check = _check_of(type(target))
+    if check is not None:
+        return _op(node, ask_torch) if check is _op else check(node)
+    return _FUNCTIONS[target](node) if target in _FUNCTIONS else ()
 
 
-def _is_any(node: fx.Node, functions: Iterable[Callable]) -> bool:
-    return any(node.target is each for each in functions)
+@lru_cache(maxsize=256)
+def _check_of(kind: type) -> Callable[[fx.Node], Found] | None:
+    """The check of a node whose target is of this type."""
+    return next((check for each, check in _CHECKS.items() if issubclass(kind, each)), None)
 
 
 def _move(node: fx.Node) -> Found:
@@ -296,13 +303,12 @@ _verified = Cache(maxsize=8192, decided_by_rules=True)
 
 
 def _op(node: fx.Node, ask_torch: bool = True) -> Found:
-    key = ask_torch, node.target, described(node.args, _spec), described(node.kwargs, _spec), _spec(node)
+    key = ask_torch, described_call(node, _spec), _spec(node)
     try:
         fault, why = _verified.get(key, lambda: _op_fault(node, ask_torch))
     except TypeError:  # an argument that has no hash
         fault, why = _op_fault(node, ask_torch)
-    if fault:
-        yield fault, why
+    return ((fault, why),) if fault else ()
 
 
 def _op_fault(node: fx.Node, ask_torch: bool) -> tuple[str, str]:
