@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,9 +38,11 @@ from spmd.expand.nodes import (
     SOURCE,
     added,
     copied,
+    described_call,
     first_positions,
     in_schema_order,
     line_of,
+    mapped,
     result_metadata,
     source_of,
 )  # fmt: skip
@@ -104,7 +106,7 @@ def expand(
             reads.end(node)
             outputs = expander.output(node, output_names, output_spec)
         elif not reads.write(node):
-            expander.call(node)
+            expander.write(node)
         expander.move_to_final_spec(node)
         reads.begin(node)
     if values is not None:
@@ -123,10 +125,11 @@ class _Expander:
     graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
     value with this spec; for a node and a halo, the node of what the halo gives. moved_anew: nodes of `graph` that are
     moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
-    last reduction. gathered: ops that no rule knows, with the bytes gathered for them. results: for a
-    decomposed op with several results, these. settled: calls of functions of blocks, which may be open on some axes, as
-    they are written. decomposition_graph: holds the ops of decompositions as nodes of global
-    tensors. source: the op of the captured graph that is being written, by name. line: of the user's code.
+    last reduction. known: how ops are written that move and decompose nothing, by their arguments. gathered: ops that
+    no rule knows, with the bytes gathered for them. results: for a decomposed op with several results, these. settled:
+    calls of functions of blocks, which may be open on some axes, as they are written. decomposition_graph: holds the
+    ops of decompositions as nodes of global tensors. source: the op of the captured graph that is being written, by
+    name. line: of the user's code.
     """
 
     mesh: DeviceMesh
@@ -141,6 +144,7 @@ class _Expander:
     phase: int = 0
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
+    known: dict[Hashable, tuple[Lowering, Pin]] = field(default_factory=dict)
     gathered: list[tuple[str, int]] = field(default_factory=list)
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
     settled: dict[LocalMapOp, LocalMapOp] = field(default_factory=dict)
@@ -150,7 +154,7 @@ class _Expander:
 
     # ---- nodes without operands ---------------------------------------------------------------
     def placeholder(self, node: fx.Node, spec: Spec | None) -> None:
-        new = self.graph.placeholder(node.name)
+        new = added(self.graph, "placeholder", node.name, (), {}, node.name)
         self._record(node, new, spec)
 
     def constant(self, node: fx.Node) -> None:
@@ -163,14 +167,15 @@ class _Expander:
         """Write a node. What is written while it is written is written for it."""
         outer = self.source, self.line
         self.source, self.line = node.meta.get(SOURCE, self.source), line_of(node) or self.line
-        self._call(node)
+        self.write(node)
         self.source, self.line = outer
 
-    def _call(self, node: fx.Node) -> None:
-        if isinstance(node.target, Draw):
+    def write(self, node: fx.Node) -> None:
+        """Write a node, for the op of which that is known."""
+        if isinstance(node.target, _torch.OpOverload):
+            self._op(node)
+        elif isinstance(node.target, Draw):
             self._draw(node)
-        elif node.target is MARK:
-            self.local[node] = self._current(node.args[0])
         elif isinstance(node.target, ConstrainOp):
             self._constrain(node)
         elif isinstance(node.target, LocalMapOp):
@@ -179,16 +184,41 @@ class _Expander:
         elif isinstance(node.target, LocalMapGradientOp):
             op = self.settled[node.target.of]
             self._block_function(node, LocalMapGradientOp(op), (*op.outs, *op.cotangents), op.grads)
-        elif not isinstance(node.target, _torch.OpOverload):
+        else:
             self._python_call(node)
-        elif not any(self._spec(n) is not None for n in node.all_input_nodes):
+
+    def _op(self, node: fx.Node) -> None:
+        """An op of torch's. Where one of the same arguments was lowered without moves, that is how it is written."""
+        if node.target is MARK:
+            self.local[node] = self._current(node.args[0])
+        elif not any(self._spec(n) is not None for n in _torch.operands_of(node)):
             self._factory(node)
         elif node.target in READS_VALUE:
             self._read_value(node)
+        elif (known := self.known.get(key := self._key(node))) is not None:
+            given = in_schema_order(node, self._current) if len(node.kwargs) > 1 else mapped(node, self._current)
+            self._written(node, *known, *given)
         else:
             with self._arriving(node):
+                made = len(self.decomposition_graph.nodes)
                 if not self._decompose(node):
-                    self._op(node)
+                    lowering = self._lowered(node)
+                    if key is not None and made == len(self.decomposition_graph.nodes) and _is_plain(lowering):
+                        self.known[key] = lowering, self.chosen[node]
+
+    def _key(self, node: fx.Node) -> Hashable:
+        """What decides how an op is written: its arguments, the specs of its operands, and which of these are one. None
+        where more does: a choice, or a reader."""
+        if node in self.choice.pins or node.target in MADE_IN_SHARDS or widened(node):
+            return None
+        met: list[fx.Node] = []
+
+        def spec(n: fx.Node) -> ResultSpecs:
+            met.append(n)
+            return self._spec(n)
+
+        key = described_call(node, spec)
+        return key, first_positions(met) if len(met) > len(_torch.operands_of(node)) else None
 
     @contextlib.contextmanager
     def _arriving(self, node: fx.Node) -> Iterator[None]:
@@ -265,9 +295,9 @@ class _Expander:
 
         A number cannot be a SpecTensor, so ops with symbolic numbers are not decomposed.
         """
-        if node.target not in decompositions or any(self._spec(n) is None for n in node.all_input_nodes):
+        if node.target not in decompositions or any(self._spec(n) is None for n in _torch.operands_of(node)):
             return False
-        tensors = {n: SpecTensor(n, self._spec(n), self._emit) for n in node.all_input_nodes}
+        tensors = {n: SpecTensor(n, self._spec(n), self._emit) for n in _torch.operands_of(node)}
         args, kwargs = fx.map_arg((node.args, node.kwargs), tensors.__getitem__)
         out = decomposed(node.target, args, kwargs)
         if out is NotImplemented:
@@ -300,18 +330,24 @@ class _Expander:
         return SpecTensor(item, self._spec(item), self._emit)
 
     # ---- lowered --------------------------------------------------------------------------------
-    def _op(self, node: fx.Node) -> None:
+    def _lowered(self, node: fx.Node) -> Lowering:
+        """Write a node as it is lowered, behind the moves of its operands."""
         lowering = self.lowering(node, {})
-        given = [p.dst for p in lowering.plans]
-        self.chosen[node] = Pin(lowering.rows) if lowering.rows else arriving(given, lowering.outs)
-        plans, before = iter(lowering.plans), {n: self._current(n) for n in node.all_input_nodes}
+        plans, before = iter(lowering.plans), {n: self._current(n) for n in _torch.operands_of(node)}
 
         def operand(n: fx.Node) -> fx.Node:
             # Each plan begins at the spec that the tensor had when the op was lowered. If a tensor is an operand twice,
             # a reduction for the one changes what `_current` gives, so the values are looked up before any move.
             return before[n] if before[n].meta["spec"] is None else self.move(before[n], next(plans))
 
-        args, kwargs = in_schema_order(node, operand)
+        arrive = [p.dst for p in lowering.plans]
+        pin = Pin(lowering.rows) if lowering.rows else arriving(arrive, lowering.outs)
+        self._written(node, lowering, pin, *in_schema_order(node, operand))
+        return lowering
+
+    def _written(self, node: fx.Node, lowering: Lowering, pin: Pin, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Write what a rank calls for a node. pin: how it runs."""
+        self.chosen[node] = pin
         if lowering.gathered:
             self.gathered.append((str(node.target), lowering.nbytes_gathered))
             fallback.note(node.target, lowering.nbytes_gathered)
@@ -408,7 +444,7 @@ class _Expander:
     def _step(self, value: fx.Node, step: Step) -> fx.Node:
         early = step.reduces and value.op != "placeholder"
         with self.graph.inserting_after(value) if early else contextlib.nullcontext():
-            new = self.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
+            new = added(self.graph, "call_function", step, (value,), {}, step.move.kind)
         new.meta.update({"spec": step.after, SOURCE: self.source, LINE: self.line})
         return new
 
@@ -470,6 +506,11 @@ class _Expander:
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
         new.meta.update({"spec": spec, SOURCE: self.source, LINE: self.line})
         self.local[node] = new
+
+
+def _is_plain(lowering: Lowering) -> bool:
+    """Whether an op is written as it is, on operands as they are."""
+    return not any(p.effective.steps for p in lowering.plans) and not lowering.gathered and lowering.local is None
 
 
 def _remove_unread(graph: fx.Graph) -> None:

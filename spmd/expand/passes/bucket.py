@@ -18,7 +18,8 @@ from math import inf
 
 from torch import fx
 
-from spmd.expand.nodes import read_instead
+from spmd import _torch
+from spmd.expand.nodes import added, read_instead
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
@@ -141,7 +142,7 @@ class _Packer:
         return key == other or any(self._is_behind(each, other) for each in self.open[key].behind)
 
     def _read(self, node: fx.Node) -> dict[Hashable, None]:
-        return {self.waiting[n]: None for n in node.all_input_nodes if n in self.waiting}
+        return {self.waiting[n]: None for n in _torch.operands_of(node) if n in self.waiting} if self.waiting else {}
 
     def _close_read(self, node: fx.Node) -> None:
         """Send what a node reads and what is still waiting."""
@@ -190,12 +191,12 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
         return
     bucket = Bucket(tuple(n.target for n in members))
     with graph.inserting_after(after):
-        sent = graph.create_node("call_function", bucket, ([n.args[0] for n in members],), name="bucket")
+        sent = added(graph, "call_function", bucket, ([n.args[0] for n in members],), {}, "bucket")
     sent.meta["spec"] = bucket.after
     last, items = sent, {}
     for i, member in enumerate(members):
         with graph.inserting_after(last):
-            last = graph.create_node("call_function", operator.getitem, (sent, i), name=f"{member.name}_of")
+            last = added(graph, "call_function", operator.getitem, (sent, i), {}, f"{member.name}_of")
         last.meta |= member.meta
         items[member] = last
     read_instead(items)

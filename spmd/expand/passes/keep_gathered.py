@@ -68,7 +68,8 @@ def _moved(parameters: set[fx.Node], graph: fx.Graph) -> Iterator[fx.Node]:
     """The moves that make more of a parameter, or of what was computed from it alone and is stored as it is."""
     follows = set(parameters)
     for node in graph.nodes:
-        if node.op != "call_function" or not node.all_input_nodes or not follows.issuperset(node.all_input_nodes):
+        operands = _torch.operands_of(node)
+        if node.op != "call_function" or not operands or not follows.issuperset(operands):
             continue
         if isinstance(node.target, Step):
             if node.target.after.local_nbytes > node.target.before.local_nbytes:

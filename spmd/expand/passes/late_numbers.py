@@ -39,14 +39,14 @@ def _late(graph: fx.Graph) -> dict[fx.Node, None]:
     """The ops on single numbers that were reduced, in order."""
     late: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if _is_number_op(node) and any(n in late or isinstance(n.target, Step) for n in node.all_input_nodes):
+        if _is_number_op(node) and any(n in late or isinstance(n.target, Step) for n in _torch.operands_of(node)):
             late[node] = None
     return late
 
 
 def _is_number_op(node: fx.Node) -> bool:
     """Whether an op has one number as its result and as each of its operands, all of them tensors."""
-    return isinstance(node.target, _torch.OpOverload) and all(map(_is_number, (node, *node.all_input_nodes)))
+    return isinstance(node.target, _torch.OpOverload) and all(map(_is_number, (node, *_torch.operands_of(node))))
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -28,7 +28,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape
-from spmd.expand.nodes import described
+from spmd.expand.nodes import added, described, described_call
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.minimum_cut import minimum_cut
 from spmd.expand.program import Program
@@ -73,14 +73,14 @@ class _Terms:
     made: set[fx.Node] = field(default_factory=set)
     summed: set[fx.Node] = field(default_factory=set)
     kept: set[fx.Node] = field(default_factory=set)
-    _linear: dict[tuple, bool] = field(default_factory=dict)
+    _linear: dict[Hashable, bool] = field(default_factory=dict)
     _read: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph, owed: Owed) -> _Terms:
         """All of them. What needs the sum of a value can leave its readers without terms, so it is asked again."""
         barred: set[fx.Node] = set()
-        known: dict[tuple, bool] = {}
+        known: dict[Hashable, bool] = {}
         read: dict[fx.Node, tuple[fx.Node, ...]] = {}
         found = cls(graph, owed)
         makers = [n for n in graph.nodes if found._owes(n) and not found._is_move(n)]
@@ -96,7 +96,7 @@ class _Terms:
         """The values that a node reads."""
         found = self._read.get(node)
         if found is None:
-            found = self._read[node] = tuple(dict.fromkeys(map(self.base, node.all_input_nodes)))
+            found = self._read[node] = tuple(dict.fromkeys(map(self.base, _torch.operands_of(node))))
         return found
 
     def _readers(self, value: fx.Node) -> Iterator[fx.Node]:
@@ -181,19 +181,38 @@ class _Terms:
 
     def _is_linear(self, node: fx.Node, read: tuple[fx.Node, ...]) -> bool:
         """Whether the op gives terms if these operands are terms, and the sum if all operands are sums."""
-        if (node, read) not in self._linear:
-            self._linear[node, read] = self._found_linear(node, read)
-        return self._linear[node, read]
+        found = self._linear.get((node, read))
+        if found is None:
+            found = self._linear[node, read] = self._linear_by_specs(node, read)
+        return found
+
+    def _linear_by_specs(self, node: fx.Node, read: tuple[fx.Node, ...]) -> bool:
+        """The same, asked once of all nodes whose operands have the same specs."""
+        if not isinstance(node.target, _torch.OpOverload):
+            return False
+
+        def operand(x: fx.Node) -> tuple:
+            base = self.base(x)
+            return x.meta.get("spec"), base.meta.get("spec"), base in read
+
+        try:
+            key = described_call(node, operand), node.meta.get("spec"), PINNED in node.meta
+            found = self._linear.get(key)
+        except TypeError:  # an argument that has no hash
+            return self._found_linear(node, read)
+        if found is None:
+            found = self._linear[key] = self._found_linear(node, read)
+        return found
 
     def _found_linear(self, node: fx.Node, read: tuple[fx.Node, ...]) -> bool:
         spec = node.meta.get("spec")
-        if not isinstance(node.target, _torch.OpOverload) or not isinstance(spec, Spec) or self.terms(spec) is None:
+        if not isinstance(spec, Spec) or self.terms(spec) is None:
             return False
         if PINNED in node.meta:
             return False
         if spec.partial not in ((), self.owed) or _counts(node) or _casts(node):
             return False
-        operands = {x: self.base(x) for x in node.all_input_nodes if isinstance(x.meta.get("spec"), Spec)}
+        operands = {x: self.base(x) for x in _torch.operands_of(node) if isinstance(x.meta.get("spec"), Spec)}
         sums = {x: self.sum(b.meta["spec"]) for x, b in operands.items()}
         return _follows(node, sums, self.sum(spec)) and self.layout(node, frozenset(read)) is not None
 
@@ -213,7 +232,7 @@ class _Terms:
 
         The other operands stay sums, or, where the op adds them, all become terms.
         """
-        operands = {x: self.base(x) for x in node.all_input_nodes if isinstance(x.meta.get("spec"), Spec)}
+        operands = {x: self.base(x) for x in _torch.operands_of(node) if isinstance(x.meta.get("spec"), Spec)}
         for others in (self.sum, self.terms):
             specs = {x: (self.terms if b in terms else others)(b.meta["spec"]) for x, b in operands.items()}
             if None not in specs.values() and _follows(node, specs, self.terms(node.meta["spec"])):
@@ -349,7 +368,7 @@ class _Component:
     def _moved(self, value: fx.Node, moves: Plan, after: fx.Node | None = None, before: fx.Node | None = None):
         for step in moves.effective.steps:
             with self.of.graph.inserting_after(after) if after is not None else self.of.graph.inserting_before(before):
-                new = self.of.graph.create_node("call_function", step, (value,), {}, name=step.move.kind)
+                new = added(self.of.graph, "call_function", step, (value,), {}, step.move.kind)
             new.meta["spec"] = step.after
             value, after = new, new if after is not None else None
         return value
@@ -372,7 +391,7 @@ class _Component:
 def _casts(node: fx.Node) -> bool:
     """Whether an op changes the dtype. Terms are added in the dtype in which the user has them added: a gradient that
     is cast to float32 to be reduced is not reduced in bfloat16, though that would send half the bytes."""
-    specs = [x.meta.get("spec") for x in node.all_input_nodes]
+    specs = [x.meta.get("spec") for x in _torch.operands_of(node)]
     return any(isinstance(s, Spec) and s.dtype != node.meta["spec"].dtype for s in specs)
 
 

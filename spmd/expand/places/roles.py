@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from spmd import _torch
 from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.places import Places
 from spmd.expand.state import Slot
@@ -144,13 +145,13 @@ def _ancestors(roots: Iterable[object], stop: set[fx.Node]) -> set[fx.Node]:
         node = open_.pop()
         if node not in found and node not in stop:
             found.add(node)
-            open_ += node.all_input_nodes
+            open_ += _torch.operands_of(node)
     return found
 
 
 def _shapes_are_one(node: fx.Node) -> bool:
     """Whether the op gives a tensor of the shape that all its operands have."""
-    values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    values = [n.meta.get("val") for n in (node, *_torch.operands_of(node))]
     return len({getattr(value, "shape", None) for value in values}) == 1
 
 
@@ -163,7 +164,7 @@ def _gradients(graph: fx.Graph, given: dict[fx.Node, str]) -> dict[str, list[fx.
     """
     of, found = dict(given), {}
     for node in graph.nodes:
-        paths = {of.get(n) for n in node.all_input_nodes}
+        paths = {of.get(n) for n in _torch.operands_of(node)}
         if node.target is MARK:
             of[node] = node.args[1]
         elif in_backward(node) and len(paths) == 1 and None not in paths and _shapes_are_one(node):
