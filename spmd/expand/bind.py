@@ -15,7 +15,7 @@ bucket of reduce-scatters before the next one is launched, at the latest.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from spmd.comm import Transport
 from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import LINE, MADE_FOR, added
+from spmd.expand.nodes import LINE, MADE_FOR, added, described_call, mapped
 from spmd.expand.splits import in_short
 from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
@@ -88,10 +88,14 @@ class _Binder:
         self.traces: dict[LocalMapOp, tuple[BlockTrace, dict[fx.Node, fx.Node]]] = {}
         self.constants = dict(program.constants)
         self.scattered: list[fx.Node] = []  # the last bucket of reduce-scatters
+        self.noted: dict[str, fx.Node] = {}  # the last node that has its line, and that has what it was made for
+        self.kernels: dict[Hashable, _Kernel] = {}  # by the arguments of the calls of them
 
     def bound(self, passes: Sequence[Callable[[fx.Graph], object]]) -> fx.GraphModule:
         for node in self.program.graph.nodes:
-            if isinstance(node.target, (Step, Bucket)):
+            if isinstance(node.target, _torch.OpOverload) and node.target not in KERNELS:
+                self._copy(node)
+            elif isinstance(node.target, (Step, Bucket)):
                 self.values[node] = self._launch(node)
             elif node.target is operator.getitem and isinstance(node.args[0].target, Bucket):
                 self.values[node] = _BucketItem(*node.args)
@@ -126,10 +130,11 @@ class _Binder:
         What a pass has written for several lines, such as a bucket, has no line. What finishes a move is written before
         its reader, and is of the line of that; it was made for the move.
         """
-        for written in reversed(self.graph.nodes):
-            if what in written.meta:
-                return
+        last = self.noted.get(what)
+        written = next(iter(self.graph.nodes), None) if last is None else last.next
+        while written is not None and written.op != "root":
             written.meta[what] = said
+            self.noted[what], written = written, written.next
 
     def _launch(self, node: fx.Node) -> _Launch:
         if isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter":
@@ -203,9 +208,11 @@ class _Binder:
     # ---- other ops ------------------------------------------------------------------------------
     def _without_kernel(self, node: fx.Node) -> list[fx.Node | None]:
         """The results of an op without a kernel on CPU and CUDA, computed by ops that have one."""
-        args = fx.map_arg(node.args, lambda n: fx.Proxy(self._ready(n), self.tracer))
-        outs = zip(KERNELS[node.target](*args), node.meta["spec"], strict=True)
-        return [None if p is None else _with_spec(p.node, spec) for p, spec in outs]
+        key = described_call(node, lambda n: fx.Node)
+        if key not in self.kernels:
+            self.kernels[key] = _Kernel.of(node)
+        outs = zip(self.kernels[key].written(self.graph, node, self._ready), node.meta["spec"], strict=True)
+        return [None if n is None else _with_spec(n, spec) for n, spec in outs]
 
     def _op_or_empty(self, node: fx.Node) -> fx.Node | list[fx.Node]:
         """The op itself, or empty tensors if all its results are empty: the op would raise on empty operands."""
@@ -225,7 +232,7 @@ class _Binder:
         self.values[node] = self._copied(node, target)
 
     def _copied(self, node: fx.Node, target: Any) -> fx.Node:
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._here)
+        args, kwargs = mapped(node, self._ready, lambda x: fx.node.map_aggregate(x, self._here))
         new = added(self.graph, node.op, target, args, kwargs, node.name)
         new.meta["spec"] = node.meta.get("spec")
         return new
@@ -241,6 +248,8 @@ class _Binder:
     def _ready(self, node: fx.Node) -> fx.Node:
         """The node's value in the rank's graph. If it comes from a move under way, the wait is written here."""
         value = self.values[node]
+        if isinstance(value, fx.Node):
+            return value
         if isinstance(value, _Launch):
             value = self.values[node] = value.wait(self.coordinate, self.transport)
             self._note(MADE_FOR, node.name)
@@ -250,6 +259,37 @@ class _Binder:
             wait = self.graph.call_function(arrived, (value.copy,))
             value = self.values[node] = _with_spec(wait, node.meta["spec"])
         return value
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """The ops of a function that stands for an op without a kernel. inputs: its operands, as often as they occur.
+    results: None where there is none."""
+
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    results: tuple[fx.Node | None, ...]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Kernel:
+        """For a call: recorded once, and written for each one that differs in its operands alone."""
+        graph, inputs = fx.Graph(), []
+
+        def operand(n: fx.Node) -> fx.Proxy:
+            inputs.append(added(graph, "placeholder", n.name, (), {}, n.name))
+            return fx.Proxy(inputs[-1], tracer)
+
+        tracer = _Tracer(graph)
+        made = KERNELS[node.target](*fx.map_arg(node.args, operand))
+        results = tuple([None if p is None else p.node for p in made])
+        return cls(tuple(inputs), tuple([n for n in graph.nodes if n.op != "placeholder"]), results)
+
+    def written(self, graph: fx.Graph, node: fx.Node, ready: Callable[[fx.Node], fx.Node]) -> list[fx.Node | None]:
+        """The results, of ops that are written at the end of a graph. node: the call. ready: gives its operands."""
+        env = dict(zip(self.inputs, map(ready, _operands(node)), strict=True))
+        for n in self.nodes:
+            env[n] = added(graph, n.op, n.target, *mapped(n, env.__getitem__), None)
+        return [None if n is None else env[n] for n in self.results]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,10 +97,11 @@ class _Bound:
 
     # ---- order and waits ----------------------------------------------------------------------
     def order(self) -> Found:
-        at = self.position
-        for node, i in at.items():
-            if any(at.get(n, i) >= i for n in node.all_input_nodes):
+        known: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if not known.issuperset(_torch.operands_of(node)):
                 yield "order", node, "an operand is made after it is read"
+            known.add(node)
 
     def waits(self) -> Found:
         for node in self.launched:
@@ -179,16 +180,17 @@ class _Bound:
                     yield from self._write(node, node.args[i])
 
     def _write(self, node: fx.Node, target: fx.Node) -> Found:
-        memory, at = memory_of(target), self.position[node]
+        memory, position = memory_of(target), self.position
+        at = position[node]
         if memory.base.op == "get_attr" or (memory.base in self._is_owned and not self._is_owned[memory.base]):
             yield "write", node, f"it writes into {memory.base.name}, which is not the program's to change"
         for reader, operand in self.reads.get(memory.base, ()):
-            stale = self.position[operand] < at < self.position[reader] and not self._is_updated(operand, at)
+            stale = position[operand] < at < position[reader] and not self._is_updated(operand, at)
             named = reader if reader.target is operator.getitem else operand  # an item is all that is read of its tuple
             if stale and memory_of(named).overlaps(memory):
                 yield "write", node, f"{reader.name} reads {operand.name} after it"
         for launch, sent, wait in self.under_way.get(memory.base, ()):
-            if self.position[launch] < at < self.position[wait] and memory_of(sent).overlaps(memory):
+            if position[launch] < at < position[wait] and memory_of(sent).overlaps(memory):
                 yield "write", node, f"{launch.name} still sends {memory.base.name}"
 
     def _is_updated(self, node: fx.Node, at: int) -> bool:
@@ -211,8 +213,8 @@ class _Bound:
         found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
         bases: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
-            operands = node.all_input_nodes
-            bases[node] = bases[operands[0]] if operands and may_alias_operand(node) else node
+            operands = _torch.operands_of(node)
+            bases[node] = bases[next(iter(operands))] if operands and may_alias_operand(node) else node
             for operand in operands:
                 found.setdefault(bases[operand], []).append((node, operand))
         return found
@@ -222,7 +224,7 @@ class _Bound:
         """For each node with memory of its own: the collectives that send it, as (launch, operand, wait)."""
         found: dict[fx.Node, list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
         for node in self.launched:
-            for operand in node.all_input_nodes:
+            for operand in _torch.operands_of(node):
                 found.setdefault(base_of(operand), []).extend((node, operand, wait) for wait in node.users)
         return found
 
@@ -251,8 +253,13 @@ def _name(node: fx.Node) -> Any:
     """The name of the function that a node calls."""
     target = node.target
     if isinstance(target, _torch.OpOverload):
-        return _torch.qualified_name(target).split("::")[1]
+        return _name_of(target)
     return getattr(target, "__name__", None) if node.op == "call_function" else None
+
+
+@lru_cache(maxsize=4096)
+def _name_of(op: _torch.OpOverload) -> str:
+    return _torch.qualified_name(op).split("::")[1]
 
 
 def writes(node: fx.Node) -> bool:

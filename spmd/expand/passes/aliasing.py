@@ -54,8 +54,8 @@ def may_read_operand(node: fx.Node) -> bool:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one may share: an input, a constant, or an op that made a new tensor."""
-    while may_alias_operand(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
+    while may_alias_operand(node) and (operands := _torch.operands_of(node)):
+        node = next(iter(operands))
     return node
 
 
@@ -88,8 +88,8 @@ def _makes_several(node: fx.Node) -> bool:
 def memory_of(node: fx.Node) -> Memory:
     """The memory that a node may share."""
     split, index = None, 0
-    while may_alias_operand(node) and node.all_input_nodes:
-        source = node.all_input_nodes[0]
+    while may_alias_operand(node) and (operands := _torch.operands_of(node)):
+        source = next(iter(operands))
         if node.target is operator.getitem and (source.target in SPLITS or _makes_several(source)):
             split, index = source, node.args[1]
         node = source

@@ -84,17 +84,18 @@ def _variant(node: fx.Node, writable: set[fx.Node]):
     if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in writable:
         return None
     target = node.args[0]
-    if any(base_of(n) is base_of(target) for n in node.all_input_nodes if n is not target):
-        return None  # x + x.t() may not be written into x
     same = target.meta.get("spec") is node.meta.get("spec")
-    return _torch.in_place_variant(node.target) if same and is_pointwise(node.target) else None
+    variant = _torch.in_place_variant(node.target) if same and is_pointwise(node.target) else None
+    others = [base_of(n) for n in _torch.operands_of(node) if n is not target] if variant is not None else ()
+    return None if others and base_of(target) in others else variant  # x + x.t() may not be written into x
 
 
 def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
     """For each node, the last read of its memory: through the node, through a view, or by a collective under way."""
-    last: dict[fx.Node, int] = {}
-    for node in reversed(graph.nodes):
-        reads = [order[user] for user in node.users]
-        reads += [last[user] for user in node.users if may_read_operand(user)]
-        last[node] = max(reads, default=order[node])
+    last = dict(order)
+    for node in reversed(graph.nodes):  # behind all its readers
+        read = last[node] if may_read_operand(node) else order[node]
+        for n in _torch.operands_of(node):
+            if last[n] < read:
+                last[n] = read
     return last

@@ -25,7 +25,7 @@ def unshare_outputs(graph: fx.Graph, homes: Sequence[int | None], returned: Sequ
     whether it is a result, which the caller may keep; by default none is. Returns the number of copies that were added.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    taken = {n: [Memory(n)] for n in graph.nodes if n.op in ("placeholder", "get_attr")}
+    taken: dict[fx.Node, _Taken] = {n: {None: {0}} for n in graph.nodes if n.op in ("placeholder", "get_attr")}
     output = next(n for n in graph.nodes if n.op == "output")
     values = list(output.args[0])
     copies = 0
@@ -35,15 +35,26 @@ def unshare_outputs(graph: fx.Graph, homes: Sequence[int | None], returned: Sequ
         if home is not None and written_into(value) is placeholders[home]:
             continue
         mine = memory_of(value)
-        others = taken.setdefault(mine.base, [])
-        if (kept and _is_of_buffer(mine)) or any(mine.overlaps(other) for other in others):
+        others = taken.setdefault(mine.base, {})
+        if (kept and _is_of_buffer(mine)) or _overlaps(mine, others):
             with graph.inserting_before(output):
                 values[i] = graph.call_function(torch.ops.aten.clone.default, (value,))
             copies += 1
         else:
-            others.append(mine)
+            others.setdefault(mine.split, set()).add(mine.index)
     output.args = (tuple(values),)
     return copies
+
+
+_Taken = dict[fx.Node | None, set[int]]
+"""What outputs have of one memory: the numbers of pieces of each split; under None, all of it."""
+
+
+def _overlaps(memory: Memory, taken: _Taken) -> bool:
+    """Whether an output has elements of this memory, without a look at each of the pieces of a bucket."""
+    if memory.split is None or not taken.keys() <= {memory.split}:
+        return bool(taken)
+    return memory.index in taken.get(memory.split, ())
 
 
 def _is_of_buffer(memory: Memory) -> bool:
