@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import fx
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """A node of a program. Other tasks are named by their places in the program.
 
     reads: whose results it reads. waits: which of the sent values it waits for. follows: what it must come behind,
@@ -150,7 +149,7 @@ class _Reader:
                 yield node
 
     def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
-        reads = tuple([self.places[n] for n in node.all_input_nodes])
+        reads = tuple([self.places[n] for n in _torch.operands_of(node)])
         is_op = node.op.startswith("call") and node.target is not operator.getitem
         follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
         own = node.op.startswith("call") and self.shows[node] is node and not self._is_away(node)
@@ -174,7 +173,7 @@ class _Reader:
 
     def _waits(self, node: fx.Node) -> tuple[int, ...]:
         """The sent values that a node waits for; a piece of a bucket stands for the bucket."""
-        sent = dict.fromkeys([n.args[0] if _is_piece(n) else n for n in node.all_input_nodes])
+        sent = dict.fromkeys([n.args[0] if _is_piece(n) else n for n in _torch.operands_of(node)])
         return tuple([self.places[n] for n in sent if _sends(n)])
 
     # ---- what is written in place -------------------------------------------------------------
@@ -217,7 +216,7 @@ class _Reader:
         target = node.args[0]
         if target.meta.get("spec") is not node.meta.get("spec") or torch.Tag.pointwise not in op.tags:
             return None
-        if any(self.shows[n] is self.shows[target] for n in node.all_input_nodes if n is not target):
+        if any(self.shows[n] is self.shows[target] for n in _torch.operands_of(node) if n is not target):
             return None
         return target if _torch.in_place_variant(op) is not None else None
 
@@ -246,7 +245,7 @@ class _Reader:
 def _sends(node: fx.Node) -> bool:
     if isinstance(node.target, (Step, Bucket)):  # first: it takes long to hash one
         return node.target.sends
-    return node.target in HOST_COPIES
+    return not isinstance(node.target, _torch.OpOverload) and node.target in HOST_COPIES
 
 
 def _is_piece(node: fx.Node) -> bool:

@@ -136,7 +136,7 @@ class Exchange(Move):
     def sizes(self, ctx: MoveContext) -> list[list[int]]:
         """How many items this rank receives from each rank, and sends to it."""
         boxes, items = (self._boxes_to_receive(ctx), self._boxes_to_send(ctx)), wire_items(ctx.before.dtype)
-        return [[items * size for size in each.sizes] for each in boxes]
+        return [each.sizes if items == 1 else [items * size for size in each.sizes] for each in boxes]
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends, to one rank after the other."""
