@@ -234,6 +234,7 @@ def solved_choice(given: Expansion, pins: dict[fx.Node, Pin], exposed: float = 1
     reduction that counts.
 
     Layers choose alike in a deep graph. Where that leaves a doubt, they are solved once more with a choice for each.
+    Where a small graph does, it is solved once more from where reductions of gradients lead that cost less.
     """
     with collector_off():
         model, solved = _solved(given, pins, exposed)
@@ -242,6 +243,10 @@ def solved_choice(given: Expansion, pins: dict[fx.Node, Pin], exposed: float = 1
             at_least = max(solved.at_least, apart.at_least)
             model, solved = (other, apart) if apart.us < solved.us else (model, solved)
             solved = replace(solved, at_least=min(at_least, solved.us))
+        elif solved.gap > DOUBTFUL and exposed > EXPOSED and not model.classes.are_shared:
+            _, near = _solved(given, pins, EXPOSED)
+            again = solve(model.problem, [solved.x, near.x])
+            solved = replace(again, at_least=min(max(solved.at_least, again.at_least), again.us))
         return solved, model.choice(solved.x)
 
 

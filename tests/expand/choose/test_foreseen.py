@@ -14,6 +14,7 @@ from spmd.expand.choose import classes
 from spmd.expand.choose import program as choosing
 from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.price import program_cost
+from spmd.expand.choose.solve import Solved
 from tests.expand.choose.test_depth import certificate
 
 GIVEN = {"inputs": {"x": {"dp": Shard(0)}}, "bucket_mb": None}
@@ -105,3 +106,21 @@ def test_layers_are_solved_apart_where_they_leave_a_doubt(monkeypatch):
     apart = certificate(7, (16, 64), 0, monkeypatch)
     assert apart.solved == pytest.approx(whole.solved)
     assert apart.gap <= whole.gap + 1e-9
+
+
+def test_a_small_graph_is_solved_from_nearby_where_it_leaves_a_doubt(monkeypatch):
+    """From where it leads if reductions of gradients cost less; a bad start is left, and the bound of both holds."""
+    whole, real, exposures = certificate(2, (16, 64), 1000, monkeypatch), choosing._solved, []
+
+    def doubtful(given, pins, exposed, apart=False):
+        model, solved = real(given, pins, exposed, apart)
+        exposures.append(exposed)
+        if exposed < 1.0:
+            return model, solved
+        x = model.by_itself()
+        return model, Solved(tuple(x), model.problem.cost(x), solved.at_least / 2)
+
+    monkeypatch.setattr(choosing, "_solved", doubtful)
+    found = certificate(2, (16, 64), 1000, monkeypatch)
+    assert exposures[:2] == [1.0, choosing.EXPOSED]
+    assert found.solved == pytest.approx(whole.solved) and found.gap <= whole.gap + 1e-9
