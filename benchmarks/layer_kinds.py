@@ -234,7 +234,10 @@ WRAPPED = {
     "fully_shard, last dim": (
         functools.partial(_groups, shard_placement_fn=lambda p: Shard(p.ndim - 1)), ("dp", "ax"),
     ),
+    "fully_shard, state over all": (lambda net, mesh: _groups(net, mesh, state=mesh.axis_names), ("dp", "ax")),
+    "fully_shard, kept": (functools.partial(_groups, reshard_after_forward=False), ("dp", "ax")),
     "data_parallel": (data_parallel, ("ax",)),
+    "data_parallel, buckets": (functools.partial(data_parallel, bucket_cap_mb=1e-4), ("dp", "ax")),
 }  # fmt: skip
 
 
@@ -334,14 +337,14 @@ def _given_attention(world: World, heads: int, is_masked: bool) -> tuple:
 SEQ = {"dp": 0, "rep": 1, "ax": 2}
 
 
-def attention(method: str, heads: int, is_masked: bool, world: World) -> Step:
+def attention(method: str, balanced: bool | None, heads: int, is_masked: bool, world: World) -> Step:
     """Of DTensors: batch over dp, heads over rep, positions over the last axis."""
     *leaves, weights, mask = _given_attention(world, heads, is_masked)
     q, k, v = (world.place(x, **SEQ).requires_grad_() for x in leaves)
     uses = world.mesh is not None and method
     if mask is not None and world.mesh is not None and not method:
         mask = world.place(mask)
-    with context_parallel(world.mesh["ax"], method=method) if uses else contextlib.nullcontext():
+    with context_parallel(world.mesh["ax"], method=method, balanced=balanced) if uses else contextlib.nullcontext():
         out = _attend(q, k, v, mask)
     return {"out": whole(out)} | stepped((out * world.place(weights, **SEQ)).sum(), {"q": q, "k": k, "v": v})
 
@@ -352,13 +355,14 @@ class Leaves(nn.Module):
         self.q, self.k, self.v = map(nn.Parameter, (q, k, v))
 
 
-def compiled_attention(method: str, heads: int, is_masked: bool, world: World) -> Step:
+def compiled_attention(method: str, balanced: bool | None, heads: int, is_masked: bool, world: World) -> Step:
     """The same in a compiled step, of parameters that are placed so."""
     *leaves, weights, mask = _given_attention(world, heads, is_masked)
     net, mesh = Leaves(*leaves), world.mesh
 
     def run(net, weights, mask):
-        with context_parallel(mesh["ax"], method=method) if mesh is not None else contextlib.nullcontext():
+        said = {"method": method, "balanced": balanced}
+        with context_parallel(mesh["ax"], **said) if mesh is not None else contextlib.nullcontext():
             out = _attend(net.q, net.k, net.v, mask)
         (out * weights).sum().backward()
         return out
@@ -467,14 +471,14 @@ def _experts_step(net, x, index, shares, weights):
     return out
 
 
-def compiled_experts(factor: float | None, world: World) -> Step:
+def compiled_experts(factor: float | None, padded: bool, world: World) -> Step:
     """Global tokens, of which each group has its capacity; the other axes share out the tokens, too."""
     x, index, shares, weights, experts = _given_experts(world, prod(world.shape[:-1]) * 2 * world.ax)
     net, run = filled(Experts(experts), world), _experts_step
     if world.mesh is None:
         shares = _kept(index, shares, experts, factor, world.shape[-1])
     else:
-        net = parallelize_module(net, world.mesh["ax"], ExpertParallel(capacity_factor=factor))
+        net = parallelize_module(net, world.mesh["ax"], ExpertParallel(capacity_factor=factor, padded=padded))
         of_tokens = dict.fromkeys(world.over("rep", "dp", "ax"), Shard(0))
         given = dict.fromkeys(("x", "index", "shares", "weights"), of_tokens)
         run = spmd.compile(run, world.mesh, inputs=given)
@@ -492,6 +496,9 @@ WINDOWS: dict[str, tuple[Callable, tuple[int, ...] | None]] = {
     "conv2d, stride 2": (lambda x, w: F.conv2d(x, w, stride=2, padding=1), (4, 3, 3, 3)),
     "conv2d, dilated": (lambda x, w: F.conv2d(x, w, padding=2, dilation=2), (4, 3, 3, 3)),
     "conv2d, by channel": (lambda x, w: F.conv2d(x, w, padding=1, groups=3), (3, 1, 3, 3)),
+    "conv_transpose2d": (lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1), (3, 4, 3, 3)),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), None),
+    "group_norm": (lambda x: F.group_norm(x, 3), None),
     "max_pool2d": (lambda x: F.max_pool2d(x, 3, stride=1, padding=1), None),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2, stride=2, ceil_mode=True), None),
     "unfold": (lambda x: x.unfold(2, min(2, x.shape[2]), 1), None),
@@ -509,7 +516,12 @@ def windowed(fn: Callable, shape: tuple[int, ...] | None, world: World) -> Step:
 
 # ---- all --------------------------------------------------------------------------------------
 
-ATTENTION = {"": (4, True), "ring": (2, True), "ring_q": (4, False), "allgather": (2, False), "heads": (4, True)}
+ATTENTION: dict[str, tuple[str, bool | None, int, bool]] = {  # method, balanced, heads of keys, masked
+    "as an op": ("", None, 4, True), "ring": ("ring", None, 2, True), "ring_q": ("ring_q", None, 4, False),
+    "allgather": ("allgather", None, 2, False), "heads": ("heads", None, 4, True),
+    "ring, balanced": ("ring", True, 2, False), "ring_q, balanced": ("ring_q", True, 4, False),
+    "allgather, balanced": ("allgather", True, 4, False),
+}  # fmt: skip
 FACTORS = {"dropless": None, "capacity": 1.0}
 LINEAR_LOSS, CONTEXT_LOSS = LOSSES, {k: v for k, v in LOSSES.items() if k != "z-loss"}
 
@@ -519,11 +531,13 @@ KINDS: dict[str, Callable[[World], Step]] = {
     **{f"linear_cross_entropy, {name}": functools.partial(linear_loss, said) for name, said in LINEAR_LOSS.items()},
     **{f"loss_parallel, {name}": functools.partial(context_loss, said) for name, said in CONTEXT_LOSS.items()},
     "tied words and logits": tied,
-    **{f"attention, {name or 'as an op'}": functools.partial(attention, name, *s) for name, s in ATTENTION.items()},
-    **{f"compiled attention, {name}": functools.partial(compiled_attention, name, *s)
-       for name, s in ATTENTION.items() if name},
+    **{f"attention, {name}": functools.partial(attention, *s) for name, s in ATTENTION.items()},
+    **{f"compiled attention, {name}": functools.partial(compiled_attention, *s)
+       for name, s in ATTENTION.items() if s[0]},
     "experts, own tokens": own_experts,
     **{f"experts, {name}": functools.partial(global_experts, factor) for name, factor in FACTORS.items()},
-    **{f"compiled experts, {name}": functools.partial(compiled_experts, factor) for name, factor in FACTORS.items()},
+    **{f"compiled experts, {name}": functools.partial(compiled_experts, factor, True)
+       for name, factor in FACTORS.items()},
+    "compiled experts, not padded": functools.partial(compiled_experts, None, False),
     **{name: functools.partial(windowed, *said) for name, said in WINDOWS.items()},
 }  # fmt: skip

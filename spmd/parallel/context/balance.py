@@ -109,26 +109,22 @@ class _LaidOut(torch.autograd.Function):
 
 
 def _exchanged(tensors: Tensors, mesh: DeviceMesh, axis: str, src: Layout, dst: Layout) -> Tensors:
-    rows, to_each = _packed(tensors, mesh, axis, src, dst)
-    came = wait(all_to_all_single(rows, _lengths(mesh, axis, dst, src), to_each, (mesh, axis)))
+    flat, to_each, from_each = _packed(tensors, mesh, axis, src, dst)
+    came = wait(all_to_all_single(flat, from_each, to_each, (mesh, axis)))
     return _unpacked(came, tensors, mesh, axis, src, dst)
 
 
 @per_rank
 def _packed(
     tensors: Tensors, mesh: DeviceMesh, axis: str, src: Layout, dst: Layout
-) -> tuple[torch.Tensor, list[int]]:
-    """[t, all that belongs to a position], in the order of the ranks that get it, and how many each of them gets."""
-    rows = torch.cat([x.movedim(2, 0).flatten(1) for x in tensors], 1)
-    starts = _starts(src.chunks[mesh.get_local_rank(axis)])
-    pieces = [rows.narrow(0, starts(a), b - a) for part in _shared(mesh, axis, src, dst) for a, b in part]
-    return torch.cat([rows[:0], *pieces]), _lengths(mesh, axis, src, dst)
-
-
-@per_rank
-def _lengths(mesh: DeviceMesh, axis: str, here: Layout, there: Layout) -> list[int]:
-    """How many of this rank's positions by `here` each rank has by `there`."""
-    return [sum(b - a for a, b in part) for part in _shared(mesh, axis, here, there)]
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """What each rank gets, one rank's behind the other's, and how many elements go to each and come from each."""
+    starts, parts = _starts(src.chunks[mesh.get_local_rank(axis)]), _shared(mesh, axis, src, dst)
+    pieces = [x.narrow(2, starts(a), b - a).reshape(-1) for part in parts for a, b in part for x in tensors]
+    width = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in tensors)
+    to_each, from_each = ([width * sum(b - a for a, b in part) for part in each]
+                          for each in (parts, _shared(mesh, axis, dst, src)))  # fmt: skip
+    return torch.cat([tensors[0].new_empty(0), *pieces]), to_each, from_each
 
 
 @per_rank
@@ -137,14 +133,14 @@ def _unpacked(
 ) -> Tensors:
     """What came, which is in the order of the ranks that sent it, as this rank has its positions."""
     chunks = [chunk for part in _shared(mesh, axis, dst, src) for chunk in part]
-    pieces = came.split([b - a for a, b in chunks])
+    shapes = [[(*x.shape[:2], b - a, x.shape[3]) for x in like] for a, b in chunks]
+    flats = iter(came.split([prod(shape) for of_chunk in shapes for shape in of_chunk]))
+    pieces = [[next(flats).view(shape) for shape in of_chunk] for of_chunk in shapes]
     starts = _starts(dst.chunks[mesh.get_local_rank(axis)])
-    ordered = sorted(zip(chunks, pieces, strict=True), key=lambda pair: starts(pair[0][0]))
-    rows = torch.cat([came[:0], *(piece for _, piece in ordered)])
-    shapes = [(*x.shape[:2], x.shape[3]) for x in like]
-    parts = rows.split([prod(shape) for shape in shapes], 1)
+    ordered = sorted(range(len(chunks)), key=lambda i: starts(chunks[i][0]))
     return tuple(
-        part.unflatten(1, shape).movedim(0, 2).contiguous() for part, shape in zip(parts, shapes, strict=True)
+        torch.cat([x.new_empty((*x.shape[:2], 0, x.shape[3])), *(pieces[i][j] for i in ordered)], 2)
+        for j, x in enumerate(like)
     )
 
 
