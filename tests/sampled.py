@@ -102,6 +102,7 @@ ONE_IN = {
     "parallel/test_context_parallel.py::test_a_compiled_step_sends_what_is_asked_for": 5,
     "parallel/test_context_parallel.py::test_a_ring_of_tensors_in_order_may_be_balanced": 3,
     "parallel/test_counted.py::test_a_compiled_plan_sends_what_the_page_says": 5,
+    "parallel/test_counted.py::test_a_ready_plan_sends_what_the_page_says": 3,
     "parallel/test_pipelines.py::test_the_ranks_of_a_stage_share_out_its_micro_batches": 3,
     "parallel/test_layers.py::test_a_layer_is_that_of_one_device": 12,
     "parallel/test_fully_shard.py::test_beside_tensor_parallelism": 3,

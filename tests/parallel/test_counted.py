@@ -35,7 +35,7 @@ def counted():
         yield counted
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-        for name in ("counted", "counted_parts", "layer_kinds", "_table"):
+        for name in ("counted", "counted_parts", "counted_models", "layer_kinds", "_table"):
             sys.modules.pop(name, None)
 
 
@@ -56,6 +56,19 @@ def test_a_compiled_plan_sends_what_the_page_says(counted, plan):
     eager, compiled = counted.eager(plan), counted.compiled(plan)
     assert f"| {counted.said(eager)} | {counted.said(compiled)} |" in PAGE
     assert eager == compiled or f"- **{DIFFERS.get(plan, plan)}**" in PAGE
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama"])
+def test_a_ready_plan_sends_what_the_page_says(counted, name):
+    """Eagerly and compiled, with the same all-reduces of activations."""
+    import counted_models
+
+    eager, compiled = counted_models.eager(name), counted_models.compiled(name)
+    said = [counted.said(counted.total(sent)) for sent in (eager, compiled)]
+    assert f"| {name} | {' | '.join(said)} |" in PAGE
+    activations = [sum(kind == "all_reduce" and n >= 768 for kind, n in sent) for sent in (eager, compiled)]
+    assert activations == [10, 10]
 
 
 def test_sequence_parallelism_compiled_gathers_and_scatters_as_eagerly(counted):
