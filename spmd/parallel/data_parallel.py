@@ -160,7 +160,7 @@ class _Gradients:
         if self.is_running and not _torch.in_backward():
             self._forget()  # a pass that ended by an error
         for x in _torch.pytree.tree_leaves(output) if torch.is_grad_enabled() else ():
-            if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+            if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
                 x.register_hook(self._begin)
 
     def _begin(self, _: Any = None) -> None:

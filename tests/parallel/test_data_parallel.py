@@ -163,6 +163,19 @@ def test_a_pass_after_one_that_failed_is_as_any(cap):
         equal(seen(net), seen(want))
 
 
+def test_a_compiled_model_averages_its_gradients():
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(4, 3, dtype=torch.float64)
+    want = copy.deepcopy(net)
+    want(x).square().mean().backward()
+    with LocalTensorMode(2):
+        mesh = mesh_of({"dp": 2})
+        net = data_parallel(localize(net), mesh, bucket_cap_mb=1e-5)
+        net.compile(backend="eager")
+        net(part_on(mesh)(x)).square().mean().backward()
+        equal(seen(net), seen(want))
+
+
 class Segments(nn.Module):
     def __init__(self, layers: nn.Sequential):
         super().__init__()
