@@ -30,7 +30,8 @@ from spmd.tensor.redistribute.plan import Step
 class Held:
     """A value that is alive. readers: of a copy, the ops that it was moved for, by name; None for what was made.
 
-    times: how often its bytes are there, such as twice where a collective has sent what is put in order then.
+    times: how often its bytes are there, such as twice where a collective has sent what is put in order then. nbytes:
+    of these as it lies; 0 of an input, which lies where it was given.
     """
 
     value: str
@@ -117,6 +118,8 @@ class _Reader:
         for node, sizes in by_node.items():
             if node.op == "call_function":
                 yield from self._of_node(node, sizes)
+            elif node.name in self.values:
+                yield Held(self.values[node.name].name, None, 1.0, 0)
 
     def _of_node(self, node: fx.Node, sizes: Sequence[int]) -> Iterator[Held]:
         target = node.target

@@ -5,8 +5,8 @@
 
 A program that does not fit may lie elsewhere (`lighter.py`), or compute again what it has freed, or send it to the host
 (`passes/memory_budget.py`); mostly some of both is best. So what may be freed is weighed for each program of the path,
-the cheapest first, until none can be cheaper than the best that was written. Each is judged as it runs: by the count of
-its bytes, and by the time of all that it sends and computes, with what it then loses to what was freed.
+until the next one costs more than the best that fits. Each is judged as it runs: by the count of its bytes, and by the
+time of all that it sends and computes, with what it then loses to what was freed.
 
 A program that costs more than by op, or whose step is longer, comes behind those of which neither is so: that order
 depends on no budget. As the path does not either, a larger budget never gives a program that comes later.
@@ -21,7 +21,7 @@ from functools import cached_property
 
 from spmd.expand.choose.lighter import Lighter, Path
 from spmd.expand.choose.program import ROUNDING, Chosen, Expansion, chosen
-from spmd.expand.passes.memory_budget import BudgetError, Finish, Plan, freed, within
+from spmd.expand.passes.memory_budget import BudgetError, Finish, freed, within
 from spmd.expand.program import Program
 from spmd.expand.timeline.replay import step_us
 
@@ -59,39 +59,67 @@ def chosen_within(first: Chosen, budget: Budget) -> Taken:
     is taken as it is. BudgetError where none was found."""
     if first.end.memory.peak <= budget.nbytes:
         return Taken(budget.kept_by(first.program), functools.partial(chosen, as_run=first.end.as_run))
-    return cheapest(Path.of(first), budget)
+    return cheapest(Path(first), budget)
 
 
 def cheapest(path: Path, budget: Budget) -> Taken:
-    """The cheapest program that some program of a path becomes within a budget. BudgetError where there is none."""
-    first = path.first
-    every = [_Weighed(each, first, budget) for each in path.every]
-    best, errors = None, []
-    for each in sorted(every, key=lambda w: w.foreseen):
-        if best is not None and best.rank <= each.foreseen:
-            break
+    """The cheapest program that some program of a path becomes within a budget. BudgetError where there is none.
+
+    The path is walked until what is solved costs as much as the best program so far: prices rise, and costs with them.
+    """
+    trials = _Trials(path.first, budget)
+    for each in path.known[: path.unpriced]:
+        trials.weigh(each)
+    k = 0
+    while (turn := path.turn(k)) is not None and trials.may_be_better(turn.us):
+        trials.weigh(path.program(k))
+        k += 1
+    return trials.taken(path)
+
+
+class _Trials:
+    """Programs that were tried for a budget. best: of those that fit. errors: of all others, why not."""
+
+    def __init__(self, first: Chosen, budget: Budget) -> None:
+        self.first, self.budget = first, budget
+        self.best: Weighed | None = None
+        self.errors: dict[int, tuple[int, float, BudgetError]] = {}
+
+    def weigh(self, lighter: Lighter) -> None:
+        """Try a program, unless it is foreseen that it cannot be the best."""
+        found, best = Weighed(lighter, self.first, self.budget), self.best
+        if (best is not None and best.rank <= found.foreseen) or id(lighter) in self.errors:
+            return
         try:
-            better = each.rank < (best.rank if best else NEVER)
-            best = each if better else best
+            if found.rank < (NEVER if best is None else best.rank):
+                self.best = found
         except BudgetError as error:
-            errors.append((error.smallest, each.lighter.candidate.cost.us, error))
-    if best is None:
-        raise _none_fits(errors, len(every))
-    certificate = replace(
-        first.certificate, us=best.rank[1], taken=best.lighter.candidate is not first.by_op, budget=budget.nbytes,
-        within=path.at_least(budget.nbytes),
-    )  # fmt: skip
-    return Taken(replace(best.program, certificate=certificate), best.lighter.again)
+            self.errors[id(lighter)] = error.smallest, lighter.candidate.cost.us, error
 
+    def may_be_better(self, us: float) -> bool:
+        """Whether a program that costs so much may be better than the best, if its step is short."""
+        return self.best is None or (us > self.first.by_op.cost.us, us, 0.0) < self.best.rank
 
-def _none_fits(errors: list[tuple[int, float, BudgetError]], tried: int) -> BudgetError:
-    _, us, least = min(errors, key=lambda each: each[:2])
-    text = f"{least.text}: the least of {tried} choices of placements, of {us:,.1f} us before anything is freed"
-    return BudgetError(least.name, least.budget, least.smallest, text)
+    def taken(self, path: Path) -> Taken:
+        """The best program, with its certificate."""
+        best = self.best
+        if best is None:
+            raise self._none_fits()
+        certificate = replace(
+            self.first.certificate, us=best.rank[1], taken=best.lighter.candidate is not self.first.by_op,
+            budget=self.budget.nbytes, within=path.at_least(self.budget.nbytes),
+        )  # fmt: skip
+        return Taken(replace(best.program, certificate=certificate), best.lighter.again)
+
+    def _none_fits(self) -> BudgetError:
+        _, us, least = min(self.errors.values(), key=lambda each: each[:2])
+        tried = f"{len(self.errors)} choices of placements"
+        text = f"{least.text}: the least of {tried}, of {us:,.1f} us before anything is freed"
+        return BudgetError(least.name, least.budget, least.smallest, text)
 
 
 @dataclass(frozen=True)
-class _Weighed:
+class Weighed:
     """A program of the path under a budget."""
 
     lighter: Lighter
@@ -103,16 +131,12 @@ class _Weighed:
         return self.lighter.candidate.memory.peak <= self.budget.nbytes
 
     @cached_property
-    def _plan(self) -> Plan:
-        return Plan.of(self.lighter.candidate.program, self.budget.offload)
-
-    @cached_property
     def foreseen(self) -> Rank:
         """The rank that it has at best, by what is foreseen of what has to be freed."""
         candidate = self.lighter.candidate
         if self._fits:
             return self._rank(candidate.cost.us, candidate.step)
-        plan = self._plan
+        plan = self.lighter.plan(self.budget.offload)
         least = plan.choice.least_time(self.budget.nbytes - (candidate.memory.peak - plan.peak))
         lost = float("inf") if least is None else least.us - plan.choice.unlimited.us
         return self._rank(candidate.cost.us + lost, candidate.step + lost)
@@ -123,7 +147,7 @@ class _Weighed:
         candidate, budget = self.lighter.candidate, self.budget
         if self._fits:
             return self._reported(budget.kept_by(candidate.program))
-        return self._reported(freed(candidate.program, self._plan, budget.nbytes, budget.finish))
+        return self._reported(freed(candidate.program, self.lighter.plan(budget.offload), budget.nbytes, budget.finish))
 
     @cached_property
     def rank(self) -> Rank:

@@ -10,25 +10,26 @@ highest lately: a price on one of them alone moves the peak to another one, and 
 one player chooses placements, the other one the moment that counts. G. W. Brown, "Iterative solution of games by
 fictitious play", 1951.)
 
-The price of the peak rises from one that hardly counts to one for which time hardly does. Which programs are tried
-depends on no limit: so more memory never gives a program that is worse.
+The price of the peak rises from one that hardly counts to one for which time hardly does. Which programs there are, and
+in which order, depends on no budget; how far they are asked for does.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from spmd.expand.choose.alive import Moment, Prices
 from spmd.expand.choose.model import Model
-from spmd.expand.choose.program import AsRun, ByOp, Candidate, Chosen, Expansion, chosen
+from spmd.expand.choose.program import ROUNDING, AsRun, ByOp, Candidate, Chosen, Expansion, chosen
 from spmd.expand.choose.solve import Solved, solve
 from spmd.expand.collector import collector_off
+from spmd.expand.passes.memory_budget import Plan
 from spmd.expand.program import Program
 
-RATES = tuple([2.0**k for k in range(-4, 7)])
+RATES = tuple([3.0**k for k in range(-3, 5)])
 """Prices of the peak: for 1.0 the whole peak of the first choice costs as much as its program."""
 
 TURNS = 2
@@ -45,6 +46,13 @@ class Lighter:
     candidate: Candidate
     again: Callable[[Expansion], Program]
     x: tuple[int, ...] | None = None
+    _plans: dict[bool, Plan] = field(default_factory=dict, compare=False, repr=False)
+
+    def plan(self, offload: bool) -> Plan:
+        """What may be freed in it. offload: whether values may wait in host memory."""
+        if offload not in self._plans:
+            self._plans[offload] = Plan.of(self.candidate.program, offload)
+        return self._plans[offload]
 
     @cached_property
     def moment(self) -> Moment:
@@ -52,66 +60,51 @@ class Lighter:
         return Moment.of(self.candidate.run, self.candidate.memory, self.candidate.values)
 
 
-@dataclass(frozen=True)
 class Path:
-    """Programs for less and less memory. first: the choice without a budget. every: each program once: that of the
-    first choice, that by op, and those with prices.
+    """Programs for less and less memory, found one after the other as they are asked for.
 
-    turns: how often the choice was solved. bounds: of each price what a byte of the budget is worth, and what no
-    assignment is below where there is none.
+    first: the choice without a budget. known: each program once: that of the first choice, that by op, and those with
+    prices, behind the first that are `unpriced`. turns: what was solved, with rising prices. found: their programs.
     """
 
-    first: Chosen
-    every: tuple[Lighter, ...]
-    turns: int
-    bounds: tuple[tuple[float, float], ...]
+    def __init__(self, first: Chosen) -> None:
+        self.first, self.start, self.model = first, first.start, first.start.model()
+        self.turns: list[Turn] = []
+        self.found: list[Lighter] = []
+        self.known = [Lighter(first.end, functools.partial(chosen, as_run=first.end.as_run))]
+        if first.by_op is not first.end:
+            self.known.append(Lighter(first.by_op, Expansion.program, tuple(self.model.by_itself())))
+        self.unpriced = len(self.known)
+        self._unit = first.end.cost.us / first.end.memory.peak
+        self._shares = {self.known[0].moment: 1.0}
+        self._rates = [rate for rate in RATES for _ in range(TURNS)]
+        self._written: dict[tuple, Lighter] = {}
 
-    @classmethod
-    def of(cls, first: Chosen) -> Path:
-        """The path of a choice."""
-        walk = _Walk(first)
-        turns = list(walk.turns())
-        return cls(first, tuple(walk.known), len(turns), tuple([walk.bound(each) for each in turns]))
+    def turn(self, k: int) -> Turn | None:
+        """What is solved in a turn, once the programs of those before are written; None behind the last."""
+        if k == len(self.turns) and self._rates:
+            prices = Prices(self._rates.pop(0) * self._unit, tuple(self._shares.items()))
+            self.turns.append(Turn.of(self.model, prices))
+        return self.turns[k] if k < len(self.turns) else None
+
+    def program(self, k: int) -> Lighter:
+        """The program of a turn that was solved."""
+        if k == len(self.found):
+            found, last = self._program(self.turns[k]), (self.known[:1] + self.found)[-1]
+            self._shares = {m: share * (1 - FRESH) for m, share in self._shares.items()}
+            self._shares[found.moment] = self._shares.get(found.moment, 0.0) + FRESH
+            if found is last:  # the same price gives it again
+                price = self.turns[k].prices.us / self._unit
+                self._rates = [rate for rate in self._rates if rate > price * (1 + ROUNDING)]
+            self.found.append(found)
+        return self.found[k]
 
     def at_least(self, budget: int) -> float:
         """What no assignment of the model is below that keeps to a budget at the moments that were found."""
-        return max([us - rate * budget for rate, us in self.bounds], default=0.0)
+        bounds = [(turn.prices.us, self._bound(turn)) for turn in self.turns]
+        return max([us - rate * budget for rate, us in bounds], default=0.0)
 
-
-class _Walk:
-    """Finds the programs of a path. shares: of each moment that was found. known: all programs."""
-
-    def __init__(self, first: Chosen) -> None:
-        self.start, as_run = first.start, first.end.as_run
-        self.model = self.start.model()
-        self.shares: dict[Moment, float] = {}
-        self.known = [Lighter(first.end, functools.partial(chosen, as_run=as_run))]
-        if first.by_op is not first.end:
-            self.known.append(Lighter(first.by_op, Expansion.program))
-        self._written: dict[tuple, Lighter] = {}
-
-    def turns(self) -> Iterator[_Turn]:
-        """What was solved, in order."""
-        first = self.known[0]
-        self.shares[first.moment] = 1.0
-        unit = first.candidate.cost.us / first.candidate.memory.peak
-        last = first
-        for rate in RATES:
-            for _ in range(TURNS):
-                turn = _Turn.of(self.model, Prices(rate * unit, tuple(self.shares.items())))
-                yield turn
-                found = self._program(turn)
-                self._note(found.moment)
-                if found is last:
-                    break
-                last = found
-
-    def _note(self, moment: Moment) -> None:
-        """Let this be the highest moment for now."""
-        self.shares = {m: share * (1 - FRESH) for m, share in self.shares.items()}
-        self.shares[moment] = self.shares.get(moment, 0.0) + FRESH
-
-    def _program(self, turn: _Turn) -> Lighter:
+    def _program(self, turn: Turn) -> Lighter:
         """The program of what was solved. One that was written before is not written again."""
         choice = turn.model.choice(turn.solved.x)
         key = turn.solved.x, tuple(choice.held.values())
@@ -121,16 +114,16 @@ class _Walk:
             self.known.append(self._written[key])
         return self._written[key]
 
-    def bound(self, turn: _Turn) -> tuple[float, float]:
-        """What a byte of the budget is worth at the prices of a turn, and what no assignment is below without one.
+    def _bound(self, turn: Turn) -> float:
+        """What no assignment is below at the prices of a turn, where there is no budget.
 
         What is alive is alive in one program, and an assignment far from that may be thought to need more than it does.
         So the bytes are taken for less by as much as they are too many for any program that was written.
         """
         fixed = sum([share * self._rest(moment) for moment, share in turn.prices.shares])
         known = [each for each in self.known if each.x is not None]
-        excess = [fixed + turn.nbytes(self.model, each.x) - each.candidate.memory.peak for each in known]
-        return turn.prices.us, turn.solved.at_least + turn.prices.us * (fixed - max([0.0, *excess]))
+        excess = [fixed + turn.nbytes(each.x) - each.candidate.memory.peak for each in known]
+        return turn.solved.at_least + turn.prices.us * (fixed - max([0.0, *excess]))
 
     def _rest(self, moment: Moment) -> int:
         """The bytes of a moment that no assignment changes."""
@@ -139,26 +132,32 @@ class _Walk:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """A choice that was solved with prices. model: with these."""
+class Turn:
+    """A choice that was solved with prices. free: the model without them. model: with them."""
 
     prices: Prices
+    free: Model
     model: Model
     solved: Solved
 
     @classmethod
-    def of(cls, model: Model, prices: Prices) -> _Turn:
+    def of(cls, model: Model, prices: Prices) -> Turn:
         """Solve a model at these prices."""
         with collector_off():
-            model = model.priced(prices)
-            return cls(prices, model, solve(model.problem, [model.by_itself()]))
+            priced = model.priced(prices)
+            return cls(prices, model, priced, solve(priced.problem, [priced.by_itself()]))
 
-    def nbytes(self, free: Model, x: tuple[int, ...]) -> float:
-        """The bytes of an assignment at the moments that have a price, in the mean. free: the model without prices."""
-        return (self.model.problem.cost(x) - free.problem.cost(x)) / self.prices.us
+    @cached_property
+    def us(self) -> float:
+        """What the assignment costs without prices, in the model."""
+        return self.free.problem.cost(self.solved.x)
+
+    def nbytes(self, x: tuple[int, ...]) -> float:
+        """The bytes of an assignment at the moments that have a price, in the mean."""
+        return (self.model.problem.cost(x) - self.free.problem.cost(x)) / self.prices.us
 
 
 def _again(given: Expansion, as_run: AsRun, prices: Prices) -> Program:
     start = ByOp.of(given, as_run)
-    turn = _Turn.of(start.model(), prices)
+    turn = Turn.of(start.model(), prices)
     return start.with_choice(turn.model.choice(turn.solved.x)).program
