@@ -99,8 +99,9 @@ def compile(
     runs beside what is computed, unless `bucket_mb` is None.
     memory_budget: bytes that may be alive on a rank at one time: parameters, gradients, optimiser state, buckets and
     activations. What does not fit is freed after the forward and computed again in the backward, with the same numbers,
-    random ones too, in the least modelled time; `program.reports` say what and at what cost. The error of a budget that
-    cannot be kept names the smallest that can.
+    random ones too, in the least modelled time; `program.reports` say what and at what cost. With choose="program" also
+    placements are sought that need less, and the cheapest program of both is taken. The error of a budget that cannot
+    be kept names the smallest that can.
     offload: whether, within that budget, values may also wait in host memory, where the machine of the mesh has a copy
     engine (`Machine.host`) and it costs less time; `passes=("offload",)` sends all that waits there, on any machine.
     cache: a folder that keeps programs, by default that of $SPMD_CACHE. A later start with the same code, shapes,
@@ -118,6 +119,16 @@ def compile(
 
     Raises ValueError at once for an unknown axis, and in the first call, before anything is changed, for a pattern that
     matches nothing or a placement on a dim that the tensor does not have.
+
+    >>> import torch
+    >>> def gradients(model, x):
+    ...     model(x).square().mean().backward()
+    >>> model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.zeros(4096, 64)
+    >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    >>> whole = compile(gradients, mesh, choose="program").program_for(model, x)
+    >>> light = compile(gradients, mesh, choose="program", memory_budget=2_500_000).program_for(model, x)
+    >>> f"{whole.memory().peak / 1e6:.1f} MB, {light.memory().peak / 1e6:.1f} MB"
+    '5.3 MB, 2.4 MB'
     """
     if not callable(fn):
         raise TypeError(f"compile: {fn!r} is not callable; give the function to run, such as train_step")
