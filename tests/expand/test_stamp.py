@@ -119,6 +119,50 @@ def test_what_tells_parameters_apart_is_seen():
     assert stamps(train, **half) == 1
 
 
+def as_of_torch(step) -> type:
+    """An optimiser with this step that passes for one of torch."""
+    step.__module__ = "torch.optim.other"
+    return type("Other", (optim.SGD,), {"step": step, "__module__": step.__module__})
+
+
+class Lengths(nn.Module):
+    """Four vectors of one length, and three of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.ParameterList(torch.arange(3.0) + i for i in range(4))
+        self.other = nn.ParameterList(torch.arange(5.0) + i for i in range(3))
+
+    def forward(self, x):
+        for v in self.one:
+            x = torch.tanh(x * v)
+        for v in self.other:
+            x = torch.tanh(x.sum() * v)
+        return x
+
+
+def of_lengths(optimizer_of) -> dict:
+    model = Lengths()
+    return {"model": model, "optimizer": optimizer_of(list(model.parameters())), "x": torch.ones(3)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_kinds_that_differ_in_lengths_are_traced_once_each(name):
+    """Two of the first kind show that parameters are apart: two and two of the rest are stamped."""
+    assert stamps(train, **of_lengths(OPTIMIZERS[name])) == 4
+
+
+def test_an_update_that_depends_on_lengths_is_traced_for_two_of_each_kind():
+    """The capture begins again."""
+
+    def by_length(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=1 / len(p))
+
+    assert stamps(train, **of_lengths(as_of_torch(by_length))) == 3
+
+
 def test_new_values_are_seen_afterwards():
     """Code behind the step, such as an average of parameters, reads what was stamped; so does another optimiser."""
 
@@ -176,12 +220,6 @@ def test_gradients_in_one_memory_are_not_stamped():
         optimizer.step()
 
     assert stamps(step, **trained(lambda p: optim.SGD(p, lr=0.1, weight_decay=0.1))) == 0
-
-
-def as_of_torch(step) -> type:
-    """An optimiser with this step that passes for one of torch."""
-    step.__module__ = "torch.optim.other"
-    return type("Other", (optim.SGD,), {"step": step, "__module__": step.__module__})
 
 
 def test_coupled_updates_are_traced_in_full():

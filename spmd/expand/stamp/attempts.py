@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 from spmd.expand.local_map import tracing_lock
 from spmd.expand.stamp.blocks import CoupledBlocks
-from spmd.expand.stamp.optimizers import updates_stamped
+from spmd.expand.stamp.optimizers import CoupledKinds, updates_stamped
 from spmd.expand.stamp.parts import Coupled
 from spmd.expand.stamp.repeats import repeated
 from spmd.expand.stamp.step import reach_of_step
@@ -46,6 +47,9 @@ def _attempts(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
         except CoupledBlocks as coupled:
             log.debug("calls of equal modules are traced one by one: %s", coupled)
             blocks = False
+        except CoupledKinds as coupled:
+            log.debug("updates are traced for two parameters of each kind: %s", coupled)
+            updates = functools.partial(updates_stamped, by_family=False)
         except Coupled:
             updates = contextlib.nullcontext
         if before:

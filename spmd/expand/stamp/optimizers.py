@@ -7,6 +7,10 @@ the nodes that it left are divided: those that read the one parameter, its gradi
 the other. If they are apart and alike, the update of a parameter reads nothing of another parameter, and the nodes are
 written again for all others of the kind. If not, `Coupled` is raised, and the capture begins again without stamps.
 
+Kinds that differ in nothing but how long their dims are, are a *family*. Two parameters of its first kind are traced,
+and one of each other kind: its nodes have to be those of the first kind, but for shapes. Else `CoupledKinds` is raised,
+and the capture begins again with two of each kind.
+
 A kind is what the code of torch's optimisers can tell apart: the group, the metadata of parameter, gradient and
 state, and the state that is no tensor. An optimiser of the user's may do as it likes by name or number of a parameter;
 it is traced in full. So is a step with a closure or with hooks, which would see the groups, and a differentiable one.
@@ -17,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,17 +33,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from spmd import _torch
 from spmd.expand.guards import guard_key
-from spmd.expand.stamp.parts import Coupled, Part, differing, parts_of, stamp
+from spmd.expand.stamp.parts import Coupled, Part, differing, metadata, parts_of, stamp
 
 TRACED = 2
 """How many parameters of a kind are traced: two show that neither reads what is the other's."""
 
 
-@contextlib.contextmanager
-def updates_stamped() -> Iterator[None]:
-    """Inside, in a capture by this thread, steps of optimisers are traced for two parameters of each kind.
+class CoupledKinds(Coupled):
+    """The update of a parameter depends on how long its dims are, by more than the shapes of its values."""
 
-    Raises Coupled if they are found to depend on each other: then the capture is to be done without.
+
+@contextlib.contextmanager
+def updates_stamped(by_family: bool = True) -> Iterator[None]:
+    """Inside, in a capture by this thread, steps of optimisers are traced for two parameters of each kind, or, of kinds
+    that differ in lengths alone, of one.
+
+    Raises Coupled if they are found to depend on each other: then the capture is to be done without. CoupledKinds: it
+    is to be done without families.
     """
     narrowed: dict[int, _Narrowed] = {}
     thread = threading.get_ident()
@@ -50,7 +60,7 @@ def updates_stamped() -> Iterator[None]:
             raise Coupled("a step calls a step of the same optimiser")
         if mode is not None and _is_of_torch_alone(optimizer, args, kwargs):
             with _torch.no_function_modes():
-                narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer)
+                narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer, by_family)
 
     def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() == thread and id(optimizer) in narrowed:
@@ -113,23 +123,31 @@ def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
 
 
 @dataclass(frozen=True)
-class _Narrowed:
-    """A step of an optimiser whose groups hold two parameters of each kind. groups: all parameters of each group.
+class _Kind:
+    """Parameters of one kind. traced: how many of them. like: the kind of which two show that parameters are apart."""
 
-    kinds: the parameters of each kind; of a kind of more than two, all but the first two are to be stamped. last: the
-    last node before the step.
+    owns: list[_Own]
+    traced: int
+    like: _Kind | None = None
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    """A step of an optimiser whose groups hold the parameters that are traced. groups: all parameters of each group.
+
+    last: the last node before the step.
     """
 
     optimizer: Optimizer
     tracer: fx.Tracer
     groups: list[list[torch.Tensor]]
-    kinds: list[list[_Own]]
+    kinds: list[_Kind]
     last: fx.Node | None
 
     @classmethod
-    def of(cls, optimizer: Optimizer, tracer: fx.Tracer) -> _Narrowed:
-        kinds = _kinds(optimizer, tracer)
-        left_out = {id(own.parameter) for kind in kinds for own in kind[TRACED:]}
+    def of(cls, optimizer: Optimizer, tracer: fx.Tracer, by_family: bool) -> _Narrowed:
+        kinds = _kinds(optimizer, tracer, by_family)
+        left_out = {id(own.parameter) for kind in kinds for own in kind.owns[kind.traced :]}
         groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in left_out]
@@ -139,16 +157,20 @@ class _Narrowed:
         """Give the groups all their parameters again, and update those that the step did not see."""
         for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
             group["params"] = params
-        kinds = [kind for kind in self.kinds if len(kind) > TRACED]
+        kinds = [kind for kind in self.kinds if len(kind.owns) > kind.traced]
         if not kinds:
             return
-        traced = [_Traced.of(own, self.optimizer, self.tracer) for kind in self.kinds for own in kind[:TRACED]]
+        traced = [_Traced.of(own, self.optimizer, self.tracer) for k in self.kinds for own in k.owns[: k.traced]]
         parts = parts_of(self._new_nodes(), [each.sides for each in traced])
-        by_parameter = {id(each.own.parameter): pair for pair in zip(traced, parts, strict=True) for each in pair[:1]}
+        found = {id(one.own.parameter): (one, part) for one, part in zip(traced, parts, strict=True)}
         for kind in kinds:
-            (one, part), (other, part_of_other) = (by_parameter[id(own.parameter)] for own in kind[:TRACED])
-            _check_alike(one, part, other, part_of_other, self.tracer)
-            self._update(kind[TRACED:], one, part)
+            one, *others = (found[id(own.parameter)] for own in kind.owns[: kind.traced])
+            if kind.like is not None:
+                _check_alike(found[id(kind.like.owns[0].parameter)], one, self.tracer, _metadata_but_lengths)
+            for other in others:
+                _check_alike(one, other, self.tracer, metadata)
+        for kind in kinds:
+            self._update(kind.owns[kind.traced :], *found[id(kind.owns[0].parameter)])
 
     def _new_nodes(self) -> list[fx.Node]:
         """The nodes that the step has made."""
@@ -208,19 +230,31 @@ class _Traced:
         return list(self.own.nodes.values()), [self.nodes[name] for name in self.changed]
 
 
-def _check_alike(one: _Traced, part: Part, other: _Traced, part_of_other: Part, tracer: fx.Tracer) -> None:
-    if list(one.changed) != list(other.changed):
-        raise Coupled("the step changed other tensors of one parameter than of another of its kind")
+_Update = tuple[_Traced, Part]
+"""What the step did to a parameter, and the nodes that it left."""
+
+
+def _check_alike(one: _Update, other: _Update, tracer: fx.Tracer, compared: Callable[[Any], Any]) -> None:
+    """Raise if two updates differ. compared: what is compared of the values of two nodes."""
+    error = Coupled if compared is metadata else CoupledKinds
+    if list(one[0].changed) != list(other[0].changed):
+        raise error("the step changed other tensors of one parameter than of another of its kind")
     with _torch.no_modes():
-        where = differing(part, part_of_other, lambda name: getattr(tracer.root, name))
+        where = differing(one[1], other[1], lambda name: getattr(tracer.root, name), compared)
     if where:
-        raise Coupled(f"the updates of two parameters of one kind differ: {where}")
+        raise error(f"the updates of two parameters of one kind differ: {where}")
+
+
+def _metadata_but_lengths(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device, value.ndim
+    return metadata(value)
 
 
 # ---- kinds ------------------------------------------------------------------------------------
 
 
-def _kinds(optimizer: Optimizer, tracer: fx.Tracer) -> list[list[_Own]]:
+def _kinds(optimizer: Optimizer, tracer: fx.Tracer, by_family: bool) -> list[_Kind]:
     """The parameters that have a gradient, by kind. Each alone if some of them share tensors or memory."""
     found: dict[Hashable, list[_Own]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -232,14 +266,42 @@ def _kinds(optimizer: Optimizer, tracer: fx.Tracer) -> list[list[_Own]]:
             if None in nodes.values():
                 return []
             own = _Own(p, tensors, nodes)
-            found.setdefault(_kind(number, optimizer, own), []).append(own)
+            found.setdefault((number, _kind(optimizer, own)), []).append(own)
     owns = [own for kind in found.values() for own in kind]
-    return list(found.values()) if _are_apart(owns) else []
+    return _with_families(optimizer, found, by_family) if _are_apart(owns) else []
 
 
-def _kind(group: int, optimizer: Optimizer, own: _Own) -> Hashable:
+def _with_families(optimizer: Optimizer, found: dict[Hashable, list[_Own]], by_family: bool) -> list[_Kind]:
+    """Kinds, and of how many of their parameters the update is traced."""
+    first: dict[Hashable, _Kind] = {}
+    kinds = []
+    for (group, kind), owns in found.items():
+        family = (group, _family(kind)) if by_family and "foreach" in optimizer.param_groups[group] else None
+        like = first.get(family)
+        kinds.append(_Kind(owns, TRACED if like is None else 1, like))
+        if family is not None and len(owns) >= TRACED:
+            first.setdefault(family, kinds[-1])
+    return kinds
+
+
+def _kind(optimizer: Optimizer, own: _Own) -> tuple:
+    """What torch's optimisers can tell of a parameter, its gradient and its state."""
     others = {k: x for k, x in optimizer.state.get(own.parameter, {}).items() if not isinstance(x, torch.Tensor)}
-    return group, own.pattern, guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
+    return own.pattern, guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
+
+
+def _family(kind: tuple) -> Hashable:
+    """A kind without the lengths of dims: what optimisers that compute with elements can tell.
+
+    Those have a form for many tensors at once (`foreach`), and state that has the shape of the parameter. What has
+    another shape, such as a sum of rows, depends on lengths.
+    """
+    pattern, others, *tensors = kind
+    own_shape = tensors[0][-3]
+    of_elements = all(shape in (own_shape, ()) for *_, shape, _, _ in tensors)
+    if not of_elements:
+        return kind
+    return pattern, others, *((*flags, len(shape), known) for *flags, shape, _, known in tensors)
 
 
 def _metadata(x: torch.Tensor) -> tuple[Any, ...]:

@@ -91,8 +91,14 @@ def _leads(nodes: Sequence[fx.Node], sides: Sequence[Sides]) -> dict[fx.Node, in
     return leads
 
 
-def differing(one: Part, other: Part, constant: Callable[[str], torch.Tensor]) -> str:
-    """Where two parts differ, as text; empty if the one is the other with other inputs. constant: by its name."""
+def differing(
+    one: Part, other: Part, constant: Callable[[str], torch.Tensor], compared: Callable[[Any], Any] | None = None
+) -> str:  # fmt: skip
+    """Where two parts differ, as text; empty if the one is the other with other inputs.
+
+    constant: by its name. compared: what is compared of the values of two nodes, by default their metadata.
+    """
+    described = metadata if compared is None else compared
     if len(one.nodes) != len(other.nodes):
         return f"{len(one.nodes)} nodes and {len(other.nodes)}"
     env: Env = dict(zip(one.inputs, other.inputs, strict=True))
@@ -102,7 +108,7 @@ def differing(one: Part, other: Part, constant: Callable[[str], torch.Tensor]) -
             alike = b.op == a.op and _same_tensor(constant(a.target), constant(b.target))
         else:
             alike = (a.op, a.target) == (b.op, b.target) and _same((a.args, a.kwargs), (b.args, b.kwargs), env)
-        if not alike or metadata(a.meta.get("val")) != metadata(b.meta.get("val")):
+        if not alike or described(a.meta.get("val")) != described(b.meta.get("val")):
             return f"{a.format_node()} and {b.format_node()}"
     outputs = [env.get(n, n) for n in one.outputs]
     return "" if outputs == list(other.outputs) else "the nodes that are outputs"
