@@ -7,10 +7,12 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
+from torch.utils import checkpoint
 
 from spmd._torch.fakes import FakeTensor, empty_fake
 from spmd._torch.graphs import input_named, rename_input
@@ -153,16 +155,21 @@ def seen_as_compiling() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` says yes to models, which then leave out what no graph can hold.
 
     torch's own code hears what is true: its optimisers would compute with tensors in place of numbers, and round
-    otherwise than on one device. One thread at a time may be inside.
+    otherwise than on one device. Its checkpoints hear that nothing is compiled: they compute again what they are told
+    to, here and now, where they would leave that to a compiler. One thread at a time may be inside.
     """
-    real = torch.compiler.is_compiling
+    real, real_of_checkpoints = torch.compiler.is_compiling, checkpoint._is_compiling
 
     def is_compiling() -> bool:
         asked_by = sys._getframe(1).f_globals.get("__name__", "")
         return real() if asked_by.partition(".")[0] == "torch" else True
 
-    torch.compiler.is_compiling = is_compiling
+    def checkpoints_are_compiling(*given: Any) -> bool:
+        return False if threading.get_ident() == thread else real_of_checkpoints(*given)
+
+    thread = threading.get_ident()
+    torch.compiler.is_compiling, checkpoint._is_compiling = is_compiling, checkpoints_are_compiling
     try:
         yield
     finally:
-        torch.compiler.is_compiling = real
+        torch.compiler.is_compiling, checkpoint._is_compiling = real, real_of_checkpoints
