@@ -49,8 +49,8 @@ def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads
     Hooks on the parameters of these modules, and of those given, are functions that it calls. reads: where to note what
     was looked at.
 
-    Raises TypeError for a learning-rate scheduler, a GradScaler, and for a parameter that is held by itself or in a
-    list: a trace runs on other tensors, which the list would not have.
+    Raises TypeError for an iterator, a learning-rate scheduler, a GradScaler, and for a parameter that is held by
+    itself or in a list: a trace runs on other tensors, which the list would not have.
     """
     search = search_of(fn, reads)
     for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
@@ -152,7 +152,7 @@ class Search:
         if isinstance(value, (nn.Module, Optimizer)):
             if not any(value is other for other in self.found.values()):
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
-        elif isinstance(value, (nn.Parameter, LRScheduler)) or (isinstance(value, GradScaler) and value.is_enabled()):
+        elif isinstance(value, (nn.Parameter, LRScheduler)) or _is_iterator(value) or _is_scaler(value):
             raise _refused(name, value)
         elif is_generator(value):
             self.generators.append((name, value))
@@ -200,6 +200,15 @@ class Search:
 _NO_NAMES = Names((), ())
 
 
+def _is_iterator(value: Any) -> bool:
+    """Whether it is an iterator of Python's own, such as a generator or a count."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, GradScaler) and value.is_enabled()
+
+
 def is_generator(value: Any) -> bool:
     """Whether it is a generator of random numbers of Python or of numpy."""
     numbers = sys.modules.get("numpy.random")
@@ -227,6 +236,11 @@ def _refused(name: str, value: Any) -> TypeError:
     if isinstance(value, GradScaler):
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"
+        )
+    if isinstance(value, Iterator):
+        return TypeError(
+            f"the step uses {name}, a {type(value).__name__}, of which the capture would take a value once; take the "
+            "next value outside of the step, and pass it as an argument"
         )
     return TypeError(
         f"the step uses {name}, a parameter outside of its module, which a compiled step would not see as the one that "

@@ -6,11 +6,16 @@
 
 A trace reads them once, so they are guards, like the attributes of modules. What the code names is read off its
 bytecode: a variable, and the attributes and constant keys that follow it. So an attribute counts where it is read of
-this object, and not where another object has one of the same name. Left out: values that are found in other ways.
+this object, and not where another object has one of the same name. Where that ends at a list, a dict, a small array or
+an object that is a record, all plain values in it count: a loop or a function may read any. So do values of default
+arguments. Left out: values that are found in other ways, attributes of other objects that are passed on, and containers
+of more than a hundred items, which are data.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import dis
 import enum
 import functools
@@ -18,11 +23,12 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spmd.expand.closed_over import is_installed, package_of
+from spmd.expand.closed_over import MOST_ITEMS, is_installed, package_of
 from spmd.expand.python_state import is_set
 from spmd.expand.reads import Reads
 
@@ -74,11 +80,23 @@ def named_values(
         for (kind, name), *rest in chains_in(fn.__code__):
             text, value = name, _variable(fn, owner, kind, name, reads)
             for kind, part in rest:
+                if isinstance(value, np.ndarray) or (kind == "attribute" and type(value) in CONTAINERS):
+                    break  # an element, or a method that may read all of it
                 text += f".{part}" if kind == "attribute" else f"[{part!r}]"
                 value = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
-            if isinstance(value, PLAIN):
-                found.setdefault(text if owner is None else f"{name_of(owner)}: {text}", value)
+            if value is not owner and (plain := plain_values(value, reads)) is not NOTHING:
+                found.setdefault(text if owner is None else f"{name_of(owner)}: {text}", plain)
+        for name, value in _defaults(fn):
+            if (plain := plain_values(value, reads)) is not NOTHING:
+                found.setdefault(f"{fn.__qualname__}: default {name}", plain)
     return found
+
+
+def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The arguments of a function that have a value by default, with the value."""
+    names, values = fn.__code__.co_varnames[: fn.__code__.co_argcount], fn.__defaults__ or ()
+    yield from zip(names[len(names) - len(values) :], values, strict=True)
+    yield from (fn.__kwdefaults__ or {}).items()
 
 
 def name_of(owner: Any) -> str:
@@ -128,6 +146,72 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
         if name in place:
             return place[name]
     return NOTHING
+
+
+CONTAINERS = {dict, list, set, tuple, frozenset}
+MOST_NUMBERS = 64
+"""An array with more is data."""
+MOST_NESTED = 6
+
+RECORDS = types.SimpleNamespace, argparse.Namespace
+"""Classes whose objects are their attributes; so are those of dataclasses."""
+
+
+def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
+    """The plain values in a value, as a copy that later changes do not reach; of others the class. NOTHING for a value
+    that is neither plain nor holds any.
+
+    >>> plain_values({"rates": [0.5, print]}, Reads())
+    {'rates': [0.5, <class 'builtin_function_or_method'>]}
+    """
+    if isinstance(x, (*PLAIN, np.generic)):
+        return x
+    if isinstance(x, np.ndarray):
+        few = x.size <= MOST_NUMBERS and x.dtype != object
+        if few:
+            reads.look_ups.append((_Bytes(), x))
+        return (x.dtype.str, x.shape, x.tobytes()) if few else NOTHING
+    if type(x) in CONTAINERS:
+        return _plain_items(x, reads, depth)
+    if depth and (isinstance(x, RECORDS) or (dataclasses.is_dataclass(x) and not isinstance(x, type))):
+        if not hasattr(x, "__dict__"):
+            return NOTHING
+        reads.object(x)
+        return {name: _or_class(value, reads, depth - 1) for name, value in vars(x).items()}
+    return NOTHING
+
+
+def _plain_items(x: Any, reads: Reads, depth: int) -> Any:
+    if len(x) > MOST_ITEMS or not depth:
+        return NOTHING
+    if not isinstance(x, (tuple, frozenset)):
+        reads.box(x)
+    if isinstance(x, dict):
+        return {_key(k): _or_class(v, reads, depth - 1) for k, v in x.items()}
+    return type(x)([_key(v) if isinstance(x, (set, frozenset)) else _or_class(v, reads, depth - 1) for v in x])
+
+
+def _key(x: Any) -> Any:
+    """A key of a dict, or an item of a set."""
+    if isinstance(x, (*PLAIN, np.generic)):
+        return x
+    return type(x)(map(_key, x)) if type(x) in (tuple, frozenset) else type(x)
+
+
+def _or_class(x: Any, reads: Reads, depth: int) -> Any:
+    plain = plain_values(x, reads, depth)
+    return type(x) if plain is NOTHING else plain
+
+
+class _Bytes:
+    """Gives the bytes of an array, the same object as long as they are equal."""
+
+    last = b""
+
+    def __call__(self, array: np.ndarray, otherwise: Any) -> bytes:
+        if (now := array.tobytes()) != self.last:
+            self.last = now
+        return self.last
 
 
 def _item(x: Any, key: Any, reads: Reads) -> Any:

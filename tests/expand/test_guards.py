@@ -2,9 +2,12 @@
 
 import copy
 import functools
+import itertools
 import threading
+import types
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -328,3 +331,59 @@ def test_a_rank_that_fails_before_the_step_fails_all():
     first, second = errors_of(same, lambda r: (X, 0.5) if r == 0 else (X, object()), same)
     assert first[1].startswith("RuntimeError: the call of scale: rank 1 failed: TypeError")
     assert second[1].startswith("TypeError: argument a is a object") and first[2] is second[2] is None
+
+
+# ---- what the code finds in containers ---------------------------------------------------------
+
+WEIGHTS, CONFIG, TABLE, ARRAY = [1.0, 2.0], {"a": {"b": 2.0}}, [{"w": 2.0}], np.array([2.0, 1.0])
+KEY, KEY_OF_RECORD = "b", "v"
+RECORD = types.SimpleNamespace(v=2.0, d={"q": 2.0})
+
+
+def _scaled(x, record):
+    return x * record.v
+
+
+IN_CONTAINERS = {
+    "a loop": lambda x: sum((x * w for w in WEIGHTS), x * 0), "a spread list": lambda x: x * max(*WEIGHTS),
+    "a computed key": lambda x: x * CONFIG["a"][KEY], "a function of a list": lambda x: x * max(WEIGHTS),
+    "a list of dicts": lambda x: sum((x * each["w"] for each in TABLE), x * 0),
+    "items": lambda x: sum((x * v for _, v in CONFIG["a"].items()), x * 0), "an array": lambda x: x * float(ARRAY[0]),
+    "a record that is passed on": lambda x: _scaled(x, RECORD), "a name": lambda x: x * getattr(RECORD, KEY_OF_RECORD),
+    "values in a record": lambda x: x * sum(RECORD.d.values()), "a default": lambda x, given=WEIGHTS: x * given[0],
+}  # fmt: skip
+
+
+def _set_all(value: float) -> None:
+    WEIGHTS[0] = CONFIG["a"]["b"] = TABLE[0]["w"] = ARRAY[0] = RECORD.v = RECORD.d["q"] = value
+
+
+@pytest.mark.parametrize("name", IN_CONTAINERS)
+def test_what_is_found_in_containers_is_a_guard(name):
+    """Another value makes another program, also where the calls before were made again at once."""
+    mesh, x, step = spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), torch.ones(2), IN_CONTAINERS[name]
+    compiled = spmd.compile(step, mesh)
+    for value in (2.0, 7.0):
+        _set_all(value)
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x).full_tensor(), step(x))
+    assert len(compiled.programs) == 2
+
+
+def test_long_lists_are_data():
+    many = [2.0] * 200
+    mesh = spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    compiled = spmd.compile(lambda x: x * many[0] if len(many) > 1 else x, mesh)
+    compiled(torch.ones(2))
+    many.append(3.0)
+    compiled(torch.ones(2))
+    assert len(compiled.programs) == 1
+
+
+@pytest.mark.parametrize("iterator", [itertools.count(1), iter([1.0, 2.0]), (x for x in (1.0, 2.0))], ids=str)
+def test_iterators_are_refused(iterator):
+    """The capture would take one value of it, and the program would have that for ever."""
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    with pytest.raises(TypeError, match=r"the step uses iterator, a .*, of which the capture would take a value once"):
+        spmd.compile(lambda x: x * next(iterator), mesh).program_for(torch.ones(2))
+    assert next(iterator) == 1

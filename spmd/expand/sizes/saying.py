@@ -70,10 +70,19 @@ def _text(key: Hashable) -> str:
     """The value of which this is the guard."""
     if isinstance(key, _Said) or key in (int, float):
         return key.value if isinstance(key, _Said) else _A_SYMBOL
-    named = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type)
-    value = key[1] if named else getattr(key, "value", key)
-    text = value if named and key[0] is float else repr(value)
+    text = _shown(key)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _shown(key: Hashable) -> str:
+    if not (isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type)):
+        return repr(getattr(key, "value", key))
+    kind, value = key
+    if kind is dict and isinstance(value, tuple):
+        return f"{{{', '.join(f'{_shown(k)}: {_shown(v)}' for k, v in value)}}}"
+    if kind in (list, tuple, set, frozenset) and isinstance(value, (tuple, frozenset)):
+        return f"[{', '.join(map(_shown, value))}]"
+    return value if kind is float else repr(value)
 
 
 # ---- where it is read -------------------------------------------------------------------------
