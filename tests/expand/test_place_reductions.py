@@ -11,7 +11,7 @@ from torch import nn
 
 import spmd
 from spmd import LocalTensorMode, Replicate, Shard
-from spmd.expand.passes.minimum_cut import minimum_cut
+from spmd.expand.minimum_cut import minimum_cut
 from spmd.expand.passes.place_reductions import place_reductions
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)

@@ -28,9 +28,9 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape
+from spmd.expand.minimum_cut import minimum_cut
 from spmd.expand.nodes import added, described, described_call
 from spmd.expand.passes.keep_gathered import copied
-from spmd.expand.passes.minimum_cut import minimum_cut
 from spmd.expand.program import Program
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import SCALAR, Call, TensorMeta

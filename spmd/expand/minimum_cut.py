@@ -26,37 +26,40 @@ def minimum_cut(
     >>> minimum_cut({"a": 3, "b": 1, "c": 1}, {"a": ["b", "c"]}, ["a"], ["b", "c"])[0] == {"b", "c"}
     True
     """
-    left = _residual(prices, edges, sources, sinks)
-    while path := _path(left):
-        flow = min(left[a][b] for a, b in path)
-        if flow == inf:
-            raise ValueError("minimum_cut: a path leads from a source to a sink on which no node has a finite price")
-        for a, b in path:
-            left[a][b] -= flow
-            left[b][a] = left[b].get(a, 0.0) + flow
-    reached = _reached(left)
+    left = _residual(prices, edges, sinks)
+    starts = [(node, "in") for node in sources]
+    for start in starts:  # one by one: what has no path to a sink any more gets none by what flows elsewhere
+        while path := _path(left, start):
+            flow = min(left[a][b] for a, b in path)
+            if flow == inf:
+                no_price = "a path leads from a source to a sink on which no node has a finite price"
+                raise ValueError(f"minimum_cut: {no_price}")
+            for a, b in path:
+                left[a][b] -= flow
+                left[b][a] = left[b].get(a, 0.0) + flow
+    reached = _reached(left, starts)
     inside = {node for node in prices if (node, "in") in reached}
     return {node for node in inside if (node, "out") not in reached}, inside
 
 
-def _residual(prices: Mapping[Node, float], edges, sources, sinks) -> _Edges:
+def _residual(prices: Mapping[Node, float], edges, sinks) -> _Edges:
     """What can flow along each edge. A node is an edge, from its "in" to its "out", of its price."""
-    left: _Edges = {"source": {}, "sink": {}}
+    left: _Edges = {"sink": {}}
     for node, price in prices.items():
         left[node, "in"], left[node, "out"] = {(node, "out"): price}, {}
     for node, readers in edges.items():
         left[node, "out"] |= {(reader, "in"): inf for reader in readers}
-    left["source"] |= {(node, "in"): inf for node in sources}
     for node in sinks:
         left[node, "out"]["sink"] = inf
     return left
 
 
-def _reached(left: _Edges) -> dict[Node, Node]:
-    """The nodes that something can still flow to, with the node before each on a shortest path."""
-    before: dict[Node, Node] = {"source": "source"}
+def _reached(left: _Edges, starts: Sequence[Node], until: Node | None = None) -> dict[Node, Node]:
+    """The nodes that something can still flow to from these, with the node before each on a shortest path. until: a
+    node behind which no others are looked for."""
+    before: dict[Node, Node] = {start: start for start in starts}
     queue: deque[Node] = deque(before)
-    while queue:
+    while queue and until not in before:
         a = queue.popleft()
         for b, rest in left[a].items():
             if rest > 0 and b not in before:
@@ -65,10 +68,10 @@ def _reached(left: _Edges) -> dict[Node, Node]:
     return before
 
 
-def _path(left: _Edges) -> list[tuple[Node, Node]]:
-    """The edges of a shortest path along which something can flow; none if there is no such path."""
-    before, b, path = _reached(left), "sink", []
-    while b in before and b != "source":
+def _path(left: _Edges, start: Node) -> list[tuple[Node, Node]]:
+    """The edges of a shortest path from here along which something can flow; none if there is no such path."""
+    before, b, path = _reached(left, [start], "sink"), "sink", []
+    while b in before and b != start:
         path.append((before[b], b))
         b = before[b]
     return path
