@@ -32,7 +32,7 @@ def least_us(work: Work) -> float:
     heads, tails = Heads.of(work.tasks).found(), Heads.reversed(work.tasks).found()[::-1]
     busy: dict[str, list[tuple[float, float, float]]] = {}
     for i, task in enumerate(work.tasks):
-        for stream, before, us, behind in _parts(task):
+        for stream, before, us, behind in runs_on(task):
             busy.setdefault(stream, []).append((heads[i] + before, us, tails[i] + behind))
     chains = [heads[i] + _whole_us(task) + tails[i] for i, task in enumerate(work.tasks)]
     return max([0.0, *chains, *map(one_worker_us, busy.values())])
@@ -66,7 +66,7 @@ def one_worker_us(jobs: Sequence[tuple[float, float, float]]) -> float:
     return most
 
 
-def _parts(task: Task) -> Iterator[tuple[str, float, float, float]]:
+def runs_on(task: Task) -> Iterator[tuple[str, float, float, float]]:
     """Where a task runs: the stream, what of the task comes before, its time there, and what comes behind."""
     sending = task.sends
     if sending is None:
@@ -116,7 +116,7 @@ class Heads:
         parts: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
         for i, task in enumerate(tasks):
             met: dict[str, int] = {}
-            for stream, ahead, us, behind in _parts(task):
+            for stream, ahead, us, behind in runs_on(task):
                 key = stream, met.setdefault(stream, 0)
                 met[stream] += 1
                 offsets, times = parts.setdefault(key, (np.zeros(len(tasks)), np.zeros(len(tasks))))
@@ -124,13 +124,15 @@ class Heads:
         sent = sorted([i for i, t in enumerate(tasks) if t.sends], key=lambda i: -tasks[i].sends.us)
         return cls(reads, np.array([*map(_whole_us, tasks)]), [*parts.values()], frozenset(sent[:MOST_ANCHORS]))
 
-    def found(self) -> np.ndarray:
-        """The head of each task."""
+    def found(self, released: Sequence[float] | None = None) -> np.ndarray:
+        """The head of each task. released: for each, when it can start at the earliest for other reasons."""
         n = len(self.whole)
         heads, leading = np.zeros(n), [0] * n
         for i in range(n):
             reads = self.reads[i]
             heads[i] = max([heads[r] + self.whole[r] for r in reads], default=0.0)
+            if released is not None:
+                heads[i] = max(heads[i], released[i])
             for r in reads:
                 leading[i] |= leading[r] | 1 << r
             if i in self.anchors and leading[i]:

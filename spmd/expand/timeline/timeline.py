@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmd.expand.timeline.least import least_us
+from spmd.expand.timeline.least_within import least_us_within
 from spmd.expand.timeline.replay import COMPUTE, START, Ran, busy_us, critical_us, replay
 from spmd.expand.timeline.work import Work
 from spmd.mesh import MeshTopoInfo
@@ -97,6 +98,11 @@ class Timeline:
         """What the step takes at least, in whatever order: the larger of critical path and busiest stream, or what must
         come before and behind what the busiest stream does (`least.py`)."""
         return max(self._simple_bound_us, least_us(self.work))
+
+    def bound_within(self, nbytes: int | None = None) -> float:
+        """What the step takes at least in any order with no more bytes alive (`least_within.py`); by default, than are
+        alive in this one. It takes seconds for a deep program."""
+        return max(self.bound_us, least_us_within(self.work, self.peak if nbytes is None else nbytes))
 
     @property
     def _simple_bound_us(self) -> float:
