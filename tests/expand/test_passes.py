@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from math import inf
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def random_work(seed):
     return Work(tuple(tasks), 0)
 
 
-@pytest.mark.parametrize("ways", [Ways(), Ways(sink=False), Ways(fill=False), Ways(margin=0.0)], ids=str)
+@pytest.mark.parametrize("ways", [Ways(), Ways(sink=False), Ways(fill=False), Ways(margin=0.0), Ways(ahead=2)], ids=str)
 def test_any_order_is_one_that_the_tasks_allow(ways):
     """Each task once, behind what it reads and what it must follow; the same order each time."""
     for seed in range(60):
@@ -186,6 +187,27 @@ def test_a_first_gather_and_a_last_reduction_are_not_hidden():
     tasks.append(Task("sum", tuple(range(2, 12)), (), (), 0.0, 0, 12, Sending("a", 30.0, (), 0.0, 1), "", True))
     work = Work(tuple(tasks), 0)
     assert (bound_us(work), least_us(work), step_us(work)) == (100.0, 180.0, 180.0)
+
+
+def test_gathers_find_room_where_ops_that_fill_waits_take_none_for_long():
+    """A wait of 20 us in the forward may be filled with what an update needs, which is alive until the end. Then the
+    gather of the backward, of 40 us, does not fit beside the loss; it does if only what is nearer fills waits."""
+    first, gather = Sending("b", 20.0, (), 0.0, 1), Sending("a", 40.0, (), 0.0, 1)
+    work = Work((
+        Task("w", (), (), (), 0.0, 0, 0, None, "", False),
+        Task("first", (0,), (), (), 0.0, 0, 1, first, "", True),
+        Task("forward", (1,), (1,), (), 100.0, 10, 2, None, "", True),
+        Task("loss", (2,), (), (), 10.0, 10, 3, None, "", True),
+        Task("gradient", (3,), (), (), 1.0, 0, 4, None, "", True),
+        Task("gather", (0,), (), (), 0.0, 10, 5, gather, "", True),
+        Task("backward", (4, 5), (5,), (), 5.0, 0, 6, None, "", True),
+        Task("decay", (0,), (), (), 15.0, 10, 7, None, "", True),
+        Task("update", (6, 7), (), (), 1.0, 0, 8, None, "", True),
+    ), 0)  # fmt: skip
+    far, near = (listed(Start(work, 30), Ways(margin=1.0, ahead=ahead)) for ahead in (inf, 4))
+    assert step_us(work, far) == 20.0 + 100.0 + 10.0 + 40.0 + 5.0 + 1.0
+    assert step_us(work, near) == 20.0 + 100.0 + 10.0 + 1.0 + 5.0 + 15.0 + 1.0
+    assert max(work.memory(far)) == max(work.memory(near)) == 30
 
 
 def test_launches_that_wait_in_a_long_program_are_found():

@@ -19,6 +19,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 
 from spmd.expand.passes.room import Room
 from spmd.expand.timeline.work import Task, Work
@@ -27,16 +28,21 @@ MOST_BEFORE_LAUNCH = 8
 """The most ops, such as casts, that may be run early so that what follows them can be sent, for each tensor of it."""
 WINDOW = 64
 """How many ops in front of a launch are looked at, whether they can run behind it."""
+LITTLE = 1e-4
+"""The part of the memory that an op that fills a wait may leave alive for long."""
 
 
 @dataclass(frozen=True)
 class Ways:
     """What a schedule may do. fill: run later ops while the next one would wait. sink: move ops behind a launch that
-    others wait for. margin: how early a gather is launched, in times of the longest collective of its stream."""
+    others wait for. margin: how early a gather is launched, in times of the longest collective of its stream. ahead:
+    from how many steps ahead an op may fill a wait that leaves more alive; what is further ahead, such as the start of
+    an update, would keep its memory for long, and gathers find none."""
 
     fill: bool = True
     sink: bool = True
     margin: float = 2.0
+    ahead: float = inf
 
 
 def listed(start: Start, ways: Ways) -> list[int]:
@@ -321,7 +327,7 @@ class _Scheduler:
                 heapq.heappush(self.waiting, (arrival, rank, i))
                 if i == due and not self.ways.fill:
                     break
-            elif i == due or self.room.has(self.at, rank, self._adds(i)):
+            elif i == due or self._can_fill(i, rank):
                 found = i
                 break
             else:
@@ -331,6 +337,11 @@ class _Scheduler:
         for each in kept:
             heapq.heappush(self.ready, each)
         return found
+
+    def _can_fill(self, i: int, rank: int) -> bool:
+        """Whether an op that is not due may run now: what it leaves alive fits, and is little or not for long."""
+        adds, little = self._adds(i), LITTLE * self.room.limit
+        return (adds <= little or rank - self.at <= self.ways.ahead) and self.room.has(self.at, rank, adds)
 
     def _adds(self, i: int) -> int:
         """The bytes that an op makes, less those that nothing reads behind it."""

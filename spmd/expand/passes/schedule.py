@@ -19,7 +19,7 @@ from spmd.expand.program import Program
 from spmd.expand.timeline.replay import bound_us, step_us
 from spmd.expand.timeline.work import Work
 
-WAYS = (Ways(margin=16.0), Ways(), Ways(margin=1.0), Ways(sink=False))
+WAYS = (Ways(margin=16.0), Ways(margin=16.0, ahead=512), Ways(margin=1.0), Ways(sink=False))
 """The schedules that are made, of which one is taken."""
 LEAST_GAIN = 1e-3
 """A schedule is taken if it is faster by this part. Below it the model knows no difference."""
