@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 import ways
-from torch import optim
+from torch import fx, optim
 
 import spmd
 from spmd.expand.passes.memory_budget import BudgetError, Plan, within
 from spmd.expand.passes.passes import Overlap, with_passes
+from spmd.tensor.redistribute.plan import Step
 from tests.expand.budgets import DROPPED, Dropped, all_choices, program_of
+from tests.expand.odd_costs import ODD
 from tests.expand.side_by_side import INPUTS, rows, seeded, train_step
 
 programs = functools.cache(program_of)
@@ -85,6 +87,21 @@ def test_results_are_the_same_to_the_bit():
     assert program.memory().peak <= budget and program.reports[0].freed
     for (*alone, _), (*again, _) in zip(plain, tight, strict=True):
         assert ways.same(alone, again)
+
+
+def test_a_parameter_may_be_gathered_in_two_steps():
+    """The first step of the second gather is freed with it, and not before its only reader."""
+    program = programs("gpt, zero3 x tp", ODD["nothing known"])
+    chained = [n for n in program.graph.nodes if _gathers(n) and _gathers(n.args[0])]
+    assert chained
+    plan = Plan.of(program)
+    made = plan.program(plan.choice.least_peak()).verify()
+    work = made.work
+    assert max(work.memory(range(len(work.tasks)))) == plan.choice.least_peak().peak < plan.peak
+
+
+def _gathers(node: fx.Node) -> bool:
+    return isinstance(node.target, Step) and node.target.kind == "all_gather"
 
 
 def test_a_budget_is_bytes():

@@ -69,7 +69,8 @@ class Values:
 
     @classmethod
     def of(cls, program: Program, forced: frozenset[str]) -> Values:
-        """The values of a folded program. forced: the names of nodes that are freed in any case."""
+        """The values of a folded program. forced: the names of nodes that are freed in any case. Of those one after the
+        other, as where a parameter is gathered in two steps, the first ones have one reader, and are gone behind it."""
         return _Reader(program, program.work).values(forced)
 
     @cached_property
@@ -105,7 +106,7 @@ class _Reader:
                 for r in task.reads:
                     if (shown := tasks[r].shows) in self.touches and self.touches[shown][-1] != i:
                         self.touches[shown].append(i)
-        must = frozenset(i for i, node in enumerate(self.nodes) if node.name in forced)
+        must = frozenset([i for i, reads in self.touches.items() if self.nodes[i].name in forced and len(reads) > 2])
         roots = {i: self._root(i, touches, i in must) for i, touches in self.touches.items()}
         alive = tuple(self.work.memory(range(len(tasks))))
         units = self._units(roots, must)
