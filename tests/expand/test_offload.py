@@ -10,6 +10,7 @@ import ways
 from torch import fx, optim
 
 import spmd
+from spmd import MeshTopoInfo
 from spmd.comm import C10dTransport
 from spmd.expand.bind import bind
 from spmd.expand.kept.graphs import program_text, read_program
@@ -23,7 +24,7 @@ from spmd.mesh import Machine, as_rank
 from spmd.tensor.recipes.host import arrived, from_host, on_host, to_host
 from spmd.tensor.redistribute.plan import Step
 from tests.expand.budgets import DROPPED, NEAR_HOST, Dropped, all_choices_with_host, program_of
-from tests.expand.side_by_side import INPUTS, gpt, rows, seeded, tokens, train_step
+from tests.expand.side_by_side import GPT_PLAN, INPUTS, gpt, rows, seeded, tokens, train_step
 
 programs = functools.cache(program_of)
 
@@ -120,6 +121,49 @@ def test_a_budget_may_be_smaller_with_host_memory():
     assert "the machine 'textbook' has no copy engine" in str(on_cpu.reports[0])
     with pytest.raises(ValueError, match="offload keeps within a memory_budget"):
         spmd.compile(train_step, program.mesh, offload=True)
+
+
+def wide_gpt() -> Program:
+    """Five layers of the widths of GPT-2 XL, stored in shards, with tensor parallelism on two hosts of eight."""
+    mesh = spmd.DeviceMesh("cpu", torch.arange(16).view(4, 4).tolist(), mesh_dim_names=("dp", "tp"))
+    mesh = mesh.with_topology(MeshTopoInfo.from_mesh(mesh, ranks_per_host=8, machine="hopper"))
+    with torch.device("meta"):
+        model = gpt(n_layer=5, n_head=25, n_embd=1600, block_size=1024, vocab=50257)
+        x = torch.zeros(32, 1024, dtype=torch.int64)
+    low = spmd.MixedPrecision(torch.bfloat16, torch.float32)
+    said = {"params": GPT_PLAN, "fully_shard": "dp", "mixed_precision": low}
+    step = spmd.compile(train_step, mesh, inputs=INPUTS, passes=(), **said)
+    return step.program_for(model, optim.AdamW(model.parameters()), x, x)
+
+
+def test_more_freedom_is_never_worse():
+    """Where values may wait in host memory, too, the least budget is no larger, and no budget takes longer. The search
+    with host memory alone leaves out what the one without finds here."""
+    program = wide_gpt()
+    plan, without = Plan.of(program, offload=True), Plan.of(program).choice
+    alone, _ = plan.choices
+    low = without.least_peak().peak
+    assert plan.choice.least_peak().peak <= low < alone.least_peak().peak
+    for k in range(10):
+        limit = low + (plan.peak - low) * k // 9
+        assert plan.choice.least_time(limit).us <= without.least_time(limit).us
+
+
+def test_more_freedom_is_never_worse_behind_passes():
+    """The same of what is written, with a schedule behind, by the count of the rank's code."""
+    program = programs("net", NEAR_HOST)
+
+    def finish(program):
+        return with_passes(program, (Overlap(),))
+
+    def least(offload):
+        with pytest.raises(BudgetError) as e:
+            within(program, 1, finish, finish, offload)
+        return e.value.smallest
+
+    smallest = least(False)
+    assert least(True) <= smallest
+    assert within(program, smallest, finish, finish, offload=True).memory().peak <= smallest
 
 
 def test_a_program_with_copies_can_be_kept():

@@ -23,7 +23,7 @@ from spmd.expand.passes.recompute.again import Lookup
 from spmd.expand.passes.recompute.copies import Copy
 from spmd.expand.passes.recompute.improve import better
 from spmd.expand.passes.recompute.rewrite import rewritten
-from spmd.expand.passes.recompute.solve import Choice, Chosen
+from spmd.expand.passes.recompute.solve import Choice, Chosen, Either
 from spmd.expand.passes.recompute.spans import Spans
 from spmd.expand.passes.recompute.values import Values, folded
 from spmd.expand.passes.report import Figures, Freed, Report
@@ -64,17 +64,56 @@ def within(program: Program, budget: int, plain: Finish, finish: Finish, offload
 def freed(program: Program, plan: Plan, budget: int, finish: Finish) -> Program:
     """The program with as much freed as the budget asks for. plan: what may be. finish: as in `within`."""
     aim = budget - (finish(program).memory().peak - plan.peak)
+    best: _Made | None = None
+    for choice in plan.choices:
+        first = choice.least_time(aim)
+        if first is not None and (best is None or first.us < best.chosen.us):  # less memory never takes less time
+            best = _quicker(best, _kept_to(plan, choice, aim, budget, finish))
+    best = best or _smallest(plan, program, budget, finish)
+    return _reported(best.done, plan.report(best.chosen, program, best.made))
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What was chosen, the program in which that is done, and what its passes made of it."""
+
+    chosen: Chosen
+    made: Program
+    done: Program
+
+    @classmethod
+    def of(cls, plan: Plan, chosen: Chosen, finish: Finish) -> _Made:
+        made = plan.program(chosen)
+        return cls(chosen, made, finish(made.verify()))
+
+
+def _quicker(one: _Made | None, other: _Made | None) -> _Made | None:
+    return other if one is None or (other is not None and other.chosen.us < one.chosen.us) else one
+
+
+def _kept_to(plan: Plan, choice: Choice, aim: int, budget: int, finish: Finish) -> _Made | None:
+    """What is chosen of these ways and keeps to the budget. None where nothing is found that does."""
     for _ in range(TRIALS):
-        chosen = plan.choice.least_time(aim)
+        chosen = choice.least_time(aim)
         if chosen is None:
             break
-        made = plan.program(chosen)
-        done = finish(made.verify())
-        excess = done.memory().peak - budget
+        found = _Made.of(plan, chosen, finish)
+        excess = found.done.memory().peak - budget
         if excess <= 0:
-            return _reported(done, plan.report(chosen, program, made))
+            return found
         aim = min(aim, chosen.peak) - excess
-    return plan.smallest(program, budget, finish)
+    return None
+
+
+def _smallest(plan: Plan, program: Program, budget: int, finish: Finish) -> _Made:
+    """The program with the least memory, if it keeps to the budget after all; else BudgetError."""
+    found = [_Made.of(plan, choice.least_peak(), finish) for choice in plan.choices]
+    least = min(found, key=lambda each: each.done.memory().peak)
+    memory = least.done.memory()
+    if memory.peak <= budget:
+        return least
+    kinds = ", ".join(f"{nbytes:,} of {kind}" for kind, nbytes in list(memory.by_kind.items())[:3])
+    raise BudgetError(program.name, budget, memory.peak, kinds)
 
 
 def _reported(program: Program, report: Report) -> Program:
@@ -98,13 +137,23 @@ class Plan:
         return cls(spans.lookup, spans, left)
 
     @cached_property
-    def choice(self) -> Choice:
-        """The ways of all spans."""
+    def choices(self) -> tuple[Choice, ...]:
+        """The ways of all spans; where values may wait in host memory, those without it, too. Both searches leave out
+        much, so with host memory alone the least budget may be larger than without."""
+        without = replace(self.spans, with_host=False)
+        return tuple(map(self._choice, [self.spans, without] if self.spans.with_host else [self.spans]))
+
+    def _choice(self, spans: Spans) -> Choice:
         alive = np.array(self.lookup.values.alive, dtype=np.int64)
         between = np.minimum(alive, np.concatenate([alive[:1], alive[:-1]]))
         halves = np.stack([between, alive], axis=1).reshape(-1)[1:]
-        of_parts = Choice(tuple(self.spans.ways()), halves, self.spans.starts, self.spans.groups)
-        return replace(of_parts, ways=(*of_parts.ways, *better(self.spans, of_parts)))
+        of_parts = Choice(tuple(spans.ways()), halves, spans.starts, spans.groups)
+        return replace(of_parts, ways=(*of_parts.ways, *better(spans, of_parts)))
+
+    @cached_property
+    def choice(self) -> Choice | Either:
+        """What there is to choose from: for each budget the better of all `choices`."""
+        return Either(self.choices) if len(self.choices) > 1 else self.choices[0]
 
     @cached_property
     def peak(self) -> int:
@@ -137,14 +186,3 @@ class Plan:
         values = self.lookup.values
         nbytes = sum([r.nbytes for r in values.units[unit]])
         return Freed(values.nodes[unit].name, nbytes, us, values.work.tasks[unit].line, to_host)
-
-    def smallest(self, program: Program, budget: int, finish: Finish) -> Program:
-        """The program with the least memory, if it keeps to the budget after all; else BudgetError."""
-        chosen = self.choice.least_peak()
-        made = self.program(chosen)
-        done = finish(made.verify())
-        memory = done.memory()
-        if memory.peak <= budget:
-            return _reported(done, self.report(chosen, program, made))
-        kinds = ", ".join(f"{nbytes:,} of {kind}" for kind, nbytes in list(memory.by_kind.items())[:3])
-        raise BudgetError(program.name, budget, memory.peak, kinds)

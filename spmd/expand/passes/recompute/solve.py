@@ -235,6 +235,45 @@ class Choice:
         }
 
 
+@dataclass(frozen=True)
+class Either:
+    """The better one of several things to choose from, at each limit. Which ways are looked at depends on what there is
+    to choose from, so more freedom may find less; who is asked here finds at least what the best of them does."""
+
+    choices: tuple[Choice, ...]
+
+    def least_time(self, limit: int) -> Chosen | None:
+        """The least time in which no more bytes are alive; None if none of the ways keep to them."""
+        found = [chosen for choice in self.choices if (chosen := choice.least_time(limit))]
+        return min(found, key=_time_and_peak, default=None)
+
+    def least_peak(self) -> Chosen:
+        """The least time in which the least bytes are alive."""
+        return min([choice.least_peak() for choice in self.choices], key=_peak_and_time)
+
+    @property
+    def unlimited(self) -> Chosen:
+        """The least time of all."""
+        return min([choice.unlimited for choice in self.choices], key=_time_and_peak)
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        """The ways of all."""
+        return [way for choice in self.choices for way in choice.ways]
+
+    def peak_with(self, effects: Sequence[Effect]) -> int:
+        """The most bytes that are alive, when all these have their effects."""
+        return self.choices[0].peak_with(effects)
+
+
+def _time_and_peak(chosen: Chosen) -> tuple[float, int]:
+    return chosen.us, chosen.peak
+
+
+def _peak_and_time(chosen: Chosen) -> tuple[int, float]:
+    return chosen.peak, chosen.us
+
+
 def _extended(kept: _Kept, alike: _Alike, limit: int, grain: int) -> tuple[np.ndarray, ...]:
     """The choices that legs make of others, where they fit."""
     leg, before = np.nonzero(kept.nbytes <= limit - alike.needs[:, None])
