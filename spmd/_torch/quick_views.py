@@ -55,12 +55,28 @@ def _is_contiguous(x: torch.Tensor) -> bool:
 
 
 def _view(x: torch.Tensor, size: Sequence[Any]) -> Layout:
-    if not size or not x.ndim or any(type(n) is int and n < 1 for n in (*size, *x.shape)):
+    if not size or not x.ndim or any(type(n) is int and n < 1 for n in x.shape):
         return NotImplemented
     if not are_sizes((*size, *x.shape, *x.stride())) or not _is_contiguous(x):
         return NotImplemented
-    mine, theirs = (functools.reduce(operator.mul, sizes) for sizes in (x.shape, size))
-    return (size, contiguous(size), x.storage_offset()) if _is_same(mine, theirs) else NotImplemented
+    elements = _product(x.shape)
+    size = _inferred(size, elements)
+    if any(type(n) is int and n < 1 for n in size) or not _is_same(_product(size), elements):
+        return NotImplemented
+    return size, contiguous(size), x.storage_offset()
+
+
+def _product(sizes: Sequence[Any]) -> Any:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+def _inferred(size: Sequence[Any], elements: Any) -> list[Any]:
+    """A shape with a length in the place of -1. It is right if the shape has as many elements then."""
+    known = [n for n in size if type(n) is not int or n != -1]
+    others = _product(known)
+    if len(known) != len(size) - 1 or (type(others) is int and others < 1):
+        return [*size]
+    return [elements // others if type(n) is int and n == -1 else n for n in size]
 
 
 def _transpose(x: torch.Tensor, one: int, other: int) -> Layout:

@@ -67,7 +67,7 @@ class _SymbolSafeFakes(FakeTensorMode):
         if func in _SHAPES:
             with self:
                 return _SHAPES[func](*args, **(kwargs or {}))
-        leaves = tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs)) if kwargs else _leaves(args)
         if any(isinstance(x, torch.SymFloat) for x in leaves):
             for x in leaves:
                 if isinstance(x, fake_tensor.FakeTensor):
@@ -97,6 +97,17 @@ class _SymbolSafeFakes(FakeTensorMode):
         if not is_kept(func):
             return super().dispatch(func, types, args, kwargs)
         return self.results.of(self, func, types, args, kwargs)
+
+
+def _leaves(args: tuple) -> list[Any]:
+    """What operands are made of, as `tree_leaves` gives it: an op has lists of tensors, sizes or numbers at most."""
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, (list, tuple)):
+            found += x
+        else:
+            found.append(x)
+    return found
 
 
 _READS_NUMBERS = {torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default}

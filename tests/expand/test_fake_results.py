@@ -47,7 +47,7 @@ OPS = {
     "slice": lambda a: (aten.slice.Tensor, a, 2, 1, 5),
     "select": lambda a: (aten.select.int, a, 2, 3),
     "expand": lambda a: (aten.expand.default, a, [2, -1, -1, -1]),
-    "view": lambda a: (aten.view.default, a, [-1, 8]),
+    "view": lambda a: (aten.view.default, a, [-1, 16]),
 }
 
 
@@ -96,6 +96,8 @@ VIEWS = [
     (aten.view.default, (x, y, 8), lambda s: [[s.x * s.y, 8]]),
     (aten.view.default, (x, y, 8), lambda s: [[s.x, s.y, 2, 4]]),
     (aten.view.default, (x, y, 8), lambda s: [[s.x * s.y * 8]]),
+    (aten.view.default, (x, y, 8), lambda s: [[-1, 8]]),
+    (aten.view.default, (x, y, 8), lambda s: [[s.x, s.y, -1, 4]]),
     (aten.view.default, (x, 1, 8), lambda s: [[s.x, 8, 1]]),
     (aten.transpose.int, (x, y, 8), lambda s: [1, -1]),
     (aten.t.default, (x, y), lambda s: []),
@@ -127,6 +129,8 @@ def test_a_quick_view_is_the_view_of_torch(op, shape, args, monkeypatch):
     [
         (aten.view.default, lambda s: [[s.x, s.y + 1]]),  # not as many elements
         (aten.view.default, lambda s: [[s.x, 4]]),  # as many only at this size
+        (aten.view.default, lambda s: [[-1, 4]]),
+        (aten.view.default, lambda s: [[-1, -1]]),
         (aten.transpose.int, lambda s: [0, 2]),
         (aten.permute.default, lambda s: [[0, 2]]),
         (aten.unsqueeze.default, lambda s: [4]),
