@@ -28,7 +28,7 @@ from spmd.comm import Transport
 from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
-from spmd.expand.nodes import LINE, MADE_FOR, added, described_call, mapped
+from spmd.expand.nodes import LINE, MADE_FOR, added, described_call
 from spmd.expand.splits import in_short
 from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
@@ -232,7 +232,7 @@ class _Binder:
         self.values[node] = self._copied(node, target)
 
     def _copied(self, node: fx.Node, target: Any) -> fx.Node:
-        args, kwargs = mapped(node, self._ready, lambda x: fx.node.map_aggregate(x, self._here))
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._here)
         new = added(self.graph, node.op, target, args, kwargs, node.name)
         new.meta["spec"] = node.meta.get("spec")
         return new
@@ -288,7 +288,7 @@ class _Kernel:
         """The results, of ops that are written at the end of a graph. node: the call. ready: gives its operands."""
         env = dict(zip(self.inputs, map(ready, _operands(node)), strict=True))
         for n in self.nodes:
-            env[n] = added(graph, n.op, n.target, *mapped(n, env.__getitem__), None)
+            env[n] = added(graph, n.op, n.target, *fx.map_arg((n.args, n.kwargs), env.__getitem__), None)
         return [None if n is None else env[n] for n in self.results]
 
 

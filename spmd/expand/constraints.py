@@ -63,10 +63,9 @@ def capture_constraints(mesh: DeviceMesh | None) -> Iterator[Callable[[fx.Graph]
         return torch.ops.spmd.constrain(x, found.index(constraint))
 
     def insert(graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.target is torch.ops.spmd.constrain.default:
-                constraint = found[node.args[1]].of_tensor(node.meta["val"].ndim)
-                node.target, node.args = ConstrainOp(constraint), node.args[:1]
+        for node in graph.find_nodes(op="call_function", target=torch.ops.spmd.constrain.default):
+            constraint = found[node.args[1]].of_tensor(node.meta["val"].ndim)
+            node.target, node.args = ConstrainOp(constraint), node.args[:1]
 
     with captured_by(mesh, write):
         yield insert

@@ -42,7 +42,6 @@ from spmd.expand.nodes import (
     first_positions,
     in_schema_order,
     line_of,
-    mapped,
     result_metadata,
     source_of,
 )  # fmt: skip
@@ -196,8 +195,7 @@ class _Expander:
         elif node.target in READS_VALUE:
             self._read_value(node)
         elif (known := self.known.get(key := self._key(node))) is not None:
-            given = in_schema_order(node, self._current) if len(node.kwargs) > 1 else mapped(node, self._current)
-            self._written(node, *known, *given)
+            self._written(node, *known, *in_schema_order(node, self._current))
         else:
             with self._arriving(node):
                 made = len(self.decomposition_graph.nodes)

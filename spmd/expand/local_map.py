@@ -222,10 +222,10 @@ def capture_local_maps(mesh: DeviceMesh | None) -> Iterator[Callable[[fx.Graph],
         return pytree.tree_unflatten([next(found) if isinstance(x, torch.Tensor) else x for x in out], tree)
 
     def insert_calls(graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if node.target in (torch.ops.spmd.local_map.default, torch.ops.spmd.local_map_gradients.default):
+        for op in (torch.ops.spmd.local_map.default, torch.ops.spmd.local_map_gradients.default):
+            is_call = op is torch.ops.spmd.local_map.default
+            for node in graph.find_nodes(op="call_function", target=op):
                 *args, number = node.args
-                is_call = node.target is torch.ops.spmd.local_map.default
                 node.target = calls[number] if is_call else LocalMapGradientOp(calls[number])
                 node.args = tuple(args)
 

@@ -50,29 +50,10 @@ def copied(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.N
     >>> copied(new, x, {}.get).name
     'x'
     """
-    new = added(graph, node.op, node.target, *mapped(node, of), node.name)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), of)
+    new = added(graph, node.op, node.target, args, kwargs, node.name)
     new.meta.update(node.meta)
     return new
-
-
-def mapped(
-    node: fx.Node, of: Callable[[fx.Node], Any], other: Callable[[Any], Any] | None = None
-) -> tuple[tuple, dict[str, Any]]:
-    """The arguments of a node with others in the place of its operands, as `map_arg` gives them: most arguments are
-    nodes and numbers, and those are not gone through. other: gives what stands for any other argument.
-
-    >>> graph = fx.Graph()
-    >>> x = graph.placeholder("x")
-    >>> mapped(graph.call_function(torch.add, (x, 2), {"alpha": 3}), str)
-    (('x', 2), {'alpha': 3})
-    """
-    other = other or (lambda x: fx.map_arg(x, of))
-    args = [of(x) if isinstance(x, fx.Node) else x if type(x) in _PLAIN else other(x) for x in node.args]
-    return tuple(args), other(node.kwargs) if node.kwargs else {}
-
-
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-"""Types of arguments that hold no node."""
 
 
 def graph_copied(graph: fx.Graph) -> fx.Graph:
@@ -162,5 +143,13 @@ def described(x: Any, spec: Callable[[fx.Node], Any]) -> Hashable:
 
 def described_call(node: fx.Node, spec: Callable[[fx.Node], Any]) -> Hashable:
     """A hashable value in place of what a node calls and with what, as `described`."""
-    args = [described(x, spec) for x in node.args]
-    return (node.target, *args, described(node.kwargs, spec)) if node.kwargs else (node.target, *args)
+    found: list[Hashable] = [node.target]
+    for x in node.args:
+        if isinstance(x, fx.Node):
+            of_node = spec(x)
+            found.append(SCALAR if of_node is None else of_node)
+        else:
+            found.append(described(x, spec))
+    if node.kwargs:
+        found.append(described(node.kwargs, spec))
+    return tuple(found)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -139,10 +140,11 @@ class Phases:
 
     def mark(self, graph: fx.Graph) -> None:
         """Give each node the number of its phase."""
-        phase = self.ends.count(None)
+        ends = Counter(self.ends)
+        phase = ends[None]
         for node in graph.nodes:
             node.meta["phase"] = phase
-            phase += self.ends.count(node)
+            phase += ends[node]
 
 
 def fill_phases(graph: fx.Graph) -> None:

@@ -143,6 +143,8 @@ def _call(node: fx.Node, ask_torch: bool, reads_host: bool) -> Found:
     target = node.target
     if reads_host and target is not on_host and target is not from_host:
         return (("host copy", "it reads what is in host memory, and only a copy from there may"),)
+    if isinstance(target, _torch.OpOverload):  # most nodes
+        return _op(node, ask_torch)
     if target is operator.getitem:
         return _item(node)
     check = _check_of(type(target))
@@ -395,5 +397,5 @@ _FUNCTIONS: dict[Any, Callable[[fx.Node], Found]] = {
 }  # fmt: skip
 _CHECKS = {
     Step: _move, Bucket: _bucket, Recipe: _recipe, Draw: _draw, LocalMapOp: _local_map,
-    LocalMapGradientOp: _local_map_gradient, UnlessEmpty: _op, _torch.OpOverload: _op,
+    LocalMapGradientOp: _local_map_gradient, UnlessEmpty: _op,
 }  # fmt: skip

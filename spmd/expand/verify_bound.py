@@ -89,7 +89,12 @@ class _Bound:
 
     @cached_property
     def launched(self) -> list[fx.Node]:
-        return [node for node in self.graph.nodes if _name(node) in COLLECTIVES]
+        return [node for node, name in self.names.items() if name in COLLECTIVES]
+
+    @cached_property
+    def names(self) -> Mapping[fx.Node, Any]:
+        """The name of the function that each node calls."""
+        return {node: _name(node) for node in self.graph.nodes}
 
     @cached_property
     def placeholders(self) -> list[fx.Node]:
@@ -161,9 +166,9 @@ class _Bound:
     # ---- sizes --------------------------------------------------------------------------------
     def sizes(self) -> Found:
         """Whether an op that is given the size of its result is given that of this rank's block."""
-        for node in self.graph.nodes:
-            spec = node.meta.get("spec")
-            if _name(node) not in SIZES or spec is None or isinstance(spec, tuple):
+        for node, name in self.names.items():
+            spec = node.meta.get("spec") if name in SIZES else None
+            if spec is None or isinstance(spec, tuple):
                 continue
             if isinstance(node.args[1], torch.dtype):  # a view of the same bytes as another dtype
                 continue

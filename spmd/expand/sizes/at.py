@@ -34,7 +34,7 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
         if not node.meta.get(SIZED):
             copies[node] = copied(new, node, copies.__getitem__)
             continue
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), here)
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
         copies[node] = copy = added(new, node.op, node.target, args, kwargs, node.name)
         copy.meta.update(node.meta)
         value = node.meta.get("val")
@@ -46,23 +46,30 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
 
 def _numbers(graph: fx.Graph, values: Values) -> Any:
     """A function that gives the number for a `Size`, and anything else as it is."""
-    texts = tuple(dict.fromkeys(size.text for node in graph.nodes if node.meta.get(SIZED) for size in _sizes(node)))
+    texts = _texts(graph)
     found = dict(zip(texts, evaluated(texts, values), strict=True))
     return lambda x: found[x.text] if isinstance(x, Size) else x
 
 
-def _sizes(node: fx.Node) -> list[Size]:
-    found: list[Size] = []
+def _texts(graph: fx.Graph) -> tuple[str, ...]:
+    """The texts of the sizes in a graph, each once, in order."""
+    found: dict[str, None] = {}
+    seen: set[int] = set()  # values: what was stamped shares them
 
     def note(x: Any) -> None:
         if isinstance(x, Size):
-            found.append(x)
+            found[x.text] = None
         elif isinstance(x, TensorMeta):
             for n in (*x.shape, *x.stride, x.offset):
                 note(n)
 
-    fx.node.map_aggregate((node.args, dict(node.kwargs), node.meta.get("val")), note)
-    return found
+    for node in graph.nodes:
+        if node.meta.get(SIZED):
+            value = node.meta.get("val")
+            given = (node.args, dict(node.kwargs)) if id(value) in seen else (node.args, dict(node.kwargs), value)
+            seen.add(id(value))
+            fx.node.map_aggregate(given, note)
+    return tuple(found)
 
 
 def _metadata_at(value: Any, number: Any) -> Any:

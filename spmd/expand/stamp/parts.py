@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import mapped
 
 Env = dict[fx.Node, fx.Node]
 
@@ -145,5 +144,5 @@ def stamp(part: Part, env: Env, metas: Iterable[dict[str, Any]] | None = None) -
         return env.get(n, n)
 
     for n, meta in zip(part.nodes, metas or (n.meta for n in part.nodes), strict=True):
-        new = env[n] = _torch.node_again(n, *mapped(n, given))
+        new = env[n] = _torch.node_again(n, *fx.map_arg((n.args, n.kwargs), given))
         new.meta.update(meta)
