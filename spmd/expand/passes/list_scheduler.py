@@ -340,15 +340,23 @@ class _Scheduler:
 
     def _can_fill(self, i: int, rank: int) -> bool:
         """Whether an op that is not due may run now: what it leaves alive fits, and is little or not for long."""
-        adds, little = self._adds(i), LITTLE * self.room.limit
-        return (adds <= little or rank - self.at <= self.ways.ahead) and self.room.has(self.at, rank, adds)
+        adds = self._adds(i)
+        if adds <= 0:
+            return True
+        is_near = rank - self.at <= self.ways.ahead or adds <= LITTLE * self.room.limit
+        return is_near and self.room.has(self.at, rank, adds)
 
     def _adds(self, i: int) -> int:
         """The bytes that an op makes, less those that nothing reads behind it."""
-        return self.tasks[i].makes - sum([self.tasks[v].makes for v in self.touched[i] if self.uses[v] == 1])
+        adds = self.tasks[i].makes
+        for v in self.touched[i]:
+            if self.uses[v] == 1:
+                adds -= self.tasks[v].makes
+        return adds
 
     def _arrival(self, i: int) -> float:
-        return max([self.arrives.get(w, 0.0) for w in self.graph.waits[i]], default=0.0)
+        waits = self.graph.waits[i]  # mostly none
+        return max([self.arrives.get(w, 0.0) for w in waits]) if waits else 0.0
 
     def _run(self, i: int) -> None:
         for n in self.graph.needs[i]:  # what is due may need what was held back
