@@ -3,11 +3,13 @@
     python benchmarks/peaks.py                    # six models under four plans on four gloo ranks, and the peers
     python benchmarks/peaks.py --only llama t5    # some of the models, without peers
     python benchmarks/peaks.py --peers            # only beside steps by hand, and torch's FSDP2
+    python benchmarks/peaks.py --steps            # kinds of steps of a small net, on each rank
 
 Stock models of `transformers` in small configurations, a plain train step with AdamW. All tensors of each rank are
 counted, from when an op makes them until nobody holds them, in later steps of a training; of several steps the least,
 because a thread of the network may hold for a moment longer what it has sent. Of the four ranks the one that is
-furthest off is in the table.
+furthest off is in the table. The kinds of steps (`peak_steps.py`) are of a small net, where what an op holds for a
+moment counts, too.
 
 The peers train a GPT: the step by hand of `peers/c10d.py`, and torch's `fully_shard` on the embedding's module, each
 block and the root. They are counted as our step is. Bars: predicted within 0.5 % of counted; the peak at most 1.02
@@ -34,6 +36,7 @@ import torch.distributed as dist
 import transformers
 from _table import table
 from models import STOCK, batches, made, tensor_parallel, train_step
+from peak_steps import STEPS, peaks_of_step
 from peers import c10d
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -88,11 +91,22 @@ def peaks_of(name: str, plan: str) -> tuple[int, int]:
 def model_rows(pool: Pool, names: list[str]) -> Iterator[tuple[list[str], bool]]:
     for name in names:
         for plan in PLANS:
-            found = pool.run(_on_rank, peaks_of, name, plan, timeout=600.0)
-            predicted, counted = max(found, key=lambda pair: abs(pair[0] - pair[1]) / pair[1])
-            off = abs(predicted - counted) / counted
-            fine = off <= NEAR
-            yield [name, plan, f"{predicted:,}", f"{counted:,}", f"{off:.2%}", "" if fine else "OFF"], fine
+            yield _row(name, plan, pool.run(_on_rank, peaks_of, name, plan, timeout=600.0))
+
+
+def step_rows(pool: Pool, names: list[str]) -> Iterator[tuple[list[str], bool]]:
+    """Of each kind of step, under each plan, the rank and the call that are furthest off."""
+    for name in names:
+        for plan, asked in PLANS.items():
+            found = [pair for pairs in pool.run(_on_rank, peaks_of_step, name, *asked, timeout=600.0) for pair in pairs]
+            yield _row(name, plan, found)
+
+
+def _row(name: str, plan: str, found: list[tuple[int, int]]) -> tuple[list[str], bool]:
+    predicted, counted = max(found, key=lambda pair: abs(pair[0] - pair[1]) / pair[1])
+    off = abs(predicted - counted) / counted
+    fine = off <= NEAR
+    return [name, plan, f"{predicted:,}", f"{counted:,}", f"{off:.2%}", "" if fine else "OFF"], fine
 
 
 # ---- peers ------------------------------------------------------------------------------------
@@ -200,12 +214,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=MODELS, help="these models, without peers")
     parser.add_argument("--peers", action="store_true", help="only the peers")
+    parser.add_argument("--steps", nargs="*", metavar="PART", help="only the kinds of steps with these in their names")
     args = parser.parse_args()
     pool, good, names = Pool(4), True, args.only or list(MODELS)
     tables = []
-    if not args.peers:
-        tables.append((["model", "plan", "predicted", "counted", "off", ""], model_rows(pool, names)))
-    if args.only is None:
+    columns = ["plan", "predicted", "counted", "off", ""]
+    if args.steps is not None:
+        kinds = [name for name in STEPS if not args.steps or any(part in name for part in args.steps)]
+        tables.append((["step", *columns], step_rows(pool, kinds)))
+    elif not args.peers:
+        tables.append((["model", *columns], model_rows(pool, names)))
+    if args.only is None and args.steps is None:
         tables.append((["plan and peer", "ours", "theirs", "ratio", ""], peer_rows(pool)))
     for header, found in tables:
         rows = []
@@ -213,7 +232,7 @@ def main() -> int:
             print(*row, sep="  ", flush=True)
             rows.append(row)
             good &= fine
-        print(f"\n{table(header, rows, left=2 if header[0] == 'model' else 1)}\n")
+        print(f"\n{table(header, rows, left=2 if header[1] == 'plan' else 1)}\n")
     pool.close()
     return 0 if good else 1
 
