@@ -76,7 +76,8 @@ class _Bucket:
             if self.memory is None or _is_held(self.memory, 1 + len(self.views)):
                 self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters], len(self.before))
         parameters = [self.parameters[i] for i in self.came]
-        _put([self.views[i] for i in self.came], [_block(p.grad) for p in parameters], share, list(self.came.values()))
+        gradients = [_block(_laid_out(p.grad, p)) for p in parameters]
+        _put([self.views[i] for i in self.came], gradients, share, list(self.came.values()))
         for p in parameters:
             p.grad = None
         self.came, self.nbytes = {}, 0
@@ -246,6 +247,13 @@ def _bytes(p: torch.Tensor) -> int:
 
 def _block(x: torch.Tensor | None) -> torch.Tensor | None:
     return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def _laid_out(gradient: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
+    """The gradient as its parameter lies. That of a DTensor may be a sum that is owed, or whole where blocks are kept."""
+    if not isinstance(p, DTensor) or gradient._spec.same_layout(p._spec):
+        return gradient
+    return gradient.redistribute(placements=p.placements)
 
 
 def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,14 @@ from torch.utils.checkpoint import checkpoint
 import spmd
 from spmd import LocalTensorMode, Replicate, Shard, distribute_tensor
 from spmd.debug import CommDebugMode
-from spmd.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, data_parallel, parallelize_module
+from spmd.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    clip_grad_norm_,
+    data_parallel,
+    parallelize_module,
+)  # fmt: skip
 from spmd.parallel.clip import neighbours
 from spmd.sim import localize
 from tests.parallel.test_fully_shard import (
@@ -57,6 +64,36 @@ def test_beside_tensor_parallelism():
         )
         net = data_parallel(net, both["dp"])
         equal(train(net, sgd(net), part=part_on(both["dp"])), want)
+
+
+class Normed(nn.Module):
+    """Gradients of these lie otherwise than they do: the table's is whole, those of the norm are sums that are owed."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, ids):
+        return self.down(self.up(self.norm(self.words(ids))))
+
+
+OTHERWISE = {
+    "words": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
+    "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cap", [25.0, 1e-5])
+def test_gradients_that_lie_otherwise_than_their_parameters(cap):
+    torch.manual_seed(0)
+    net, batches = Normed().double(), torch.randint(6, (2, 4, 4))
+    one = copy.deepcopy(net)
+    want = train(one, sgd(one), batches)
+    with LocalTensorMode(4):
+        both = mesh_of({"dp": 2, "tp": 2})
+        net = data_parallel(parallelize_module(localize(net), both["tp"], OTHERWISE), both["dp"], bucket_cap_mb=cap)
+        equal(train(net, sgd(net), batches, part_on(both["dp"])), want)
 
 
 @pytest.mark.parametrize("way", ("gloo", "threads"))
