@@ -250,7 +250,7 @@ def _block(x: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _laid_out(gradient: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
-    """The gradient as its parameter lies. That of a DTensor may be a sum that is owed, or whole where blocks are kept."""
+    """The gradient as its parameter lies. That of a DTensor may be a sum that is owed, or whole, where that is not."""
     if not isinstance(p, DTensor) or gradient._spec.same_layout(p._spec):
         return gradient
     return gradient.redistribute(placements=p.placements)

@@ -2,14 +2,13 @@
 
     {"layers.*.up": ColwiseParallel()}        modules by name pattern, each with a style
     {"layers.*.up.weight": Shard(0)}          parameters by name pattern, each with its placement
-    model.tp_plan                             transformers' names of styles
+    model.tp_plan                             transformers' names of styles (`named_styles`)
 
 Everything that a plan can get wrong is found here, before a model is changed.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,28 +18,14 @@ from torch import nn
 
 from spmd.mesh import DeviceMesh
 from spmd.parallel.heads import check_heads
+from spmd.parallel.named_styles import with_styles
 from spmd.parallel.style import ParallelStyle
-from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
-from spmd.tensor.annotations.patterns import matches, what_there_is
+from spmd.tensor.annotations.patterns import matches, matches_module, what_there_is
 from spmd.tensor.eager.meta_models import Init
-from spmd.tensor.placement import REPLICATE, Placement, Replicate
+from spmd.tensor.placement import REPLICATE, Placement
 
 Styled = Mapping[str, ParallelStyle]
 Plan = ParallelStyle | Mapping[str, Any] | None
-
-NAMED = {
-    "colwise": lambda: ColwiseParallel(),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise": lambda: RowwiseParallel(),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "sequence_parallel": lambda: SequenceParallel(),
-}
-"""transformers' names of styles."""
-
 
 class ModelPlan(Mapping, ABC):
     """A plan that knows all that a model becomes, and does it; as a mapping it is placements of parameters.
@@ -73,7 +58,7 @@ def parts(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> Parts:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     styles: dict[str, ParallelStyle] = {}
     params: dict[str, Any] = {}
-    for pattern, said in plan.items():
+    for pattern, said in with_styles(module, plan).items():
         style = _style(pattern, said)
         if style is None:
             if not any(matches(pattern, name) for name in names):
@@ -100,21 +85,9 @@ def _style(pattern: str, said: Any) -> ParallelStyle | None:
         return said
     if isinstance(said, (Placement, Mapping, list, tuple)):
         return None
-    if isinstance(said, str) and said in NAMED:
-        return NAMED[said]()
-    if isinstance(said, str):
-        raise NotImplementedError(
-            f"parallelize_plan {pattern!r}: {said!r} is no style that is known here; there are {', '.join(NAMED)}"
-        )
     raise TypeError(
         f"parallelize_plan {pattern!r}: {said!r} is no style; give one, such as ColwiseParallel(), or placements"
     )
-
-
-def matches_module(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module: a star stands for one part of the name, as in torch, or within one."""
-    wanted, found = pattern.split("."), name.split(".")
-    return len(wanted) == len(found) and all(map(fnmatch.fnmatchcase, found, wanted))
 
 
 def _nothing(pattern: str, what: str, names: Iterable[str]) -> ValueError:

@@ -10,7 +10,14 @@ from torch import nn
 
 import spmd
 from spmd import DeviceMesh, DTensor, LocalTensorMode, Replicate, Shard, distribute_module, init_device_mesh
-from spmd.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel, parallelize_module
+from spmd.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    fully_shard,
+    parallelize_module,
+)  # fmt: skip
 from tests.parallel.test_styles import IDS, Attention, model, numbers  # noqa: F401 - a fixture
 from tests.steps import train_step as train
 from tests.tensor.single import every_rank
@@ -129,6 +136,103 @@ def test_the_plan_of_a_model_of_transformers():
     with LocalTensorMode(4), pytest.raises(ValueError, match=r"4 ranks do not divide the 2 heads"):
         net = llama()
         parallelize_module(net, init_device_mesh("cpu", (4,)), net.tp_plan)
+
+
+SMALL = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 20,
+    "num_key_value_heads": 2, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 9}
+STOCK = {
+    "Qwen3": {"head_dim": 4},  # norms of each head's queries and keys
+    "Mixtral": {"num_local_experts": 3, **ROUTED, "intermediate_size": 9, "head_dim": 4},  # 5 and 4 features a rank
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 12, **ROUTED},
+    "DeepseekV3": {
+        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, **ROUTED,
+        "num_key_value_heads": 4,
+    },
+    "Glm4MoeLite": {  # keys with positions, which all heads have in common
+        "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, **ROUTED,
+    },
+    "GraniteSWA": {"head_dim": 4, "sliding_window": 4},  # a sink for each head
+}  # fmt: skip
+
+
+def stock(name: str):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SMALL | STOCK[name])
+    config._experts_implementation = config._attn_implementation = "eager"
+    return getattr(transformers, f"{name}ForCausalLM")(config).double()
+
+
+def of_experts(net: nn.Module) -> dict[str, str]:
+    """transformers' plan with whole experts on each rank."""
+    return {name: said for name, said in net.tp_plan.items() if ".experts" not in name} | net.ep_plan
+
+
+def learnt(net: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Losses, gradients, and parameters after two steps, by name."""
+    optimizer, found = torch.optim.SGD(net.parameters(), 0.1, momentum=0.5), {}
+    for i in range(2):
+        optimizer.zero_grad()
+        found[f"loss {i}"] = net(ids, labels=ids).loss
+        found[f"loss {i}"].backward()
+        optimizer.step()
+    for name, p in net.named_parameters():
+        found |= {name: p, f"{name}.grad": p.grad}
+    return {name: x.detach().full_tensor() if isinstance(x, DTensor) else x.detach() for name, x in found.items()}
+
+
+@pytest.mark.parametrize("name, plan_of, shape", [
+    *[(name, lambda net: net.tp_plan, (2,)) for name in STOCK], ("Mixtral", of_experts, (2,)),
+    ("Qwen3", lambda net: net.tp_plan, (2, 2)), ("Mixtral", lambda net: net.tp_plan, (2, 2)),
+])  # fmt: skip
+def test_stock_models_learn_by_their_own_plans(name, plan_of, shape):
+    """Norms of this rank's heads, experts of which ranks have some features, and fully sharded besides."""
+    ids = torch.randint(3, 20, (2, 8), generator=torch.Generator().manual_seed(0))
+    want = learnt(stock(name), ids)
+    with LocalTensorMode(2 ** len(shape)):
+        mesh, net = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :]), stock(name)
+        parallelize_module(net, mesh["tp"], plan_of(net))
+        if len(shape) > 1:
+            for module in (*net.model.layers, net):
+                fully_shard(module, mesh=mesh["dp"])
+        found = learnt(net, ids)
+    assert found.keys() == want.keys()
+    for key, x in want.items():
+        for block in every_rank(found[key]):
+            assert torch.allclose(block, x, rtol=1e-6, atol=5e-8), key  # norms and routers compute in float32
+
+
+def test_entries_of_other_models_of_the_family_are_left_out():
+    """Its own plan has entries for layers that this model has not; a mistake of the user matches nothing, too."""
+    net = stock("Mixtral")
+    own = {**net.tp_plan, "model.layers.*.mlp.gate_proj": "colwise"}
+    mesh = DeviceMesh("cpu", [0])
+    with pytest.raises(ValueError, match=r"'model.layers.\*.mlp.gate_proj' matches no module"):
+        parallelize_module(net, mesh, own)
+    net.tp_plan = own
+    parallelize_module(net, mesh, own)
+    assert isinstance(net.model.layers[0].self_attn.q_proj.weight, DTensor)
+
+
+ALONE = {
+    "a parameter": ({"model.layers.*.mlp.experts": "packed_colwise"}, "is for a parameter of a module that has an"),
+    "its module": ({"model.layers.*.mlp.experts.down_proj": "rowwise"}, "matches no module"),
+    "no rotary": ({"model.layers.*.self_attn.q_proj": "mla_kv_a_proj"}, "does not tell its qk_rope_head_dim"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_names_that_do_not_fit_are_said(what):
+    plan, message = ALONE[what]
+    with pytest.raises(ValueError, match=message):
+        parallelize_module(stock("Mixtral"), DeviceMesh("cpu", [0]), plan)
 
 
 # ---- a model on a slice of a step's mesh --------------------------------------------------------

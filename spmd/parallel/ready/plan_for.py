@@ -20,7 +20,6 @@ from torch import nn
 
 from spmd.mesh import DeviceMesh
 from spmd.parallel.experts.expert_parallel import ExpertParallel
-from spmd.parallel.plans import matches_module
 from spmd.parallel.ready import sends
 from spmd.parallel.ready.batch_norm import BATCH_NORMS, GlobalBatchNorm
 from spmd.parallel.ready.pairs import Pair, linears_in, pairs_in
@@ -28,6 +27,7 @@ from spmd.parallel.ready.plan import ReadyPlan
 from spmd.parallel.ready.replicated import ReplicatedParameters
 from spmd.parallel.style import ParallelStyle
 from spmd.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
+from spmd.tensor.annotations.patterns import matches_module
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Placement, Replicate
 

@@ -98,3 +98,9 @@ def placed_spec(mesh: DeviceMesh, placements: Sequence[Placement] | None, t: tor
         return spec_of(mesh, placements or [REPLICATE] * mesh.ndim, t.shape, t.dtype)
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def matches_module(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module: a star stands for one part of the name, as in torch, or within one."""
+    wanted, found = pattern.split("."), name.split(".")
+    return len(wanted) == len(found) and all(map(fnmatch.fnmatchcase, found, wanted))
