@@ -427,3 +427,12 @@ def test_mistakes_are_said(what):
     make, said = ERRORS[what]
     with LocalTensorMode(2), pytest.raises(ValueError, match=said):
         make(init_device_mesh("cpu", (2,)), torch.ones(4, 3))
+
+
+def test_no_rank_is_refused_alone():
+    """Of 5 heads one rank of two has 2, which two ranks divide, and the other 3: all ranks are told."""
+    with LocalTensorMode(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+        q = distribute_tensor(torch.ones(1, 5, 4, 2), mesh, [Shard(1), Shard(2)])
+        with context_parallel(mesh["cp"], method="heads"), pytest.raises(ValueError, match="and there are 3"):
+            F.scaled_dot_product_attention(q, q, q)

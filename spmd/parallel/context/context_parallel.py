@@ -28,7 +28,7 @@ from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.context import layout as layouts
 from spmd.parallel.context.balance import balanced_attention, wants_balance
 from spmd.parallel.context.captured import captured_attention
-from spmd.parallel.context.heads import attention_by_heads
+from spmd.parallel.context.heads import attention_by_heads, check_heads
 from spmd.parallel.context.layout import Layout, in_order
 from spmd.parallel.context.ring import Ring, RingAttention, added_mask
 from spmd.tensor.annotations.constraint import capturing
@@ -224,6 +224,9 @@ class _Attention(TorchFunctionMode):
             return F.scaled_dot_product_attention(
                 q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
+        if self.method == "heads":
+            for heads in self._heads_of_ranks(q):  # so that no rank is refused alone
+                check_heads(heads, self.mesh.size())
         k, v = (x.redistribute(placements=q.placements) for x in (k, v))
         rows, keys = (in_order(lengths(x.shape[2], x._spec.units[2], (self.mesh.size(),))) for x in (q, k))
         mask = None if mask is None else _block_of_mask(mask, q)
@@ -241,6 +244,13 @@ class _Attention(TorchFunctionMode):
         ranks = prod(spec.mesh.shape[a] for a in spec.dims[1])
         whole_heads = spec.units[1] == 1 and (q.shape[1] == k.shape[1] or k.shape[1] % ranks == 0)
         return spec.dims[2] == (spec.mesh.axis(axis),) and spec.units[2] == 1 and (ranks == 1 or whole_heads)
+
+
+    @staticmethod
+    def _heads_of_ranks(q: DTensor) -> list[int]:
+        """How many heads of queries ranks have, where other axes share them out."""
+        spec = q._spec
+        return lengths(q.shape[1], spec.units[1], tuple(spec.mesh.shape[a] for a in spec.dims[1]))
 
 
 # ---- masks ------------------------------------------------------------------------------------
