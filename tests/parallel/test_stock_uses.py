@@ -66,6 +66,12 @@ def generate(model):
     return {"ids": model.generate(IDS, max_new_tokens=3, do_sample=False, pad_token_id=0)}
 
 
+def beams(model):
+    """Caches are reordered between calls of the model, which a copy does as well."""
+    model = copy.deepcopy(model.eval())
+    return {"ids": model.generate(IDS, max_new_tokens=3, num_beams=3, do_sample=False, pad_token_id=0)}
+
+
 def load(model):
     """Whole tensors under the names that they always had."""
     state = {name: 0.5 * whole(x) for name, x in model.state_dict().items()}
@@ -165,7 +171,8 @@ def lightning(model):
 LOOSE = {"autocast": 2e-2, "muon": 2e-2, "blocks_compiled": 1e-7}
 """What computes in bfloat16, or in float32, itself."""
 USES: list[Callable] = [
-    generate, load, deepcopy, blocks_compiled, adafactor, muon, ema, autocast, checkpointed, accelerate, lightning,
+    generate, beams, load, deepcopy, blocks_compiled, adafactor, muon, ema, autocast, checkpointed, accelerate,
+    lightning,
 ]  # fmt: skip
 
 

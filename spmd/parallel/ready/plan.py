@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -164,10 +165,20 @@ def _short(style: ParallelStyle) -> str:
 
 
 def _compare_plain_tensors(model: nn.Module) -> None:
-    """Tensors that the model makes itself are replicated, by a rule that is checked."""
+    """Tensors that the model makes itself are replicated, by a rule that is checked; so are those of `generate`, which
+    reorders caches between calls."""
     compared = ComparedReplication()
     model.register_forward_pre_hook(_Enter(compared), prepend=True)
     model.register_forward_hook(_Exit(compared), always_call=True)
+    if callable(getattr(model, "generate", None)):
+        model._between_calls = ComparedReplication()
+        model.generate = MethodType(_generate, model)
+
+
+def _generate(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The `generate` of the model's class."""
+    with model._between_calls:
+        return type(model).generate(model, *args, **kwargs)
 
 
 @dataclass(eq=False)
