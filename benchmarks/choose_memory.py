@@ -12,7 +12,8 @@ with the bytes that it needs, what a rank sends, and in how many collectives. Co
 where nothing fits. Turns are how often the choice was solved, programs how many of what came of it differ, and seconds
 those of the processor for all of them, which only the least budget asks for, with what `both` then takes in brackets.
 Exits 1 where a program needs more than
-its budget, where `both` is dearer than `freed` or `placed`, or where more memory makes it dearer.
+its budget, where `both` comes behind `freed` or `placed`, or where more memory makes it worse; a program that costs
+more or takes longer than by op comes behind all others, whatever it costs.
 
 `--exact` writes and counts the programs of all assignments of small random graphs on two ranks. The table says how
 often what is found costs as much as the cheapest that fits, and the largest ratio of the two.
@@ -35,8 +36,8 @@ from _table import table
 from choose import CASES, MESHES, PLANNED, Row, cases, plans, row_of
 
 from spmd.expand import write
-from spmd.expand.choose.budget import Budget, Taken, Weighed, cheapest
-from spmd.expand.choose.lighter import Path
+from spmd.expand.choose.budget import NEVER, Budget, Rank, Taken, Weighed, cheapest
+from spmd.expand.choose.lighter import Lighter, Path
 from spmd.expand.choose.program import Chosen
 from spmd.expand.passes.memory_budget import BudgetError
 from tests.expand.choose.small_budgets import small_budgets
@@ -70,40 +71,46 @@ def within(path: Path, nbytes: int) -> Taken | BudgetError:
         return error
 
 
-def cost_freed(path: Path, nbytes: int) -> float:
-    """Microseconds of the first choice, with as much computed again as it takes."""
+def rank_of(path: Path, one: Lighter, nbytes: int) -> Rank:
+    """The rank of a program of a path within a budget, with as much computed again as it takes."""
     as_run = path.first.end.as_run
     try:
-        return Weighed(path.known[0], path.first, Budget(nbytes, as_run, as_run)).rank[1]
+        return Weighed(one, path.first, Budget(nbytes, as_run, as_run)).rank
     except BudgetError:
-        return float("inf")
+        return NEVER
 
 
-def cost(found: Taken | BudgetError) -> float:
-    """Microseconds, as they are told by the certificate."""
-    return float("inf") if isinstance(found, BudgetError) else found.program.certificate.us
+def is_behind(path: Path, us: float, step: float) -> bool:
+    """Whether a program costs more or takes longer than by op: then it comes behind all that do not."""
+    by_op = path.first.by_op
+    return us > by_op.cost.us * (1 + ROUNDING) or step > by_op.step * (1 + ROUNDING)
+
+
+def is_no_worse(one: tuple, other: tuple) -> bool:
+    """Whether a program, by whether it is behind and what it costs, comes before another one, or costs as much."""
+    return (one[0], one[1] * (1 - ROUNDING)) <= tuple(other[:2])
 
 
 def rows_of(row: Row, name: str, plan: str) -> tuple[list[list[str]], bool]:
     """A row for each budget, and whether all of them are as they have to be."""
     first = first_choice(row)
     start, path = time.process_time(), Path(first)
-    peak, rows, fine, before = first.end.memory.peak, [], True, 0.0
+    peak, rows, fine, before = first.end.memory.peak, [], True, (False, 0.0)
     least = within(path, 1).smallest  # all of the path is written for it
     seconds = time.process_time() - start
     budgets = [(f"{part:.0%}", int(part * peak)) for part in PARTS if part * peak > least]
     for said, nbytes in [("none", peak), *budgets, ("least", least)]:
-        freed, start = cost_freed(path, nbytes), time.process_time()
-        both = within(path, nbytes)
+        freed, start = rank_of(path, path.known[0], nbytes), time.process_time()
+        program = within(path, nbytes).program
         took = time.process_time() - start
-        fits = [c.candidate.cost.us for c in path.known if c.candidate.memory.peak <= nbytes]
-        placed, us = min(fits, default=float("inf")), cost(both)
-        program = both.program
-        needs = program.memory().peak
-        fine &= needs <= nbytes and us <= min(placed, freed) * (1 + ROUNDING) and us >= before * (1 - ROUNDING)
+        fits = [each for each in path.known if each.candidate.memory.peak <= nbytes]
+        placed = min([rank_of(path, each, nbytes) for each in fits], default=NEVER)
+        us, needs = program.certificate.us, program.memory().peak
+        both = is_behind(path, us, program.timeline().us), us
+        fine &= needs <= nbytes and all(is_no_worse(*pair) for pair in ((both, placed), (both, freed), (before, both)))
         again = sum(freed.us for report in program.reports for freed in report.freed)
-        before, sent = us, sum(c.nbytes for c in program.collectives) / 1e6
-        rows.append([name, plan, said, f"{nbytes:,}", *map(_us, (freed, placed, path.at_least(nbytes), us)),
+        before, sent = both, sum(c.nbytes for c in program.collectives) / 1e6
+        rows.append([name, plan, said, f"{nbytes:,}", *map(_us, (freed[1], placed[1], path.at_least(nbytes), us)),
                      f"{needs:,}", f"{sent:.2f}", str(len(program.collectives)), f"{again:.1f}", str(len(path.turns)),
                      str(len(path.known)), f"{seconds:.1f} ({took:.1f})"])  # fmt: skip
         print(*rows[-1], "" if fine else "WRONG", sep="  ", flush=True)

@@ -10,10 +10,10 @@ class Certificate:
     """What a choice for a program is worth, in modelled microseconds.
 
     us: the program. by_op: the program in which every op decided by itself. solved: the model's cost. at_least: what no
-    assignment of the model is below. taken: whether the program has a choice; it is the solved one, or, where the step
-    of that was longer than by op, one that is solved with other prices. budget: the bytes a rank that the program had
-    to keep to, where the first choice did not. within: what no assignment of the model is below that keeps to them
-    where the programs that were tried need the most; none of them computes anything again.
+    assignment of the model is below. taken: whether the program has a choice; it is the solved one, or one with other
+    prices whose step is shorter. budget: the bytes a rank that the program had to keep to, where the first choice did
+    not. within: what no assignment of the model is below that keeps to them where the programs that were tried need the
+    most; none of them computes anything again.
     """
 
     us: float

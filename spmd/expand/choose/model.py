@@ -66,8 +66,15 @@ class Model:
 
     def priced(self, prices: Prices) -> Model:
         """The same with prices of the bytes of values."""
+        return self._with(prices=prices)
+
+    def exposing(self, part: float) -> Model:
+        """The same where this part of a gradient's reduction counts."""
+        return self._with(exposed=part)
+
+    def _with(self, **changed: Prices | float) -> Model:
         found = copy.copy(self)
-        found.prices, found.holds = prices, []
+        vars(found).update(changed, holds=[])
         found.problem = found._problem()
         return found
 

@@ -69,6 +69,12 @@ def solve(problem: Problem, starts: Sequence[Sequence[int]] = ()) -> Solved:
     return replace(solved, x=tuple(left.unfold(solved.x)))
 
 
+def settled(problem: Problem, x: Sequence[int]) -> tuple[int, ...]:
+    """An assignment near this one, of which no single variable of what is left is better changed."""
+    left = folded(problem)
+    return tuple(left.unfold(settle(left.problem, left.fold(x))))
+
+
 def _solved(problem: Problem, starts: Sequence[Sequence[int]]) -> Solved:
     best = _Best(problem)
     for start in starts:

@@ -9,13 +9,15 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import Shard
+from examples.gpt import GPT, GPTConfig
+from spmd import MeshTopoInfo, Shard
 from spmd.expand.choose import classes
 from spmd.expand.choose import program as choosing
 from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.price import program_cost
 from spmd.expand.choose.solve import Solved
 from tests.expand.choose.test_depth import certificate
+from tests.expand.side_by_side import GPT_PLAN, seeded, train_step
 
 GIVEN = {"inputs": {"x": {"dp": Shard(0)}}, "bucket_mb": None}
 
@@ -96,6 +98,36 @@ def test_a_choice_whose_step_is_longer_is_not_taken(steps, sent, taken, monkeypa
     assert found.taken is taken
     assert found.us <= found.by_op
     assert not list(asked) and not list(counts)
+
+
+@pytest.mark.parametrize(
+    "part, dearer, better", [(0.97, 0.1, True), (0.99, 0.1, False), (0.99, 0.0, True), (1.0, 0.0, False)]
+)
+def test_a_step_is_better_that_is_clearly_shorter_or_no_dearer(part, dearer, better):
+    """part: of the step of the other one. dearer: microseconds by which it costs more."""
+    one, other = (choosing.Candidate(None, None, {}) for _ in range(2))
+    vars(one).update(step=50.0 * part, cost=SimpleNamespace(us=70.0 + dearer))
+    vars(other).update(step=50.0, cost=SimpleNamespace(us=70.0))
+    assert one.is_better_than(other) is better
+
+
+def test_what_is_owed_is_reduced_where_the_backward_hides_it(monkeypatch):
+    """Of choices that cost the same by the sum of all moves, that with the shorter step is taken."""
+    hidden = of_gpt()
+    monkeypatch.setattr(choosing.Solution, "settled", lambda self, exposed: None)
+    solved = of_gpt()
+    assert hidden.certificate == solved.certificate and solved.certificate.taken
+    assert hidden.timeline().us < 0.98 * solved.timeline().us
+
+
+def of_gpt() -> spmd.Program:
+    """A GPT of one layer with tensor parallelism, whose batch lies as the choice likes."""
+    model = seeded(lambda: GPT(GPTConfig(1, 8, 256, 128, 512)))
+    words = torch.zeros(16, 128, dtype=torch.long)
+    near = mesh(2, 2)
+    near = near.with_topology(MeshTopoInfo.from_mesh(near, machine="textbook"))
+    compiled = spmd.compile(train_step, near, choose="program", bucket_mb=None, params=GPT_PLAN)
+    return compiled.program_for(model, torch.optim.SGD(model.parameters(), 0.1), words, words)
 
 
 def test_layers_are_solved_apart_where_they_leave_a_doubt(monkeypatch):
