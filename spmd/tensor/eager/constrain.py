@@ -29,7 +29,9 @@ def constrain(x: torch.Tensor, placements: PlacementsByAxis) -> torch.Tensor:
     axis that is said is done.
 
     A tensor that is no DTensor, outside of a compiled step, is returned as it is: on one device there is nothing to
-    place. Differentiable to any order, forward and backward; under `torch.func.vmap` dims are those inside.
+    place. On a mesh the result is a value of its own: what is written into it in place, or into x afterwards, the other
+    one does not see. So go on with the result alone. Differentiable to any order, forward and backward; under
+    `torch.func.vmap` dims are those inside.
 
     >>> constrain(torch.ones(2), {"tp": None})
     tensor([1., 1.])
