@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import ways
 from torch import nn
 
 import spmd
@@ -22,6 +23,7 @@ from spmd.expand.passes.memory_budget import BudgetError
 from spmd.mesh import MeshTopoInfo
 from tests.expand.choose.small_budgets import small_budgets
 from tests.expand.side_by_side import INPUTS, Net, rows, seeded, train_step
+from tests.expand.test_memory import counted_beside
 
 
 class Pictures(nn.Module):
@@ -218,6 +220,25 @@ def test_a_training_within_a_budget_is_that_of_one_device(tmp_path):
     assert str(loaded) == str(program) and loaded.certificate == program.certificate
     for a, b, c in zip(want, got, again, strict=True):
         assert float((a - b).detach().abs().max()) <= 1e-10 and torch.equal(b, c)
+
+
+def counted_within(part: float) -> tuple[int, int, int]:
+    """A budget, which is a part of what the choice without one needs, and what a later step needs at most on this rank:
+    predicted, and counted while it runs."""
+    mesh, batch = a_mesh(), pictures()
+    model = seeded(Pictures)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = {"choose": "program", "inputs": INPUTS}
+    budget = int(part * spmd.compile(train_step, mesh, **said).program_for(model, optimizer, *batch).memory().peak)
+    with mock.patch.object(lighter, "RATES", (0.1, 3.0, 30.0)):
+        step = spmd.compile(train_step, mesh, memory_budget=budget, **said)
+        return budget, *counted_beside(step, mesh, lambda: step(model, optimizer, *batch))
+
+
+def test_no_rank_needs_more_than_its_budget(gloo4):
+    """All tensors of each rank are counted as they come and go."""
+    for budget, predicted, counted in ways.run("gloo", gloo4, counted_within, 0.5):
+        assert counted <= budget and abs(predicted - counted) <= 0.005 * counted
 
 
 def test_a_program_within_a_budget_can_be_explained():
