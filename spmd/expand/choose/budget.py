@@ -88,7 +88,7 @@ class _Trials:
     def weigh(self, lighter: Lighter) -> None:
         """Try a program, unless it is foreseen that it cannot be the best."""
         found, best = Weighed(lighter, self.first, self.budget), self.best
-        if (best is not None and best.rank <= found.foreseen) or id(lighter) in self.errors:
+        if id(lighter) in self.errors or (best is not None and found.cannot_beat(best.rank)):
             return
         try:
             if found.rank < (NEVER if best is None else best.rank):
@@ -129,6 +129,11 @@ class Weighed:
     @cached_property
     def _fits(self) -> bool:
         return self.lighter.candidate.memory.peak <= self.budget.nbytes
+
+    def cannot_beat(self, rank: Rank) -> bool:
+        """Whether it has no better rank, as it comes or by what is foreseen: to foresee it takes a plan."""
+        candidate = self.lighter.candidate
+        return rank <= self._rank(candidate.cost.us, candidate.step) or rank <= self.foreseen
 
     @cached_property
     def foreseen(self) -> Rank:
