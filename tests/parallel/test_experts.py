@@ -291,8 +291,8 @@ def test_a_block_that_is_compiled_leaves_its_experts_as_they_are():
 # ---- balance ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_the_balance_is_that_of_all_tokens(padded):
+@pytest.mark.parametrize("padded, shape", [(False, (RANKS,)), (True, (RANKS,)), (True, (2, RANKS // 2))])
+def test_the_balance_is_that_of_all_tokens(padded, shape):
     """transformers' number and gradient, of two layers."""
     logits = torch.randn(2, 8, 3, 5, generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(24).view(8, 3) % 5 > 0).long() if padded else None
@@ -305,7 +305,7 @@ def test_the_balance_is_that_of_all_tokens(padded):
 
     def on_rank(rank):
         own = None if mask is None else mask.chunk(RANKS)[rank]
-        mesh = init_device_mesh("cpu", (RANKS,))
+        mesh = init_device_mesh("cpu", shape)
         return loss_of(load_balancing_loss, logits.chunk(RANKS, 1)[rank], own, mesh=mesh)
 
     value, gradient = loss_of(load_balancing_loss_func, logits, mask)

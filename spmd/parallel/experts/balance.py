@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spmd.comm import all_reduce, wait
+from spmd.comm import all_reduce, transport, wait
 from spmd.mesh import DeviceMesh
 
 
@@ -26,7 +26,7 @@ def load_balancing_loss(
     *,
     mesh: DeviceMesh,
 ) -> torch.Tensor:
-    """The load-balancing loss of all tokens on a mesh of one axis; the same number on all ranks.
+    """The load-balancing loss of all tokens on a mesh, whatever its axes; the same number on all ranks.
 
     Arguments and numbers are those of transformers' `load_balancing_loss_func` of all ranks' tokens together.
     gate_logits: of each layer, [own tokens, experts]. attention_mask: [batch, time] of this rank, zero for padding. The
@@ -39,7 +39,7 @@ def load_balancing_loss(
     layers = [gate_logits] if isinstance(gate_logits, torch.Tensor) else gate_logits
     sums = torch.stack([_sums(x, num_experts, top_k, attention_mask) for x in layers]).sum(0)
     if mesh.size() > 1:
-        sums = wait(all_reduce(sums, "sum", (mesh, 0)))
+        sums = wait(all_reduce(sums, "sum", transport().group(mesh, tuple(range(mesh.ndim)))))
     taken, probability, tokens = sums[:num_experts], sums[num_experts:-1], sums[-1]
     return num_experts * (taken.detach() / tokens * (probability / tokens)).sum()
 
