@@ -119,7 +119,11 @@ def wrap(ranks: Ranks, of: Sequence[torch.Tensor], requires_grad: bool = False) 
     bits = {(x.is_conj(), x.is_neg()) for x in of}
     if len(bits) > 1:
         of = [_torch.without_bits(x) for x in of]
-    t = _torch.wrapper_tensor(LocalTensor, first, shape, stride, requires_grad)
+    if torch.is_inference_mode_enabled() and not first.is_inference():  # a view of what was made outside, as in torch
+        with torch.inference_mode(False):
+            t = _torch.wrapper_tensor(LocalTensor, first, shape, stride, requires_grad)
+    else:
+        t = _torch.wrapper_tensor(LocalTensor, first, shape, stride, requires_grad)
     _torch.copy_bits(of[0], t)
     t._locals, t.ranks = of, ranks
     return t

@@ -518,6 +518,34 @@ def test_other_methods_and_prefetches():
         assert all(isinstance(x, DTensor) for x in net.state_dict().values())
 
 
+def test_a_copy_has_methods_of_its_own():
+    with LocalTensorMode(2):
+        net = Twice()
+        fully_shard(net, mesh=mesh_of({"dp": 2}))
+        register_fsdp_forward_method(net, "other")
+        twin = copy.deepcopy(net)
+        twin.other(torch.ones(4, 4)).backward()
+        assert twin.own.weight.grad is not None and all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("said", ["freed", "kept", "as it comes", "fewer", "offloaded"])
+@pytest.mark.parametrize("way", ["simulated", "threads"])
+def test_a_look_in_inference_mode_before_training(way, said):
+    """What the first forward makes serves those that train: trainers look at the validation set before all."""
+    want = alone("uneven")
+
+    def body():
+        mesh = mesh_of({"dp": 4})
+        sharded = shard_all(model("uneven"), mesh, **SAID[said])
+        optimizer = sgd(sharded)
+        with torch.inference_mode():
+            sharded(BATCHES[0])
+        return train(sharded, optimizer, part=part_on(mesh))
+
+    for found in ways.run(way, None, body):
+        assert all(torch.allclose(found[name], x, rtol=1e-10, atol=1e-12) for name, x in want.items())
+
+
 def test_what_was_written_in_between_is_gathered_again():
     """A root that stays whole after a forward does not compute with old numbers."""
     with LocalTensorMode(2):

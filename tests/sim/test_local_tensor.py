@@ -191,6 +191,16 @@ def test_data_can_be_replaced() -> None:
     assert each(p.detach(), (0, 1))[0].tolist() == [0, 0] and p.local[1].tolist() == [1, 1]
 
 
+def test_views_in_inference_mode_are_what_their_base_is() -> None:
+    """As torch has it: a view of what was made outside trains afterwards, and what is made inside does not."""
+    with LocalTensorMode(2):
+        x = localize(torch.ones(2, 2))
+        with torch.inference_mode():
+            made = [x + 1, (x + 1).t()]
+            views = [x.t(), x.detach(), x.data, x.view(-1)]
+        assert not any(view.is_inference() for view in views) and all(y.is_inference() for y in made)
+
+
 def test_ops_that_change_the_shape_in_place() -> None:
     """The memory stays: views see writes, another LocalTensor of the same tensors keeps its shape, gradients flow."""
     base = X.clone()

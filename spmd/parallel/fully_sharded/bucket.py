@@ -131,6 +131,8 @@ class Bucket:
         self.gathered, self.seen, self.kept, self.near = None, (), None, None
 
     # ---- gather -------------------------------------------------------------------------------
+    @torch.inference_mode(False)  # what is made here serves forwards that train, too
+    @torch.no_grad()
     def launch(self) -> None:
         """Send the shards, if the whole parameters are not here."""
         self.adopt()
@@ -146,8 +148,7 @@ class Bucket:
         if self.is_whole or self.arriving is not None:
             return
         self.seen = now
-        with torch.no_grad():
-            self.arriving = self._sent_from_parts() if self.kept is not None else self._sent()
+        self.arriving = self._sent_from_parts() if self.kept is not None else self._sent()
 
     def _versions(self) -> tuple[int, ...]:
         """How often the parameters, and blocks that were handed out of them, were written into."""
@@ -175,19 +176,20 @@ class Bucket:
         mesh, axis, part = self.kept
         return all_gather_tensor(part, 0, (mesh, axis))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def receive(self, keep: tuple[DeviceMesh, int] | None = None) -> None:
         """Have the whole parameters. keep: the mesh and axis of the fewer ranks that gather the next time."""
         self.launch()
         if self.is_whole:
             return
-        with torch.no_grad():
-            if self.gathered is None:
-                self.gathered = memory.memory(self.layout, self.compute_dtype, self.device)
-            came, self.arriving = wait(self.arriving), None
-            memory.fill(self.layout, self.gathered, came)
-            if keep is not None:
-                mesh, axis = keep
-                self.kept = mesh, axis, memory.part(came, mesh.get_local_rank(axis), mesh.shape[axis])
+        if self.gathered is None:
+            self.gathered = memory.memory(self.layout, self.compute_dtype, self.device)
+        came, self.arriving = wait(self.arriving), None
+        memory.fill(self.layout, self.gathered, came)
+        if keep is not None:
+            mesh, axis = keep
+            self.kept = mesh, axis, memory.part(came, mesh.get_local_rank(axis), mesh.shape[axis])
         self.is_whole = True
 
     def free(self) -> None:

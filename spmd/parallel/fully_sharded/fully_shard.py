@@ -43,8 +43,10 @@ def fully_shard(
     default that of the `with mesh:` block around the call, or all ranks. reshard_after_forward: True frees the whole
     parameters after the forward and gathers them again for the backward; False keeps them; a number, which divides the
     axis, leaves a part on each of so many neighbouring ranks, which gather among themselves. None is False for the
-    module that is called first of all, True for those inside it. state: on a mesh of two axes the names of both, to
-    share out what is stored and the optimiser's state over the copies, too. They gather their shards once after each
+    module that is called first of all, True for those inside it. As in torch, modules that keep the whole parameters
+    have plain tensors in their place until a backward pass or `reshard`: make the optimiser before the first forward.
+    state: on a mesh of two axes the names of both, to share out what is stored and the optimiser's state over the
+    copies, too. They gather their shards once after each
     update, and keep them beside, to gather from as often as without; the gradients' sums over the copies are scattered,
     so as many bytes are sent. shard_placement_fn: for a parameter the dim that is sharded, as `Shard(dim)`; None for
     the first. mp_policy, offload_policy: in which dtypes it computes, and where shards are. ignored_params: those that
@@ -239,11 +241,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name)
+    function = method.__func__ if getattr(method, "__self__", None) is module else lambda _, *a, **k: method(*a, **k)
 
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _before_forward(self, args, kwargs)
-        return _after_forward(self, args, method(*args, **kwargs))
+        return _after_forward(self, args, function(self, *args, **kwargs))  # of a copy of the module its own
 
     setattr(module, method_name, run.__get__(module, type(module)))
 
