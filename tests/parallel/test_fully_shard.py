@@ -425,10 +425,23 @@ def by_two(net):
             each.set_gradient_divide_factor(2.0)
 
 
+def hooked(net):
+    for module in (net, *net.blocks):
+        module.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
+
+
+def as_always(net):
+    """What torch has to be told, and what is so here."""
+    net.set_force_sum_reduction_for_comms(True)
+    net.set_reduce_scatter_unused_params(True, recurse=True)
+    net.set_post_optim_event(None)
+
+
 SETTINGS = {  # what is set, and how many times as large gradients are
     "freed": (lambda net: net.set_reshard_after_forward(True), 1),
     "fewer": (lambda net: net.set_reshard_after_forward(2), 1),
     "kept": (lambda net: net.set_reshard_after_forward(False), 1), "divided by two": (by_two, 2),
+    "hooked": (hooked, 2), "as always": (as_always, 1),
 }  # fmt: skip
 
 

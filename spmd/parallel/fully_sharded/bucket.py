@@ -256,8 +256,11 @@ class Bucket:
         given = [g if g is None or dtype is None else g.to(dtype) for g in gradients]
         return [a if b is None else b if a is None else a + b for a, b in zip(given, before, strict=True)]
 
-    def reduced(self, gradients: Sequence[torch.Tensor | None], factor: float | None) -> Reduction:
-        """Launch the sum of the gradients over the ranks."""
+    def reduced(
+        self, gradients: Sequence[torch.Tensor | None], factor: float | None,
+        hook: Callable[[torch.Tensor], None] | None = None,
+    ) -> Reduction:  # fmt: skip
+        """Launch the sum of the gradients over the ranks. hook: called with the sums of this rank's blocks."""
         found = next((g.dtype for g in gradients if g is not None), self.compute_dtype)
         dtype, n = self.policies.precision.reduce_dtype or found, self.over.n * self.over.copies
         scale = 1 / (n if factor is None else factor)
@@ -265,7 +268,7 @@ class Bucket:
             rows = memory.packed(self.layout, list(gradients), dtype, self.gathered)
             early = dtype is torch.float16  # a sum of halves may be more than a half can be
             return Reduction(self, _sent_to_owners(rows.mul_(scale) if early else rows, self.over),
-                             1.0 if early else scale, [g is not None for g in gradients])  # fmt: skip
+                             1.0 if early else scale, [g is not None for g in gradients], hook)  # fmt: skip
 
 
 def _current(m: Managed) -> torch.Tensor:
@@ -307,6 +310,7 @@ class Reduction:
     sent: torch.Tensor
     scale: float
     used: list[bool]
+    hook: Callable[[torch.Tensor], None] | None = None
 
     def finish(self, over_copies: bool) -> None:
         """Wait, and give the parameters their gradients; where the copies are not summed yet, keep the shards."""
@@ -320,6 +324,8 @@ class Reduction:
                 return
             if over.copies > 1:
                 summed = _summed_over_copies(summed, over)
+            if self.hook is not None:
+                self.hook(summed[0].narrow(0, 0, summed.shape[1] - len(self.used)))
             counts, *blocks = memory.unpacked(bucket.layout, summed[0], self.scale, bucket.dtype)
             used = self.used if all(self.used) else self._used_by_any(counts)
         self._hand_out(blocks, used)

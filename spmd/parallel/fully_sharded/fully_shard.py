@@ -12,7 +12,7 @@ its forward and before its backward, and its gradients are reduced and scattered
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -194,6 +194,28 @@ class FSDPModule:
         group_of(self).divide_factor = factor
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call `hook(reduced)` with each reduced bucket before its gradients are given out.
+
+        reduced: this rank's blocks one after the other, summed over the ranks, and divided later (float16 before). The
+        hook may write into them, such as their sum over a further mesh. It runs on the current stream, as all else, so
+        no other may be given.
+        """
+        if stream is not None:
+            raise ValueError("set_all_reduce_hook: hooks run on the current stream; leave out stream=")
+        group_of(self).all_reduce_hook = hook
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sums are all that is ever sent: gradients are divided by themselves, whatever is said here."""
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:  # fmt: skip
+        """Parameters without a gradient are always in the reduction, so that ranks may use different ones."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Gathers are launched behind what is on the current stream, so they see the optimiser's step without it."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether the group is gathered for the backward: not, where no gradient reads its parameters."""

@@ -17,7 +17,7 @@ reduced at once, but where there are passes within that one, and then when all h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -160,6 +160,7 @@ class Group:
         self.requires_gradient_sync = True
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.unshard_in_backward = True
         self.forward_prefetch: list[Group] = []
         self.backward_prefetch: list[Group] | None = None  # None: the group that was computed before
@@ -280,7 +281,8 @@ class Group:
             return
         gradients = bucket.added(gradients)
         self.run.arrive()  # before there is memory for the next one
-        self.run.on_the_way = bucket.reduced(gradients, self.divide_factor), self.requires_all_reduce
+        reduction = bucket.reduced(gradients, self.divide_factor, self.all_reduce_hook)
+        self.run.on_the_way = reduction, self.requires_all_reduce
 
     def _keep(self, bucket: Bucket, gradients: Gradients) -> None:
         """Add the gradients to those that were not sent."""
