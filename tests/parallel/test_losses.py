@@ -180,6 +180,23 @@ def test_a_mean_over_ranks_has_the_true_count():
     assert torch.allclose(of[0], want[0]) and torch.allclose(of[1], want[2])
 
 
+def test_so_has_one_beside_shards_of_classes():
+    """Parts of the batch on one axis, equal on the ranks of the other, which share out the classes."""
+    (x, table, target, _), _ = given((4, 3, 5))
+    target[0] = -100
+    want = outcome(reference(x, table, target, None), x, table)
+    with LocalTensorMode(4):
+        both = mesh_of({"dp": 2, "tp": 2})
+        mine, rows = (distribute_tensor(y.detach(), both["dp"], [S0]).to_local() for y in (target, x))
+        w = distribute_tensor(table.detach(), both["tp"], [S0]).requires_grad_()
+        loss = linear_cross_entropy(rows, w, mine, mesh=both["dp"])
+        [grad] = torch.autograd.grad(loss, w)
+        of = [sum(v.full_tensor().local.values()) / 4 for v in (loss.detach(), grad)]
+        assert torch.allclose(of[0], want[0]) and torch.allclose(of[1], want[2])
+        with pytest.raises(ValueError, match="they would be taken as equal on all ranks"):
+            linear_cross_entropy(rows, w, mine, mesh=both["tp"])
+
+
 @pytest.mark.parametrize("way", ("gloo", "threads"))
 def test_real_ranks_do_the_same(way, gloo4):
     """Logits and embedding are one weight, sharded together; the loss of a hidden layer that is computed again."""

@@ -15,7 +15,7 @@ import torch
 
 from spmd.comm import transport, wait
 from spmd.comm.functional import all_reduce
-from spmd.mesh import DeviceMesh
+from spmd.mesh import DeviceMesh, per_rank
 from spmd.parallel.losses.token_losses import Classes, TokenLosses
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import REPLICATE, Partial, Placement, Shard
@@ -43,8 +43,9 @@ def linear_cross_entropy(
 
     Of DTensors the result is a DTensor, equal to that of one device. Tokens and classes may be sharded; plain tensors
     beside them are taken as equal on all ranks. Each chunk sends a maximum and three sums a token over the axes of the
-    classes; the backward sends none. mesh: where all is plain, the ranks that share out the batch: a mean
-    is then over their average count, so that the average of their losses, and of their gradients, is that of all.
+    classes; the backward sends none. mesh: the ranks that share out the batch as plain tensors, none of
+    which a DTensor is on, such as mesh["dp"] beside a weight on mesh["tp"]: a mean is then over their average count, so
+    that the average of their losses, and of their gradients, is that of all.
 
     Raises ValueError for shapes that do not fit, and IndexError for a target that is no class.
 
@@ -55,6 +56,7 @@ def linear_cross_entropy(
     _check(input, linear_weight, target, reduction)
     found = next((x for x in (input, linear_weight) if isinstance(x, DTensor)), None)
     if found is not None:
+        mesh = _of_parts(mesh, found, input, target)
         given = _Distributed(found.device_mesh, input, linear_weight, target, linear_bias)
     else:
         given = _Plain(input, linear_weight, target, linear_bias)
@@ -69,6 +71,27 @@ def linear_cross_entropy(
         return losses.sum() + squares.sum() if z_loss else losses.sum()
     loss = losses.sum() / _average(counts.weights.sum(), mesh)
     return loss + squares.sum() / _average(counts.tokens.sum(), mesh) if z_loss else loss
+
+
+def _of_parts(
+    mesh: DeviceMesh | None, found: DTensor, input: torch.Tensor, target: torch.Tensor
+) -> DeviceMesh | None:
+    """The ranks that share out the batch, beside those of a DTensor. ValueError where they are the same."""
+    if mesh is None or not _have_ranks_in_common(mesh, found.device_mesh):
+        return mesh
+    if not (isinstance(input, DTensor) and isinstance(target, DTensor)):
+        raise ValueError(
+            f"linear_cross_entropy: mesh says that plain tokens are parts of a batch, and beside {found._spec} "
+            "they would be taken as equal on all ranks. Give the whole weight, as it is in the forward of a module of "
+            "fully_shard (or kept by reshard_after_forward=False), or tokens that are DTensors, too, without mesh"
+        )
+    return None
+
+
+@per_rank
+def _have_ranks_in_common(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether there are more than this one."""
+    return len(set(mesh.ranks) & set(other.ranks)) > 1
 
 
 def _check(input: torch.Tensor, table: torch.Tensor, target: torch.Tensor, reduction: str) -> None:
@@ -98,8 +121,9 @@ def _counts(target: torch.Tensor, weight: torch.Tensor | None, ignored: int, dty
 
 
 def _average(count: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    if mesh is None or mesh.size() == 1 or isinstance(count, DTensor):
+    if mesh is None or mesh.size() == 1:
         return count
+    count = count.full_tensor() if isinstance(count, DTensor) else count
     group = transport().group(mesh, tuple(range(mesh.ndim)))
     return wait(all_reduce(count.detach(), "sum", group)) / mesh.size()
 
