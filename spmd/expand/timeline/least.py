@@ -88,12 +88,13 @@ def _whole_us(task: Task) -> float:
 
 @dataclass(frozen=True)
 class Heads:
-    """Tasks in an order in which each comes behind what it reads. whole: the time of each. occupied: for each part of a
-    stream, what of each task comes before it, and its time there. anchors: where all that leads there is added up."""
+    """Tasks in an order in which each comes behind what it reads. whole: the time of each. occupied: for each stream
+    the parts of tasks there, of which a task has two where it packs and orders what it sends: what of each task comes
+    before the part, and its time. anchors: where all that leads there is added up."""
 
     reads: Sequence[Sequence[int]]
     whole: np.ndarray
-    occupied: Sequence[tuple[np.ndarray, np.ndarray]]
+    occupied: Sequence[Sequence[tuple[np.ndarray, np.ndarray]]]
     anchors: frozenset[int]
 
     @classmethod
@@ -113,16 +114,17 @@ class Heads:
 
     @classmethod
     def _of(cls, tasks: Sequence[Task], reads: Sequence[Sequence[int]], before: bool) -> Heads:
-        parts: dict[tuple[str, int], tuple[np.ndarray, np.ndarray]] = {}
+        streams: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
         for i, task in enumerate(tasks):
             met: dict[str, int] = {}
             for stream, ahead, us, behind in runs_on(task):
-                key = stream, met.setdefault(stream, 0)
-                met[stream] += 1
-                offsets, times = parts.setdefault(key, (np.zeros(len(tasks)), np.zeros(len(tasks))))
-                offsets[i], times[i] = ahead if before else behind, us
+                parts, at = streams.setdefault(stream, []), met.setdefault(stream, 0)
+                if at == len(parts):
+                    parts.append((np.zeros(len(tasks)), np.zeros(len(tasks))))
+                offsets, times = parts[at]
+                offsets[i], times[i], met[stream] = ahead if before else behind, us, at + 1
         sent = sorted([i for i, t in enumerate(tasks) if t.sends], key=lambda i: -tasks[i].sends.us)
-        return cls(reads, np.array([*map(_whole_us, tasks)]), [*parts.values()], frozenset(sent[:MOST_ANCHORS]))
+        return cls(reads, np.array([*map(_whole_us, tasks)]), [*streams.values()], frozenset(sent[:MOST_ANCHORS]))
 
     def found(self, released: Sequence[float] | None = None) -> np.ndarray:
         """The head of each task. released: for each, when it can start at the earliest for other reasons."""
@@ -142,9 +144,9 @@ class Heads:
     def _added_up(self, heads: np.ndarray, tasks: np.ndarray) -> float:
         """When the last of these tasks can be done at the earliest: of each stream, one behind the other."""
         most = 0.0
-        for offsets, times in self.occupied:
-            us = times[tasks]
-            start = (heads[tasks] + offsets[tasks])[us > 0]
+        for parts in self.occupied:
+            us = np.concatenate([times[tasks] for _, times in parts])
+            start = np.concatenate([heads[tasks] + offsets[tasks] for offsets, _ in parts])[us > 0]
             if len(start):
                 order = np.argsort(-start, kind="stable")
                 most = max(most, float((start[order] + np.cumsum(us[us > 0][order])).max()))

@@ -37,7 +37,8 @@ def small_work(seed: int) -> Work:
         reads = tuple(sorted({r.choice([0, 0, r.randrange(i), i - 1]) for _ in range(r.randint(1, 2))}))
         sends, us, makes = None, r.choice([0.0, 1.0, 4.0]), r.choice([0, 1, 10, 10, 100])
         if r.random() < 0.45:
-            sends, us = Sending(r.choice("aab"), r.choice([1.0, 5.0, 20.0]), ((0, 1.0),), r.choice([0.0, 1.0]), 1), 0.0
+            sends = Sending(r.choice("aab"), r.choice([1.0, 5.0, 20.0]), ((0, 1.0),), r.choice([0.0, 1.0, 4.0]), 1)
+            us = r.choice([0.0, 0.0, 1.0, 4.0])  # to pack it
         waits = tuple(dict.fromkeys([w for x in reads for w in (x, *tasks[x].reads) if tasks[w].sends]))
         follows = (r.randrange(i),) if r.random() < 0.15 else ()
         shown = [x for x in reads if tasks[x].makes and not tasks[x].sends]
@@ -92,6 +93,20 @@ def test_gathers_that_do_not_fit_come_behind():
     order = [0, 11, *range(1, 11), *range(12, len(tasks))]
     assert step_us(work, order) == 194.0 and max(work.memory(order)) == 120
     assert least_us_within(work, 180) == 121.0
+
+
+def test_what_is_packed_and_ordered_counts_beside_what_is_computed():
+    """Two collectives are packed, computed beside for 10 us, and put in order before the last op: 2 + 10 + 6 us."""
+    tasks = [Task("w", (), (), (), 0.0, 0, 0, None, "", False)]
+    for i in (1, 2):
+        tasks.append(Task(f"g{i}", (0,), (), (), 1.0, 0, i, Sending("ab"[i - 1], 1.0, (), 3.0, 1), "", True))
+    tasks.append(Task("f", (0,), (), (), 10.0, 0, 3, None, "", True))
+    tasks.append(Task("big", (1, 2, 3), (1, 2), (), 5.0, 9, 4, None, "", True))
+    tasks.append(Task("late", (0,), (), (), 0.0, 1, 5, Sending("a", 20.0, (), 0.0, 1), "", True))
+    tasks.append(Task("last", (4, 5), (5,), (), 1.0, 0, 6, None, "", True))
+    work = Work(tuple(tasks), 0)
+    assert least_us(work) == 18.0 + 5.0 + 1.0
+    assert least_us_within(work, 9) == 18.0 + 5.0 + 20.0 + 1.0  # what is sent last has no room beside the large op
 
 
 def test_what_does_not_fit_is_cut():
