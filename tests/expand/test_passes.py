@@ -210,6 +210,37 @@ def test_gathers_find_room_where_ops_that_fill_waits_take_none_for_long():
     assert max(work.memory(far)) == max(work.memory(near)) == 30
 
 
+def test_ops_from_behind_the_fullest_place_leave_it_to_gathers():
+    """The same where the op is near: it would be alive beside the loss, where most is."""
+    first, gather = Sending("b", 20.0, (), 0.0, 1), Sending("a", 40.0, (), 0.0, 1)
+    work = Work((
+        Task("w", (), (), (), 0.0, 0, 0, None, "", False),
+        Task("first", (0,), (), (), 0.0, 0, 1, first, "", True),
+        Task("forward", (1,), (1,), (), 100.0, 10, 2, None, "", True),
+        Task("loss", (2,), (), (), 10.0, 10, 3, None, "", True),
+        Task("gather", (0,), (), (), 0.0, 10, 4, gather, "", True),
+        Task("decay", (0,), (), (), 15.0, 10, 5, None, "", True),
+        Task("backward", (3, 4, 5), (4,), (), 5.0, 0, 6, None, "", True),
+    ), 0)  # fmt: skip
+    with_all, without = (listed(Start(work, 30), Ways(margin=1.0, ahead=ahead)) for ahead in (inf, 100))
+    assert without.index(5) > without.index(3) > with_all.index(5)
+    assert max(work.memory(without)) == 30 and step_us(work, without) == 20.0 + 100.0 + 10.0 + 15.0 + 5.0
+
+
+def test_while_an_op_waits_streams_go_on():
+    """An op waits 50 us for a gather. Two gathers of another stream, of 10 us each, are sent meanwhile."""
+    slow, quick = Sending("a", 50.0, (), 0.0, 1), Sending("b", 10.0, (), 0.0, 1)
+    work = Work((
+        Task("w", (), (), (), 0.0, 0, 0, None, "", False),
+        Task("slow", (0,), (), (), 0.0, 0, 1, slow, "", True),
+        Task("first", (1,), (1,), (), 5.0, 0, 2, None, "", True),
+        Task("quick1", (0,), (), (), 0.0, 0, 3, quick, "", True),
+        Task("quick2", (0,), (), (), 0.0, 0, 4, quick, "", True),
+        Task("last", (2, 3, 4), (3, 4), (), 5.0, 0, 5, None, "", True),
+    ), 0)  # fmt: skip
+    assert step_us(work, listed(Start(work, inf), Ways(margin=1.0))) == 60.0
+
+
 def test_launches_that_wait_in_a_long_program_are_found():
     """More ops than the scheduler looks at, with a gather at the end: it is launched at the start."""
     n = 3 * WINDOW

@@ -36,8 +36,8 @@ LITTLE = 1e-4
 class Ways:
     """What a schedule may do. fill: run later ops while the next one would wait. sink: move ops behind a launch that
     others wait for. margin: how early a gather is launched, in times of the longest collective of its stream. ahead:
-    from how many steps ahead an op may fill a wait that leaves more alive; what is further ahead, such as the start of
-    an update, would keep its memory for long, and gathers find none."""
+    from how many steps ahead an op may fill a wait that leaves more alive. If that is finite, none does from behind
+    the place where most is alive: its memory would be there, and gathers that are read behind find none."""
 
     fill: bool = True
     sink: bool = True
@@ -265,6 +265,7 @@ class _Scheduler:
         self.waiting: list[tuple[float, int, int]] = []
         self.room = Room([start.alive[i] for i in self.order], start.limit)
         self.touched, self.uses = start.touched, list(start.uses)
+        self.fullest = self.room.fullest
         self.at = 0
 
     def run(self) -> list[int]:
@@ -298,7 +299,7 @@ class _Scheduler:
             self._launch(due)
             return True
         i = self._next_op(due)
-        self._launch_beside(self.tasks[i].us)
+        self._launch_beside(max(self.clock, self._arrival(i)) + self.tasks[i].us)
         if not self.is_done[i]:
             self._run(i)
         return True
@@ -343,8 +344,13 @@ class _Scheduler:
         adds = self._adds(i)
         if adds <= 0:
             return True
-        is_near = rank - self.at <= self.ways.ahead or adds <= LITTLE * self.room.limit
+        is_near = self._is_near(rank) or adds <= LITTLE * self.room.limit
         return is_near and self.room.has(self.at, rank, adds)
+
+    def _is_near(self, rank: int) -> bool:
+        if self.ways.ahead == inf:
+            return True
+        return rank - self.at <= self.ways.ahead and not self.at <= self.fullest <= rank
 
     def _adds(self, i: int) -> int:
         """The bytes that an op makes, less those that nothing reads behind it."""
@@ -390,12 +396,12 @@ class _Scheduler:
     def _needed(self, c: int) -> float:
         return self.ideal[self.first[c]] if c in self.first else float("inf")
 
-    def _launch_beside(self, us: float) -> None:
-        """Launch what should run while something is computed for this time."""
+    def _launch_beside(self, until: float) -> None:
+        """Launch what should run while something is waited for and computed, until this time."""
         late = self.clock - self.ideal[self.order[self.at]]
         for stream in self.streams.values():
             while True:
-                c = self._first_of(stream, self.clock + us, late)
+                c = self._first_of(stream, until, late)
                 if c is None:
                     break
                 self._launch(c)

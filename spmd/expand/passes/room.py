@@ -24,6 +24,11 @@ class Room:
     def __init__(self, alive: Sequence[int], limit: float) -> None:
         self.alive, self.limit = np.array(alive, dtype=np.int64), limit
 
+    @property
+    def fullest(self) -> int:
+        """The place where most is alive, the first of them; 0 if there is none."""
+        return int(self.alive.argmax()) if len(self.alive) else 0
+
     def has(self, start: int, stop: int, nbytes: int) -> bool:
         """Whether so many bytes more can be alive from one place to before another."""
         if stop <= start or nbytes <= 0 or self.limit == inf:

@@ -10,8 +10,8 @@ made and that is read behind. The least of that, without the results of free col
 below the limit is the *room* of the place. So
 
 - a free task that makes more than the room, for readers behind, comes behind the place, and cannot start before it;
-- of the free collectives of a stream no more come before the place than fit into the room: by a fractional knapsack,
-  the rest takes a *least time* behind it.
+- of the free collectives of a stream no more come before the place than fit into the room: by a knapsack, the rest
+  takes a *least time* behind it.
 
 With these heads each stream is one worker with interruptions, as in `least.py`. Which orders are meant: those in which
 what names the results of a collective stands right behind it, as its memory is there from then on. The proof is in
@@ -20,6 +20,7 @@ what names the results of a collective stands right behind it, as its memory is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -214,14 +215,37 @@ class _Place:
         return max(map(one_worker_us, jobs.values()), default=0.0)
 
 
-def least_left(choice: Sequence[tuple[float, int]], room: int) -> float:
-    """Of things with a time and bytes, the least time of what does not fit into the room, if they can be cut.
+MOST_TRIES = 10_000
+"""How many choices of collectives are looked at. Where that is too few, they may be cut, which leaves less."""
 
-    >>> least_left([(10.0, 4), (10.0, 8), (1.0, 0)], 8)
-    5.0
+
+def least_left(choice: Sequence[tuple[float, int]], room: int) -> float:
+    """Of things with a time and bytes, the least time of what does not fit into the room: a knapsack, by branch and
+    bound. Those of most time for their bytes are taken first; the bound is what fits if things can be cut.
+
+    >>> least_left([(10.0, 4), (10.0, 8), (1.0, 0)], 8), least_left([(7.0, 3), (5.0, 2), (5.0, 2)], 4)
+    (10.0, 7.0)
     """
-    left = 0.0
-    for us, nbytes in sorted(choice, key=lambda one: (one[1] / one[0], one)):
-        left += us * max(0.0, 1 - room / nbytes) if nbytes else 0.0
-        room = max(0, room - nbytes)
-    return left
+    kinds = sorted(Counter(choice).items(), key=lambda kind: (kind[0][1] / kind[0][0], kind))
+    best, tries = 0.0, 0
+
+    def look(at: int, room: int, us: float) -> None:
+        nonlocal best, tries
+        best, tries = max(best, us), tries + 1
+        if us + _most_if_cut(kinds[at:], room) <= best or tries > MOST_TRIES:
+            return
+        (each, nbytes), n = kinds[at]
+        for many in range(min(n, room // nbytes) if nbytes else n, -1, -1):
+            look(at + 1, room - many * nbytes, us + many * each)
+
+    look(0, room, 0.0)
+    return sum([us for us, _ in choice]) - (best if tries <= MOST_TRIES else _most_if_cut(kinds, room))
+
+
+def _most_if_cut(kinds: Sequence[tuple[tuple[float, int], int]], room: int) -> float:
+    """The most time that fits into the room of things that can be cut, of which there are so many of each kind."""
+    most = 0.0
+    for (us, nbytes), n in kinds:
+        most += us * (min(n, room / nbytes) if nbytes else n)
+        room = max(0, room - n * nbytes)
+    return most

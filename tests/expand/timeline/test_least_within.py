@@ -1,5 +1,6 @@
 """No order that keeps within the memory is faster than the bound that knows the memory: all orders of small works."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from math import inf
@@ -109,7 +110,21 @@ def test_what_is_packed_and_ordered_counts_beside_what_is_computed():
     assert least_us_within(work, 9) == 18.0 + 5.0 + 20.0 + 1.0  # what is sent last has no room beside the large op
 
 
-def test_what_does_not_fit_is_cut():
-    assert least_left([], 3) == 0.0
-    assert least_left([(4.0, 4), (4.0, 2)], 2) == 4.0 and least_left([(4.0, 4), (4.0, 2)], 4) == 2.0
-    assert least_left([(4.0, 0), (6.0, 3)], 0) == 6.0
+def test_the_least_that_is_left_is_that_of_all_subsets(monkeypatch):
+    """Of few things; and where there is no time to look, what may be cut leaves no more."""
+    assert least_left([], 3) == 0.0 and least_left([(4.0, 0), (6.0, 3)], 0) == 6.0
+    r = random.Random(0)
+    for _ in range(60):
+        choice = [(float(r.randint(1, 9)), r.choice([0, 2, 3, 3, 5])) for _ in range(r.randint(1, 8))]
+        room = r.randint(0, 14)
+        subsets = itertools.product([False, True], repeat=len(choice))
+        left = [[x for x, taken in zip(choice, some, strict=True) if not taken]
+                for some in subsets if sum(x[1] for x, taken in zip(choice, some, strict=True) if taken) <= room]
+        least = min(sum(us for us, _ in some) for some in left)
+        assert least_left(choice, room) == least
+        with monkeypatch.context() as m:
+            m.setattr("spmd.expand.timeline.least_within.MOST_TRIES", 0)
+            assert least_left(choice, room) <= least + 1e-9
+    with monkeypatch.context() as m:
+        m.setattr("spmd.expand.timeline.least_within.MOST_TRIES", 0)
+        assert least_left([(4.0, 4), (4.0, 2)], 4) == 2.0
