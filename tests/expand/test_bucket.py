@@ -1,6 +1,8 @@
 """Buckets: what is sent together gives the same results as when each is sent alone."""
 
 import copy
+from collections import Counter
+from math import ceil
 
 import pytest
 import torch
@@ -75,6 +77,24 @@ def test_a_full_bucket_is_sent():
     two = bucketed(alone, 1e-4, 1e-4)
     assert 2 < len(two.collectives) < len(alone.collectives)
     assert str(alone) == text
+
+
+@pytest.mark.parametrize("mb", [0.05, 1.0])
+def test_few_collectives_are_sent(mb):
+    """Of gradients, and of parameters in shards each way, one more than there are full buckets, at most. By default
+    shards travel in smaller ones where larger ones would need more memory."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    case = Case(model=lambda: gpt(n_embd=64), batches=tokens(8), inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}})
+    model, optimizer = case.begin()
+    most = 1 + ceil(sum(p.numel() * p.element_size() for p in model.parameters()) / (mb * (1 << 20)))
+    sent = {}
+    by_hand = {"fully_shard": "dp", "passes": ("numbers_late", Buckets(mb, mb))}
+    for plan, said in {"dp": {"bucket_mb": mb}, "zero3": by_hand}.items():
+        step = spmd.compile(case.step, mesh, inputs=case.inputs, **said)
+        found = step.program_for(model, optimizer, *case.batches[0])
+        sent[plan] = Counter(c.kind for c in found.collectives)
+    assert 1 <= sent["dp"]["all_reduce"] <= most
+    assert 1 <= sent["zero3"]["all_gather"] <= 2 * most and 1 <= sent["zero3"]["reduce_scatter"] <= most
 
 
 def test_only_like_goes_with_like():
