@@ -46,6 +46,15 @@ class _Leg:
 
 
 @dataclass(frozen=True)
+class _Path:
+    """Ways that are taken one after the other. needs: the least limit that they fit into: of each larger one, up to the
+    limit that they were found for, they take the least time."""
+
+    ways: tuple[Way, ...]
+    needs: int
+
+
+@dataclass(frozen=True)
 class _Alike:
     """Legs with the same ends, by their numbers among all that end there; and what they need, change and take."""
 
@@ -94,19 +103,21 @@ class Choice:
         """The same as far as bytes are known before the ways are put together, when each segment is taken to free one
         number of them. What that is rounded up by may be more than what is left below the least peak."""
         aim = limit
-        while (ways := self._paths(aim)) is not None:
-            effects = [way.effect for way in ways]
-            chosen = Chosen(tuple(ways), sum([effect.us for effect in effects]), self.peak_with(effects))
+        while (found := self._paths(aim)) is not None:
+            effects = [way.effect for way in found.ways]
+            chosen = Chosen(found.ways, sum([effect.us for effect in effects]), self.peak_with(effects))
             if chosen.peak <= limit:
                 return chosen
-            aim -= chosen.peak - limit  # what a segment frees is not one number: some of it is read late
+            # What a segment frees is not one number: some of it is read late. Down to `needs` the paths are the same.
+            aim = min(aim - (chosen.peak - limit), found.needs - 1)
         return None
 
-    def _paths(self, limit: int) -> list[Way] | None:
+    def _paths(self, limit: int) -> _Path | None:
         paths = [self._path(group, limit, self._grain(group)) for group in self.groups]
         if None in paths or (not paths and int(self.alive.max()) > limit):
             return None
-        return [way for path in paths for way in path]
+        ways = tuple([way for path in paths for way in path.ways])
+        return _Path(ways, max([path.needs for path in paths], default=0))
 
     def least_peak(self) -> Chosen:
         """The least time in which the least bytes are alive."""
@@ -200,16 +211,18 @@ class Choice:
     def _grains(self) -> dict[range, int]:
         return {}
 
-    def _path(self, group: range, limit: int, grain: int) -> list[Way] | None:
+    def _path(self, group: range, limit: int, grain: int) -> _Path | None:
         kept = self._kept(group, limit, grain)
-        at, ways, choice = group.stop, [], len(kept[group.stop].us) - 1
+        at, ways, needs, choice = group.stop, [], 0, len(kept[group.stop].us) - 1
         if choice < 0:
             return None
         while at > group.start:
-            leg, before = kept[at].back[choice]
-            ways.append(self._legs[at][leg].way)
-            at, choice = ways[-1].start, int(before)
-        return ways[::-1]
+            number, before = kept[at].back[choice]
+            leg = self._legs[at][number]
+            at, choice = leg.way.start, int(before)
+            ways.append(leg.way)
+            needs = max(needs, leg.needs + int(kept[at].nbytes[choice]))
+        return _Path(tuple(ways[::-1]), needs)
 
     def _kept(self, group: range, limit: int, grain: int) -> dict[int, _Kept] | None:
         """By segment, the choices of ways up to it that fit. None if there are too many."""
