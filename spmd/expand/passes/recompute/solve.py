@@ -104,13 +104,16 @@ class Choice:
         number of them. What that is rounded up by may be more than what is left below the least peak."""
         aim = limit
         while (found := self._paths(aim)) is not None:
-            effects = [way.effect for way in found.ways]
-            chosen = Chosen(found.ways, sum([effect.us for effect in effects]), self.peak_with(effects))
+            chosen = self._chosen(found)
             if chosen.peak <= limit:
                 return chosen
             # What a segment frees is not one number: some of it is read late. Down to `needs` the paths are the same.
             aim = min(aim - (chosen.peak - limit), found.needs - 1)
         return None
+
+    def _chosen(self, path: _Path) -> Chosen:
+        effects = [way.effect for way in path.ways]
+        return Chosen(path.ways, sum([effect.us for effect in effects]), self.peak_with(effects))
 
     def _paths(self, limit: int) -> _Path | None:
         paths = [self._path(group, limit, self._grain(group)) for group in self.groups]
@@ -132,8 +135,14 @@ class Choice:
                 high = middle
             else:
                 low = middle + 1
-        while (chosen := self._within(low)) is None:
-            low += max(1, low >> 10)
+        path = self._paths(low)  # the least by what ways free at most: some of it is read late, so more is alive
+        chosen = self.unlimited if path is None else self._chosen(path)
+        while chosen.peak - low > low >> 10:
+            middle = (low + chosen.peak) // 2
+            if (found := self._within(middle)) is None:
+                low = middle + 1
+            else:
+                chosen = found
         return chosen
 
     def _fits(self, group: range, limit: int) -> bool:
