@@ -10,10 +10,11 @@ was sent alone. All-reduces and reduce-scatters leave views of the buffer; gathe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -209,25 +210,66 @@ class _Scattered:
 
 
 class _Exchanged:
-    """For each rank that gets something, its pieces of all tensors one behind the other."""
+    """For each rank that gets something, its pieces of all tensors one behind the other.
+
+    Neighbouring ranks that get as much of each tensor are cut and joined together: as the rows of a table.
+    """
 
     @staticmethod
     def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         received, sent = zip(*[move.sizes(ctx) for ctx in ctxs], strict=True)
-        flats = [move.packed(xs[i], ctx).split(sent[i], 0) for i, ctx in enumerate(ctxs)]
-        pieces = [flats[i][rank] for rank in range(len(sent[0])) for i in range(len(steps))]
+        flats, tables = [move.packed(xs[i], ctx) for i, ctx in enumerate(ctxs)], _Table.of(sent)
+        parts = [_pieces(flats[i], [t.count * t.sizes[i] for t in tables]) for i in range(len(steps))]
+        joined = [table.joined([parts[i][k] for i in range(len(steps))]) for k, table in enumerate(tables)]
+        flat = torch.cat(joined, 0) if len(joined) > 1 else joined[0] if joined else flats[0]
         totals = [list(map(sum, zip(*each, strict=True))) for each in (received, sent)]
-        return by.all_to_all_single(torch.cat(pieces, 0), *totals, ctxs[0].group(move.axes))
+        return by.all_to_all_single(flat, *totals, ctxs[0].group(move.axes))
 
     @staticmethod
     def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
-        received = [move.sizes(ctx)[0] for ctx in ctxs]
-        ranks, many = len(received[0]), len(steps)
-        pieces = by.wait_tensor(y).split([received[i][rank] for rank in range(ranks) for i in range(many)], 0)
-        own = [torch.cat([pieces[rank * many + i] for rank in range(ranks)], 0) for i in range(many)]
-        return [move.unpacked(own[i], ctx) for i, ctx in enumerate(ctxs)]
+        y, tables = by.wait_tensor(y), _Table.of([move.sizes(ctx)[0] for ctx in ctxs])
+        parts = _pieces(y, [table.count * sum(table.sizes) for table in tables])
+        cut = [table.cut(parts[k]) for k, table in enumerate(tables)]
+        found = []
+        for i, ctx in enumerate(ctxs):
+            mine = [columns[i] for table, columns in zip(tables, cut, strict=True) if table.sizes[i]]
+            own = torch.cat(mine, 0) if len(mine) > 1 else mine[0] if mine else y.narrow(0, 0, 0)
+            found.append(move.unpacked(own, ctx))
+        return found
+
+
+class _Table(NamedTuple):
+    """So many neighbouring ranks, each of which gets as many items of each tensor: a row for each rank."""
+
+    count: int
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Sequence[Sequence[int]]) -> list[_Table]:
+        """The tables of what each rank gets of each tensor, without ranks that get nothing.
+
+        >>> _Table.of([[3, 3, 1, 0], [2, 2, 2, 0]])
+        [_Table(count=2, sizes=(3, 2)), _Table(count=1, sizes=(1, 2))]
+        """
+        groups = itertools.groupby(zip(*sizes, strict=True))
+        return [cls(len(list(group)), of_rank) for of_rank, group in groups if any(of_rank)]
+
+    def joined(self, columns: Sequence[Any]) -> Any:
+        """The rows, one behind the other, of columns that are rows by themselves."""
+        filled = [x.view(self.count, n) for x, n in zip(columns, self.sizes, strict=True) if n]
+        return (torch.cat(filled, 1) if len(filled) > 1 else filled[0]).view(-1)
+
+    def cut(self, rows: Any) -> list:
+        """The columns again; of those that have no items, nothing that is read."""
+        pieces = rows.view(self.count, sum(self.sizes)).split(list(self.sizes), 1)
+        return [pieces[i].reshape(-1) if n else None for i, n in enumerate(self.sizes)]
+
+
+def _pieces(flat: Any, sizes: Sequence[int]) -> Sequence[Any]:
+    """A row in pieces of these sizes."""
+    return flat.split(list(sizes), 0) if len(sizes) > 1 else [flat]
 
 
 _WAYS = {AllReduce: _AllReduced, AllGather: _Gathered, ReduceScatter: _Scattered, AllToAll: _Exchanged}
