@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -75,7 +76,8 @@ class Work:
     def of(cls, program: Program, topology: MeshTopoInfo | None = None, timed: bool = True) -> Work:
         """The tasks of a program, priced on the topology of its mesh or on another one.
 
-        timed: whether to price what is computed, too, which takes most of the time and which memory does not ask for.
+        timed: whether to find what orders and times ask for, too: prices of ops, their lines, and what a task follows.
+        That takes most of the time, and memory does not ask for it.
         """
         return _Reader(program, timed).work(topology)
 
@@ -119,13 +121,15 @@ class Work:
 
 @dataclass
 class _Reader:
-    """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's."""
+    """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's. sent: of what
+    is sent and of the pieces of buckets, where it is sent."""
 
     program: Program
     timed: bool = True
     host_is_apart: bool = False
     places: dict[fx.Node, int] = field(default_factory=dict)
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sent: dict[fx.Node, int] = field(default_factory=dict)
     overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
 
     def work(self, topology: MeshTopoInfo | None) -> Work:
@@ -134,8 +138,12 @@ class _Reader:
         self.places = {node: i for i, node in enumerate(nodes)}
         for node in nodes:
             self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
+            if _sends(node):
+                self.sent[node] = self.places[node]
+            elif _is_piece(node):
+                self.sent[node] = self.places[node.args[0]]
         self._find_overwriting(nodes)
-        barriers = list(self._barriers(nodes))
+        barriers = list(self._barriers(nodes)) if self.timed else [()] * len(nodes)
         tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
         held = sum([_made(n) for n in self._held(nodes)])
         return Work(tasks, held, self.program.mesh.device_type != "cpu")
@@ -149,15 +157,18 @@ class _Reader:
                 yield node
 
     def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
-        reads = tuple([self.places[n] for n in _torch.operands_of(node)])
-        is_op = node.op.startswith("call") and node.target is not operator.getitem
-        follows = (*[self.places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
-        own = node.op.startswith("call") and self.shows[node] is node and not self._is_away(node)
-        us = prices.compute_us(node) if is_op and self.timed else 0.0
+        places, shown, target = self.places, self.shows[node], node.target
+        reads = tuple([places[n] for n in _torch.operands_of(node)])
+        is_called = node.op.startswith("call")
+        is_op = is_called and target is not operator.getitem
+        follows, us, line = (), 0.0, ""
+        if self.timed:
+            follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
+            us, line = prices.compute_us(node) if is_op else 0.0, line_of(node)
         return Task(
             node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows, us,
-            _made(node) if own else 0, self.places[self.shows[node]],
-            prices.sending(node), line_of(node), is_op, node.target is on_host,
+            _made(node) if is_called and shown is node and not self._is_away(node) else 0, places[shown],
+            prices.sending(node), line, is_op, target is on_host,
         )  # fmt: skip
 
     def _is_away(self, node: fx.Node) -> bool:
@@ -173,8 +184,10 @@ class _Reader:
 
     def _waits(self, node: fx.Node) -> tuple[int, ...]:
         """The sent values that a node waits for; a piece of a bucket stands for the bucket."""
-        sent = dict.fromkeys([n.args[0] if _is_piece(n) else n for n in _torch.operands_of(node)])
-        return tuple([self.places[n] for n in sent if _sends(n)])
+        operands = _torch.operands_of(node)
+        if self.sent.keys().isdisjoint(operands):  # most nodes
+            return ()
+        return tuple(dict.fromkeys([self.sent[n] for n in operands if n in self.sent]))
 
     # ---- what is written in place -------------------------------------------------------------
     def _find_overwriting(self, nodes: Sequence[fx.Node]) -> None:
@@ -243,9 +256,10 @@ class _Reader:
 
 
 def _sends(node: fx.Node) -> bool:
-    if isinstance(node.target, (Step, Bucket)):  # first: it takes long to hash one
-        return node.target.sends
-    return not isinstance(node.target, _torch.OpOverload) and node.target in HOST_COPIES
+    target = node.target
+    if isinstance(target, _torch.OpOverload):  # most nodes
+        return False
+    return target.sends if isinstance(target, (Step, Bucket)) else target in HOST_COPIES  # it takes long to hash a move
 
 
 def _is_piece(node: fx.Node) -> bool:
@@ -256,13 +270,18 @@ def _is_piece(node: fx.Node) -> bool:
 def _shows_operand(node: fx.Node) -> bool:
     """Whether the result has the memory of its first operand."""
     op = node.target
+    if isinstance(op, _torch.OpOverload):  # most nodes
+        return _shows_first(op)
     if op is operator.getitem:
         return not node.args[0].target.copies_out if _is_piece(node) else _shows_operand(node.args[0])
     if isinstance(op, Step):
         return op.move.kind == "view"
-    if op is on_host:
-        return True
-    return isinstance(op, _torch.OpOverload) and (_torch.is_view(op) or op in SAFE_LOCALLY.values())
+    return op is on_host
+
+
+@lru_cache(maxsize=4096)
+def _shows_first(op: _torch.OpOverload) -> bool:
+    return _torch.is_view(op) or op in SAFE_LOCALLY.values()
 
 
 def _made(node: fx.Node) -> int:
