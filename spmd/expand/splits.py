@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd.comm.added import FEW_RANKS
+from spmd.tensor.redistribute.runs import Sizes
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,5 +50,7 @@ def in_short(arg: Any) -> Any:
     >>> in_short([2, 2]), in_short([1] * 64), in_short("sum")
     ([2, 2], [1] * 64, 'sum')
     """
+    if isinstance(arg, Sizes):
+        return Splits(arg.runs) if len(arg) > FEW_RANKS else list(arg)
     is_long = isinstance(arg, list) and len(arg) > FEW_RANKS and isinstance(arg[0], int)
     return Splits.of(arg) if is_long else arg

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +73,21 @@ class Run(NamedTuple):
             yield Run(tuple(moved))
 
 
+class Sizes(list[int]):
+    """A list of sizes that knows its runs: for each stretch of equal ones the size, and how often it stands there.
+
+    To find them again takes a look at each rank of a group, for each move that a program makes over it.
+
+    >>> Sizes([(4, 2), (4, 1), (0, 2)]), Sizes([(4, 2), (4, 1), (0, 2)]).runs
+    ([4, 4, 4, 0, 0], ((4, 3), (0, 2)))
+    """
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        found = [(size, [n for _, n in group]) for size, group in itertools.groupby(runs, key=operator.itemgetter(0))]
+        self.runs = tuple([(size, sum(counts)) for size, counts in found])
+        super().__init__(itertools.chain.from_iterable([[size] * count for size, count in self.runs]))
+
+
 @dataclass(frozen=True)
 class Boxes:
     """A box for each rank of a group, in the order of the ranks."""
@@ -79,9 +95,9 @@ class Boxes:
     runs: tuple[Run, ...]
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> Sizes:
         """How many elements the box of each rank has."""
-        return [size for run in self.runs for size in [run.volume] * run.count]
+        return Sizes([(run.volume, run.count) for run in self.runs])
 
     @cached_property
     def largest(self) -> int:
@@ -157,7 +173,7 @@ def _cut(x: torch.Tensor, shape: Sequence[int], runs: Sequence[Run]) -> torch.Te
     """The boxes of one longer run, or of several single ones."""
     run = runs[0]
     if run.count > 1 and not run.step and run.volume:
-        return one_by_one.cut(x, shape, [run.first]).view(1, -1).expand(run.count, run.volume).reshape(-1)
+        return one_by_one.cut(x, shape, [run.first]).repeat(run.count)
     if run.count == 1 or not run.is_tiling or not run.volume:
         return one_by_one.cut(x, shape, [single.first for each in runs for single in each.singles()])
     if run.is_in_order:

@@ -7,13 +7,13 @@ import torch
 from torch import fx
 
 from spmd import DeviceMesh
-from spmd.expand.splits import Splits
+from spmd.expand.splits import Splits, in_short
 from spmd.tensor.redistribute import runs
 from spmd.tensor.redistribute.bucket import Bucket
 from spmd.tensor.redistribute.collective_moves import AllGather, AllToAll, ReduceScatter
 from spmd.tensor.redistribute.moves import MoveContext
 from spmd.tensor.redistribute.plan import Step
-from spmd.tensor.redistribute.runs import Boxes, Run
+from spmd.tensor.redistribute.runs import Boxes, Run, Sizes
 from spmd.tensor.spec import Spec
 
 LINE, GRID = (40,), (2, 24)
@@ -84,6 +84,14 @@ def test_a_rank_of_thousands_writes_a_few_ops():
         str([Splits.of(sizes) for sizes in AllToAll((0,)).sizes(ctx)])
         == "[[1] * 512 + [0] * 1536, [1] * 256 + [0] * 1792]"
     )
+
+
+@pytest.mark.parametrize("lengths", [(40,), (256, 1792), (39, 1), (3, 1, 2, 64, 5, 1, 700), (1,) * 50], ids=str)
+def test_sizes_that_know_their_runs_are_the_same_in_short(lengths):
+    """As when each size is looked at; neighbouring runs of one size are one."""
+    sizes = Sizes([(i // 2 % 3, n) for i, n in enumerate(lengths)])
+    assert isinstance(in_short(sizes), Splits)
+    assert in_short(sizes) == in_short(list(sizes)) and list(in_short(sizes)) == sizes
 
 
 class Sent:
