@@ -12,7 +12,8 @@ The graph that the rank runs is replayed on tensors without data. A node's resul
 that is there; memory is given back when the last node that shows it was read for the last time, as in the run. What
 a collective sends is held until it has been waited for, on a device that runs behind its program; gloo does not hold
 it. Inputs are held by the caller, all the time. What was copied to host memory does not count, where that is not the
-device's. Left out is what kernels and backends take for themselves.
+device's. A draw of random numbers holds those of a few tiles for a moment ("workspace"). Left out is what kernels and
+backends take for themselves.
 """
 
 from __future__ import annotations
@@ -144,8 +145,9 @@ class _Replay:
                 self.values[node] = self._result(node)
                 self._take(node)
                 if node.op.startswith("call"):
-                    self._note_peak()
-                    yield node.name, self.now
+                    held = self._workspace(node)
+                    self._note_peak(held)
+                    yield node.name, self.now + sum(each.nbytes for each in held)
                 for dead in dying.get(node, ()):
                     self._release(dead)
 
@@ -191,8 +193,7 @@ class _Replay:
                 mine.add(key)
                 if key not in self.blocks:
                     self.storages[key] = storage
-                    notes = node.meta.get(LINE, ""), node.meta.get(MADE_FOR, "")
-                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), *notes)
+                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), *_notes(node))
                     self.now += storage.nbytes()
         self.users.update(mine)
 
@@ -204,10 +205,18 @@ class _Replay:
                 self.now -= self.blocks.pop(key).nbytes
                 del self.storages[key], self.users[key]
 
-    def _note_peak(self) -> None:
-        if self.now > self.most:
-            self.most = self.now
-            self.alive_at_peak = tuple(sorted(self.blocks.values(), key=lambda each: -each.nbytes))
+    def _workspace(self, node: fx.Node) -> list[Alive]:
+        """What the node holds while it runs, beside its operands and results."""
+        if not isinstance(node.target, Draw):
+            return []
+        nbytes = node.target.workspace(*fx.map_arg(node.args, self.values.__getitem__))
+        return [Alive(node.name, "workspace", nbytes, *_notes(node))]
+
+    def _note_peak(self, held: list[Alive]) -> None:
+        now = self.now + sum(each.nbytes for each in held)
+        if now > self.most:
+            self.most = now
+            self.alive_at_peak = tuple(sorted([*self.blocks.values(), *held], key=lambda each: -each.nbytes))
 
     def _named(self, node: fx.Node) -> tuple[str, str]:
         """The name and the kind of memory that a node makes."""
@@ -217,6 +226,11 @@ class _Replay:
             return node.name, "host"
         sent = is_collective(node) or _is_overwritten(node)
         return self.inputs.get(node) or (node.name, "sent" if sent else "activation")
+
+
+def _notes(node: fx.Node) -> tuple[str, str]:
+    """The user's line of a node, and the node of the program that it was made for."""
+    return node.meta.get(LINE, ""), node.meta.get(MADE_FOR, "")
 
 
 def _is_overwritten(node: fx.Node) -> bool:

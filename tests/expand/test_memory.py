@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import spmd
 from spmd import FullyShard, Shard
 from spmd._torch import pytree
+from spmd.comm import C10dTransport
+from spmd.expand.code import code_for
+from spmd.mesh import as_rank
 from spmd.tensor.recipes import host
 from tests.expand.side_by_side import GPT_PLAN, INPUTS, NET, Net, gpt, rows, tokens, train_step
 
@@ -151,3 +154,35 @@ class _Forked(nn.Module):
 def test_views_take_no_memory():
     mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
     assert spmd.compile(_Forked(), mesh).program_for(torch.ones(4)).memory().peak == 2 * 16
+
+
+SEED = 0, 0
+DRAWS = {
+    "dropout": lambda x: torch.nn.functional.dropout(x, 0.5),
+    "uniform": lambda x: torch.rand_like(x),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "half precision": lambda x: torch.randn_like(x, dtype=torch.bfloat16),
+    "transposed": lambda x: torch.randn_like(x.t(), dtype=torch.bfloat16),
+    "integers": lambda x: torch.randint_like(x, 0, 7, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("shape", [(0, 5), (30, 7), (300, 400)], ids=str)
+def test_what_a_draw_holds_for_a_moment_counts(name, shape):
+    """Numbers wait to be copied into the block, band after band; tiles of kernels to be put together."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    step, x = spmd.compile(DRAWS[name], mesh, inputs={"x": {"dp": Shard(1)}}), torch.ones(shape)
+    program = step.program_for(x)
+    for rank in range(4):
+        specs = [n.meta["spec"] for n in program.graph.nodes if n.op == "placeholder"]
+        given = [torch.ones(spec.local_shape((rank,))) if spec else SEED for spec in specs]
+        with as_rank(rank):
+            run = code_for(program, (rank,), C10dTransport()).module
+            run(*given)  # makes the generator of this thread
+            with Counted() as count:
+                count.note(given)
+                run(*given)
+        memory = program.memory((rank,))
+        assert memory.peak == count.most
+        assert sum(memory.by_kind.values()) == memory.peak

@@ -114,30 +114,43 @@ def fill_block(op, out: torch.Tensor, args: tuple, spec: Spec, at: tuple[int, ..
     return out
 
 
+def workspace_of_fill(op, out: torch.Tensor, args: tuple, spec: Spec, at: tuple[int, ...]) -> int:
+    """The bytes of tensors that `fill_block` holds for a moment beside such a block. Bands are filled one by one.
+
+    Numbers that were made of words wait to be copied into the block. Tiles that kernels have filled wait to be put
+    together; a band that is one tile is filled where it is.
+    """
+    if not out.numel():
+        return 0
+    source = _source_kind(out.device)
+    found = _bands(spec, at, source.least, source.most)
+    formula = word_formula(op, out.dtype, *args) if source.has_words else None
+    if formula is not None:
+        return formula.itemsize * max(band.inside_of(out).numel() for band in found)
+    return out.itemsize * max(0 if band.is_tile_of(out) else sum(prod(t.size) for t in band.tiles) for band in found)
+
+
 def _fill_by_words(formula: WordFormula, out: torch.Tensor, bands: Iterable[Band], source: _Host, key: Key) -> None:
     out = out if out.ndim else out.view(1)
-    for inside, dim, tiles in bands:
-        words = []
-        for number, kept, size in tiles:
-            tile = source.words(key, number, size or (1,), formula.wide)
-            words.append(tile if kept is None else tile[kept])
-        numbers = formula.make(words[0] if len(words) == 1 else np.concatenate(words, dim))
-        (out if inside is None else out[inside]).copy_(torch.from_numpy(numbers))
+    for band in bands:
+        words = [t.kept_of(source.words(key, t.number, t.size or (1,), formula.wide)) for t in band.tiles]
+        numbers = formula.make(words[0] if len(words) == 1 else np.concatenate(words, band.dim))
+        band.inside_of(out).copy_(torch.from_numpy(numbers))
 
 
 def _fill_by_kernel(
     fill: Callable, out: torch.Tensor, bands: Iterable[Band], source: _Host | _Device, key: Key
 ) -> None:
-    for inside, dim, tiles in bands:
-        part = out if inside is None else out[inside]
-        if len(tiles) == 1 and tiles[0].kept is None and part.is_contiguous():
-            fill(part, generator=source.seeded_generator(key, tiles[0].number))
-            continue
-        made = []
-        for number, kept, size in tiles:
-            tile = fill(out.new_empty(size), generator=source.seeded_generator(key, number))
-            made.append(tile if kept is None else tile[kept])
-        torch.cat(made, dim, out=part)
+    def tile(number: int, room: torch.Tensor) -> torch.Tensor:
+        return fill(room, generator=source.seeded_generator(key, number))
+
+    for band in bands:
+        if band.is_tile_of(out):
+            tile(band.tiles[0].number, band.inside_of(out))
+        else:
+            made = [t.kept_of(tile(t.number, out.new_empty(t.size))) for t in band.tiles]
+            torch.cat(made, band.dim, out=band.inside_of(out))
+            del made  # before the next ones are made
 
 
 @per_rank
@@ -168,6 +181,10 @@ class Draw:
         seed, first = rng
         key = key_of(seed, first + self.number)
         return fill_block(self.op, torch.empty_like(x), args, self.spec, self.at, key)
+
+    def workspace(self, x: torch.Tensor, rng: Any, *args: float) -> int:
+        """The bytes that the call holds for a moment beside its result. Of x the values are not read."""
+        return workspace_of_fill(self.op, x, args, self.spec, self.at)
 
 
 # ---- tiles ------------------------------------------------------------------------------------
@@ -204,6 +221,9 @@ class Tile(NamedTuple):
     kept: tuple[slice, ...] | None
     size: tuple[int, ...]
 
+    def kept_of(self, tile: Any) -> Any:
+        return tile if self.kept is None else tile[self.kept]
+
 
 class Band(NamedTuple):
     """Tiles that are side by side along a dim, and the part of the block that they cover together (None: all)."""
@@ -211,6 +231,13 @@ class Band(NamedTuple):
     inside: tuple[slice, ...] | None
     dim: int
     tiles: tuple[Tile, ...]
+
+    def inside_of(self, block: torch.Tensor) -> torch.Tensor:
+        return block if self.inside is None else block[self.inside]
+
+    def is_tile_of(self, block: torch.Tensor) -> bool:
+        """Whether a kernel can fill it where it is: one tile as a whole, one after the other in memory."""
+        return len(self.tiles) == 1 and self.tiles[0].kept is None and self.inside_of(block).is_contiguous()
 
 
 MAX_CACHED_BANDS = 32
@@ -366,5 +393,9 @@ def _source(device: torch.device) -> _Host | _Device:
     """This thread's generator for a device. It is seeded before each use, so no use affects the next."""
     by_device = _sources.__dict__
     if device not in by_device:
-        by_device[device] = _Host(device) if device.type == "cpu" else _Device(device)
+        by_device[device] = _source_kind(device)(device)
     return by_device[device]
+
+
+def _source_kind(device: torch.device) -> type[_Host | _Device]:
+    return _Host if device.type == "cpu" else _Device

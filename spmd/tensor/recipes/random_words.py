@@ -40,6 +40,11 @@ class WordFormula(NamedTuple):
     wide: bool
     make: Make
 
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number as it is made. The tensor that it is copied into may have smaller ones."""
+        return self.make(np.empty(0, np.uint64 if self.wide else np.uint32)).itemsize
+
 
 @functools.lru_cache(maxsize=1024)
 def word_formula(op: _torch.OpOverload, dtype: torch.dtype, *args: float) -> WordFormula | None:
