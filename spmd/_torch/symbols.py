@@ -179,13 +179,21 @@ def _environment() -> type:
             self.hints: dict[Any, float] = {}
             self.defined: dict[Any, Any] = {}
             self.decided: dict[Any, None] = {}
+            self.refused: list[Exception] = []
 
         def define(self, number: Any, expression: Any) -> None:
             """Note what `item()` of a tensor is an expression of."""
             (symbol,) = number.node.expr.free_symbols
             self.defined[symbol] = _as_number(expression)
 
-        def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return self.evaluated(*args, **kwargs)
+            except _symbolic_shapes().GuardOnDataDependentSymNode as error:
+                self.refused.append(error)
+                raise
+
+        def evaluated(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
             free = getattr(orig_expr, "free_symbols", frozenset())
             if not free & self.defined.keys():
                 return super().evaluate_expr(orig_expr, *args, **kwargs)
@@ -237,6 +245,11 @@ class Symbols:
     def forget_ops(self) -> None:
         """To be called when the trace is complete: what its ops gave is not needed any more."""
         self._mode.results.clear()
+
+    @property
+    def refused(self) -> list[Exception]:
+        """The errors that were raised for branches on values that only the run knows, whoever has caught them."""
+        return self.env.refused
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""

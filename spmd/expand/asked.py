@@ -4,6 +4,7 @@
     os.environ["RANK"], os.getenv("DEBUG", "")                       a guard: another value makes another capture
     random.random(), numpy.random.rand()                           an error, with the line (`outside`)
     input()                                                        an error
+    a function with functools.lru_cache                            called without its cache: that outlives the trace
 
 While a step is captured, other functions stand for these in their modules, and in the variables of modules of the user.
 They answer code of the user that runs in the thread of the capture, and what it calls of Python's library; all other
@@ -16,6 +17,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import datetime
+import functools
 import os
 import sys
 import threading
@@ -69,8 +71,12 @@ def asked(search: Search) -> Iterator[Asked]:
     thread at a time may be inside."""
     found = Asked(threading.get_ident())
     numbers = RandomNumbers.now()
-    new = {id(function): (function, stand_in) for function, stand_in in _stand_ins(found)}
+    new = {id(function): (function, stand_in) for function, stand_in in _stand_ins(found, search)}
     with contextlib.ExitStack() as undo:
+        for kind in search.classes:
+            for name in [name for name, x in vars(kind).items() if id(x) in new]:
+                undo.callback(setattr, kind, name, vars(kind)[name])
+                setattr(kind, name, new[id(vars(kind)[name])][1])
         for variables in _variables(search):
             for name in [name for name, x in variables.items() if id(x) in new]:
                 undo.callback(variables.__setitem__, name, variables[name])
@@ -116,8 +122,10 @@ def _cells(search: Search) -> Iterator[types.CellType]:
 # ---- what stands for them ---------------------------------------------------------------------
 
 
-def _stand_ins(found: Asked) -> Iterator[tuple[Any, Any]]:
+def _stand_ins(found: Asked, search: Search) -> Iterator[tuple[Any, Any]]:
     """The functions and classes, each with what answers in its place."""
+    for function in search.cached:
+        yield function, _uncached(found, function)
     for module, names in TOLD.items():
         for name in names:
             if (function := getattr(module, name, None)) is not None:
@@ -141,6 +149,14 @@ def _telling(found: Asked, function: Callable, what: str) -> Callable:
         return Told(value, f"{what} ({_line()})") if found.by_user() else value
 
     return tell
+
+
+def _uncached(found: Asked, function: Callable) -> Callable:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function.__wrapped__ if found.by_user() else function)(*args, **kwargs)
+
+    return call
 
 
 def _line() -> str:

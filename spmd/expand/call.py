@@ -72,7 +72,7 @@ class Call:
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         tree = str(pytree.tree_structure(named))
-        values = named_values(around.methods_and_functions(), state.submodules(), reads)
+        values = named_values(around.methods_and_functions(), around.classes, reads)
         key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, values, reads))
         return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
 

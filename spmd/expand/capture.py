@@ -52,6 +52,7 @@ from spmd.expand.told import FrozenValue, Told
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
+from spmd.expand.user_code import ended_in_user_code
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
@@ -282,7 +283,7 @@ def _traced(
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), asked(search_of(fn)) as process,
+            _torch.backward_under(KeepProducts), asked(search_of(fn, state.holders())) as process,
         ):  # fmt: skip
             table = decompositions | DENSE_VIEWS
             # Its code is never asked for: its graph alone is read, and cleaned below.
@@ -294,6 +295,9 @@ def _traced(
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
             symbols.forget_ops()
+        for error in symbols.refused:
+            if ended_in_user_code(error):
+                raise error
     except Exception as error:
         if flat.blocks.kinds:  # a step that is wrong is so without stamps, too, and says it in its own words
             raise CoupledBlocks(f"{type(error).__name__}: {error}") from error
@@ -355,6 +359,7 @@ class _FlatFunction:
                 note(given[slot])
             wrapped = _wrapped(given)
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
+            own = {slot: set(vars(x)) for slot, x in new.items()}
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
@@ -377,6 +382,7 @@ class _FlatFunction:
                     with _torch.no_function_modes():
                         after = self.state.tensors()
                     self._check_slots(after)
+                    _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     self._note_changes(constants, python, numbers)
                 finally:
@@ -505,6 +511,16 @@ def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
     functional = dict(zip(tensors, _torch.all_to_functional(list(tensors.values())), strict=True))
     rest = {k: _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x for k, x in given.items()}
     return rest | functional
+
+
+def _check_attributes(tensors: Tensors, before: dict[Slot, set[str]]) -> None:
+    """Refuse attributes that the step has set on tensors of the state: those of a trace are not the ones that stay."""
+    for slot, x in tensors.items():
+        if slot in before and (names := [name for name in vars(x) if name not in before[slot] and name[0] != "_"]):
+            raise RuntimeError(
+                f"the step sets the attribute {names[0]} of the {slot.kind} {slot.path}, which its program would not; "
+                "set it before the step, or keep the value in a module"
+            )
 
 
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -8,15 +8,17 @@
 
 They belong to the state of the step as if they were arguments, under the names that the code has for them. They are
 looked up at each call, because a variable may get another value. Functions of the user that the step names are read
-too. What code finds in other ways, such as `getattr` with a computed name, is not seen here; a trace that meets it
-raises.
+too, and so is the code that its modules and classes run. What code finds in other ways, such as `getattr` with a
+computed name, is not seen here; a trace that meets it raises.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dis
 import functools
+import inspect
 import random
 import sys
 import sysconfig
@@ -26,13 +28,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spmd.expand.hooks import hooks_of
+from spmd.expand.guards import CONTAINERS, GUARDED_APART
+from spmd.expand.hooks import hooks_of, hooks_of_module
 from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
@@ -43,7 +47,7 @@ MOST_ITEMS = 100
 """A list or dict with more items is not looked through: it is data."""
 
 
-def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads | None = None) -> Search:
+def find_closed_over(fn: Callable, given: Iterable[Any] = (), reads: Reads | None = None) -> Search:
     """The modules and optimisers that fn uses without being given them, by name (`found`), and the functions it names.
 
     Hooks on the parameters of these modules, and of those given, are functions that it calls. reads: where to note what
@@ -52,17 +56,25 @@ def find_closed_over(fn: Callable, given: Iterable[nn.Module] = (), reads: Reads
     Raises TypeError for an iterator, a learning-rate scheduler, a GradScaler, and for a parameter that is held by
     itself or in a list: a trace runs on other tensors, which the list would not have.
     """
-    search = search_of(fn, reads)
-    for module in [*given, *(m for m in search.found.values() if isinstance(m, nn.Module))]:
+    search = search_of(fn, given, reads)
+    for module in [x for x in (*given, *search.found.values()) if isinstance(x, nn.Module)]:
         for hook in hooks_of(module.parameters()):
             search.function(hook)
     return search
 
 
-def search_of(fn: Callable, reads: Reads | None = None) -> Search:
-    """What fn names, and what that names in turn."""
+def search_of(fn: Callable, given: Iterable[Any] = (), reads: Reads | None = None) -> Search:
+    """What fn names, and what that names in turn, with the code of modules, optimisers and objects of the user: those
+    given, and those found."""
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
+    for x in [*given, *search.found.values()]:
+        if isinstance(x, nn.Module):
+            search.module(x)
+        elif isinstance(x, Optimizer):
+            search.optimizer(x)
+        else:
+            search.code(x, [name for fn in search.functions for name in names_in(fn.__code__).attributes])
     return search
 
 
@@ -92,7 +104,9 @@ class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
     boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
-    owners: of those that are methods, the object. generators: those of Python's or numpy's random numbers, by name.
+    owners: of those that are methods, the object, or the class. classes: those of the user whose attributes code may
+    read, with the names that it has for them. cached: functions of the user with a cache. contexts: context variables,
+    by name. generators: those of Python's or numpy's random numbers, by name.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -101,6 +115,9 @@ class Search:
         self.boxes: list[tuple[str, Container]] = []
         self.functions: list[types.FunctionType] = []
         self.owners: list[tuple[types.FunctionType, Any]] = []
+        self.classes: dict[type, set[str]] = {}
+        self.cached: list[Callable] = []
+        self.contexts: list[tuple[str, contextvars.ContextVar]] = []
         self.generators: list[tuple[str, Any]] = []
         self.seen: set[tuple] = set()
 
@@ -139,6 +156,59 @@ class Search:
                 self.attributes(name, owner, names_in(fn.__code__))
             self.function(fn)
 
+    def module(self, module: nn.Module) -> None:
+        """Look through the code that a module runs: its `forward`, what that names, and its hooks. What the module
+        itself holds has guards of its own."""
+        for kind in dict.fromkeys(map(type, module.modules())):
+            self.code_of(kind, "forward")
+        for m in module.modules():
+            for x in (*hooks_of_module(m), *(x for name, x in vars(m).items() if name not in GUARDED_APART)):
+                self.code(x, self.classes.get(type(m), ()))
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Look through the code of an optimiser of the user."""
+        self.code_of(type(optimizer), "step")
+
+    def code(self, x: Any, attributes: Iterable[str]) -> None:
+        """Look through the code of a function, or of an object of the user, that something holds whose values have
+        guards of their own. attributes: what code names of it."""
+        if isinstance(x, CONTAINERS):
+            for each in (x.values() if isinstance(x, dict) else x) if len(x) <= MOST_ITEMS else ():
+                self.code(each, attributes)
+        elif isinstance(x, types.MethodType):
+            self.code_of(type(x.__self__), x.__name__)
+        elif isinstance(x, functools.partial):
+            self.code(x.func, attributes)
+        elif isinstance(x, (types.FunctionType, _CACHED)):
+            self.value(x.__name__, x, _NO_NAMES)
+        elif self.is_of_user(x) and not isinstance(x, (type, types.ModuleType, *STATE)):
+            self.kind(type(x), Names((), tuple(sorted(attributes))))
+            self.code_of(type(x), "__call__")
+
+    def code_of(self, kind: type, name: str) -> None:
+        """Look through a method of a class, those that it hides, and those that it names, where the user wrote them."""
+        for base in kind.__mro__:
+            fn = attribute = vars(base).get(name)
+            while (fn := _function_of(fn)) is not None:
+                if not self.is_foreign(fn.__module__) and (kind, fn.__code__) not in self.seen:
+                    self.seen.add((kind, fn.__code__))
+                    self.cached += [attribute] if isinstance(attribute, _CACHED) else []
+                    self.owners.append((fn, kind))
+                    self.function(fn)
+                    self.kind(kind, names_in(fn.__code__))
+                fn = getattr(fn, "__wrapped__", None)
+
+    def kind(self, kind: type, names: Names) -> None:
+        """Look through the methods and classes in a class of the user that code names, and note what it names."""
+        if self.is_foreign(kind.__module__):
+            return
+        self.classes.setdefault(kind, set()).update(names.attributes)
+        called = FUNCTION_METHODS if issubclass(kind, torch.autograd.Function) else ()
+        for attribute in (*names.attributes, *called):
+            self.code_of(kind, attribute)
+            if isinstance(inner := inspect.getattr_static(kind, attribute, None), type):
+                self.value(f"{kind.__qualname__}.{attribute}", inner, names)
+
     def methods_and_functions(self) -> list[tuple[types.FunctionType, Any]]:
         """The user's functions, each with the object that it is a method of, or None."""
         owned = {id(fn) for fn, _ in self.owners}
@@ -146,10 +216,17 @@ class Search:
 
     def value(self, name: str, value: Any, names: Names) -> None:
         """Take a module or an optimiser; look through containers, functions and objects of the user."""
-        if (id(value), names) in self.seen or isinstance(value, type):
+        if (id(value), names) in self.seen:
             return
         self.seen.add((id(value), names))
-        if isinstance(value, (nn.Module, Optimizer)):
+        if isinstance(value, type):
+            self.kind(value, names)
+        elif isinstance(value, _CACHED):
+            self.cached.append(value)
+            self.value(name, value.__wrapped__, names)
+        elif isinstance(value, contextvars.ContextVar):
+            self.contexts.append((name, value))
+        elif isinstance(value, (nn.Module, Optimizer)):
             if not any(value is other for other in self.found.values()):
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
         elif isinstance(value, (nn.Parameter, LRScheduler)) or _is_iterator(value) or _is_scaler(value):
@@ -171,6 +248,7 @@ class Search:
         elif isinstance(value, types.SimpleNamespace) or self.is_of_user(value):
             if not isinstance(value, types.ModuleType):
                 self.boxes.append((name, vars(value)))
+                self.kind(type(value), names)
             self.attributes(name, value, names)
 
     def items(self, name: str, items: dict, names: Names) -> None:
@@ -185,7 +263,10 @@ class Search:
             if attribute in vars(owner):
                 self.value(f"{name}.{attribute}", vars(owner)[attribute], names)
             elif not isinstance(owner, types.ModuleType):
-                self.method(getattr(type(owner), attribute, None), owner, name)
+                for base in type(owner).__mro__:
+                    fn = _function_of(vars(base).get(attribute))
+                    if fn is not None and not self.is_foreign(fn.__module__):
+                        self.method(fn, owner, name)
 
     def is_of_user(self, value: Any) -> bool:
         """Whether it is an object of a class of the user, or a module of Python that the user wrote."""
@@ -198,6 +279,21 @@ class Search:
 
 
 _NO_NAMES = Names((), ())
+
+FUNCTION_METHODS = "forward", "setup_context", "backward", "vjp", "jvp", "vmap"
+"""What torch calls of an `autograd.Function`, whose user names `apply` alone."""
+
+
+def _function_of(attribute: Any) -> types.FunctionType | None:
+    """The function of an attribute of a class that has code: a method, a property, or a cached one of these."""
+    for name in ("fget", "func", "__func__", "__wrapped__"):
+        if isinstance(attribute, (property, functools.cached_property, staticmethod, classmethod, _CACHED)):
+            attribute = getattr(attribute, name, attribute)
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+_CACHED = functools._lru_cache_wrapper
+STATE = torch.Tensor, nn.Module, Optimizer
 
 
 def _is_iterator(value: Any) -> bool:

@@ -35,6 +35,7 @@ from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, 
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.rank_code import place_of_code
 from spmd.expand.kept.settings import settings_text
+from spmd.expand.local_map import tracing_lock
 from spmd.expand.objects import closed, write_back
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.passes import Pass
@@ -348,7 +349,8 @@ class CompiledStep:
     def _capture(self, call: Call) -> Captured:
         try:
             name = getattr(self.fn, "__name__", "the step")
-            with only_optimizers(call.state.optimizers, name), unchanged(self.fn, call.state.submodules()):
+            around = unchanged(self.fn, pytree.tree_leaves(call.given), call.state.submodules())
+            with tracing_lock, only_optimizers(call.state.optimizers, name), around:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)
                 return capture(self.fn, call.named, run, call.state, self.mesh, call.first, self._stamp_blocks)
         except AttributeError as error:
@@ -356,7 +358,7 @@ class CompiledStep:
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> Call:
         named = self._by_name(args, kwargs)
-        given = [x for x in pytree.tree_leaves(named) if isinstance(x, nn.Module)]
+        given = pytree.tree_leaves(named)
         reads = Reads()
         search = find_closed_over(self.fn, given, reads)
         return Call.of(named, search, self._table, self.settings.inputs, first, reads)

@@ -94,13 +94,21 @@ def module_guard(module: nn.Module, reads: Reads | None = None) -> tuple:
     if reads is not None:
         reads.object(module)
         for k, v in own.items():
-            if isinstance(v, dict) and (k in GUARDED_APART or not v):
+            if isinstance(v, dict) and (k in GUARDED_APART or not v or "_hooks" in k):
                 reads.box(v)
+    places: dict[int, int] = {}
     return type(module), tuple(
-        (k, v) if type(v) is bool else (k, guard_key(v, reads=reads))
+        (k, v) if type(v) is bool else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
         for k, v in own.items()
         if k not in GUARDED_APART and not _is_empty(v)
     )
+
+
+def _in_order(hooks: Any, places: dict[int, int]) -> Any:
+    """The hooks of a module by their places, and not by torch's numbers, which count all hooks of the process."""
+    if not isinstance(hooks, dict) or not all(type(number) is int for number in hooks):
+        return hooks
+    return {places.setdefault(number, len(places)): hook for number, hook in hooks.items()}
 
 
 def _is_empty(value: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from spmd.expand.reads import Reads
 
@@ -29,6 +30,14 @@ def hooks_of(parameters: Iterable[torch.Tensor]) -> list[Callable]:
     """All hooks of these parameters, each once."""
     hooks = [hook for p in parameters for hook in (*gradient_hooks(p), *accumulate_hooks(p))]
     return list({id(hook): hook for hook in hooks}.values())
+
+
+def hooks_of_module(module: nn.Module) -> list[Callable]:
+    """The hooks that a module itself runs, forward and backward."""
+    return [hook for name in _OF_MODULES for hook in vars(module).get(name, {}).values()]
+
+
+_OF_MODULES = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 def note_hooks(parameter: torch.Tensor, reads: Reads) -> None:

@@ -15,12 +15,13 @@ of more than a hundred items, which are data.
 from __future__ import annotations
 
 import argparse
+import contextvars
 import dataclasses
 import dis
 import enum
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,18 +70,24 @@ def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
 
 
 def named_values(
-    functions: Iterable[tuple[types.FunctionType, Any]], modules: Iterable[nn.Module], reads: Reads
+    functions: Iterable[tuple[types.FunctionType, Any]], classes: Mapping[type, Iterable[str]], reads: Reads
 ) -> dict[str, Any]:
-    """The plain values that functions, and the `forward` of the user's modules, name, by the text that names them.
+    """The plain values that functions name, by the text that names them, and those of classes.
 
-    functions: each with the object that it is a method of, or None. reads: where to note what was looked at.
+    functions: each with the object that it is a method of, its class, or None. classes: each with the names of
+    attributes that code may read of it. reads: where to note what was looked at.
     """
     found: dict[str, Any] = {}
-    for fn, owner in (*functions, *_forwards(modules)):
+    for kind, names in classes.items():
+        for name in sorted(names):
+            if (plain := plain_values(_attribute(kind, name, reads), reads)) is not NOTHING:
+                found[f"{kind.__qualname__}.{name}"] = plain
+    for fn, owner in functions:
         for (kind, name), *rest in chains_in(fn.__code__):
             text, value = name, _variable(fn, owner, kind, name, reads)
             for kind, part in rest:
-                if isinstance(value, np.ndarray) or (kind == "attribute" and type(value) in CONTAINERS):
+                is_method = kind == "attribute" and (type(value) in CONTAINERS or isinstance(value, CONTEXT))
+                if is_method or isinstance(value, np.ndarray):
                     break  # an element, or a method that may read all of it
                 text += f".{part}" if kind == "attribute" else f"[{part!r}]"
                 value = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
@@ -101,14 +108,6 @@ def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def name_of(owner: Any) -> str:
     return (owner if isinstance(owner, type) else type(owner)).__qualname__
-
-
-def _forwards(modules: Iterable[nn.Module]) -> Iterator[tuple[types.FunctionType, type]]:
-    """The code of modules of the user, with their classes: the attributes of a module itself have other guards."""
-    for kind in dict.fromkeys(map(type, modules)):
-        forward = getattr(kind, "forward", None)
-        if isinstance(forward, types.FunctionType) and not is_installed(package_of(forward.__module__)):
-            yield forward, kind
 
 
 # ---- what a part of a chain is ----------------------------------------------------------------
@@ -148,7 +147,7 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
     return NOTHING
 
 
-CONTAINERS = {dict, list, set, tuple, frozenset}
+CONTAINERS, CONTEXT = {dict, list, set, tuple, frozenset}, contextvars.ContextVar
 MOST_NUMBERS = 64
 """An array with more is data."""
 MOST_NESTED = 6
@@ -171,6 +170,9 @@ def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
         if few:
             reads.look_ups.append((_Bytes(), x))
         return (x.dtype.str, x.shape, x.tobytes()) if few else NOTHING
+    if isinstance(x, CONTEXT):
+        reads.look_ups.append((_value_in_context, x))
+        return plain_values(_value_in_context(x, NOTHING), reads, depth)
     if type(x) in CONTAINERS:
         return _plain_items(x, reads, depth)
     if depth and (isinstance(x, RECORDS) or (dataclasses.is_dataclass(x) and not isinstance(x, type))):
@@ -179,6 +181,10 @@ def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
         reads.object(x)
         return {name: _or_class(value, reads, depth - 1) for name, value in vars(x).items()}
     return NOTHING
+
+
+def _value_in_context(variable: contextvars.ContextVar, otherwise: Any) -> Any:
+    return variable.get(otherwise)
 
 
 def _plain_items(x: Any, reads: Reads, depth: int) -> Any:

@@ -11,6 +11,7 @@ is where the capture ends with any other error. What code finds by names is seen
 
 from __future__ import annotations
 
+import contextvars
 import dis
 import random
 import sys
@@ -20,38 +21,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from spmd.expand.closed_over import Search, is_generator, search_of
-from spmd.expand.python_state import Contents, copied, differs, is_set, put
+from spmd.expand.python_state import Container, Contents, copied, differs, is_set, put
 
 
 @contextmanager
-def unchanged(fn: Callable, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+def unchanged(fn: Callable, given: Iterable[Any] = (), modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Around a capture of fn: what it changes outside is put back, and is an error unless there is one already.
 
-    modules: those that it is given, which may have generators of random numbers as attributes.
+    given: its arguments. modules: those among them, which may have generators of random numbers as attributes.
     """
-    search = search_of(fn)
-    numbers = RandomNumbers.now([*search.generators, *_generators_of(modules)])
-    boxes: Contents = [(box, copied(box)) for _, box in search.boxes]
-    variables = [(name, where, where.get()) for name, where in _assigned(search)]
-    changed: list[str] = []
+    search = search_of(fn, given)
+    classes = Classes.now(search)
+    search.boxes += classes.boxes()
+    watched = Boxes.now(search.boxes), Variables.now(search), classes
+    settings, numbers = Settings.now(), RandomNumbers.now([*search.generators, *_generators_of(modules)])
+    changed, left, drawn = [], "", ""
     try:
         yield
-        changed = [name for (name, _), (box, old) in zip(search.boxes, boxes, strict=True) if differs(box, old)]
-        changed += [name for name, where, old in variables if where.get() is not old]
-        drawn = numbers.changed()
+        changed = [name for each in watched for name in each.changed()]
+        left, drawn = settings.changed(), numbers.changed()
     finally:
-        put([(box, old) for box, old in boxes if differs(box, old)])
-        for _, where, old in variables:
-            if where.get() is not old:
-                where.set(old)
-        numbers.restore()
+        for each in (*watched, settings, numbers):
+            each.restore()
     if changed:
         raise RuntimeError(
             f"the step changes {changed[0]}, a Python value outside of modules, which its program would not; return "
             f"what is new, or change it between steps{_line(search, changed[0])}"
+        )
+    if left:
+        raise RuntimeError(
+            f"the step leaves {left} changed, which its program would not; change it before the step, or for a part of "
+            "it, as with torch.no_grad()"
         )
     if drawn:
         raise RuntimeError(f"{DRAWS.format(drawn)}{_line(search, drawn)}")
@@ -86,6 +90,99 @@ class _Cell:
     def set(self, value: Any) -> None:
         if is_set(self.cell):
             self.cell.cell_contents = value
+
+
+@dataclass(frozen=True)
+class _Context:
+    """A variable of the context."""
+
+    variable: contextvars.ContextVar
+
+    def get(self) -> Any:
+        return self.variable.get(None)
+
+    def set(self, value: Any) -> None:
+        self.variable.set(value)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The contents of containers, with the names of these."""
+
+    names: list[str]
+    before: Contents
+
+    @classmethod
+    def now(cls, boxes: list[tuple[str, Container]]) -> Boxes:
+        return cls([name for name, _ in boxes], [(box, copied(box)) for _, box in boxes])
+
+    def changed(self) -> list[str]:
+        return [name for name, (box, old) in zip(self.names, self.before, strict=True) if differs(box, old)]
+
+    def restore(self) -> None:
+        put([(box, old) for box, old in self.before if differs(box, old)])
+
+
+@dataclass(frozen=True)
+class Variables:
+    """The values of variables around functions."""
+
+    before: list[tuple[str, _Global | _Cell | _Context, Any]]
+
+    @classmethod
+    def now(cls, search: Search) -> Variables:
+        contexts = [(name, _Context(variable)) for name, variable in search.contexts]
+        return cls([(name, where, where.get()) for name, where in (*_assigned(search), *contexts)])
+
+    def changed(self) -> list[str]:
+        return [name for name, where, old in self.before if where.get() is not old]
+
+    def restore(self) -> None:
+        for _, where, old in self.before:
+            if where.get() is not old:
+                where.set(old)
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The attributes of classes of the user, and of those that they are made of."""
+
+    before: list[tuple[type, dict[str, Any]]]
+
+    @classmethod
+    def now(cls, search: Search) -> Classes:
+        bases = dict.fromkeys(base for kind in search.classes for base in kind.__mro__)
+        return cls([(kind, _attributes(kind)) for kind in bases if not search.is_foreign(kind.__module__)])
+
+    def boxes(self) -> list[tuple[str, Container]]:
+        """The lists, dicts and sets among them."""
+        named = ((f"{kind.__qualname__}.{name}", x) for kind, own in self.before for name, x in own.items())
+        return [(name, x) for name, x in named if isinstance(x, Container)]
+
+    def changed(self) -> list[str]:
+        return [f"{kind.__qualname__}.{name}" for kind, name, _ in self._differing()]
+
+    def restore(self) -> None:
+        for kind, name, old in self._differing():
+            delattr(kind, name) if old is _NONE else setattr(kind, name, old)
+
+    def _differing(self) -> list[tuple[type, str, Any]]:
+        """What is another value now, or new, or gone, with what it was."""
+        pairs = [(kind, old, _attributes(kind)) for kind, old in self.before]
+        return [
+            (kind, name, old.get(name, _NONE))
+            for kind, old, now in pairs
+            for name in {**old, **now}
+            if now.get(name, _NONE) is not old.get(name, _NONE)
+        ]
+
+
+_NONE = object()
+
+
+def _attributes(kind: type) -> dict[str, Any]:
+    """What a class has itself, by name, but for what Python notes in it."""
+    return {name: x for name, x in vars(kind).items() if not name.startswith("__")}
 
 
 def _assigned(search: Search) -> Iterator[tuple[str, _Global | _Cell]]:
@@ -172,3 +269,39 @@ def _plain(state: Any) -> Any:
 def _generators_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
     for module in modules:
         yield from ((f"{type(module).__name__}.{name}", x) for name, x in vars(module).items() if is_generator(x))
+
+
+# ---- settings of torch ------------------------------------------------------------------------
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch.set_grad_enabled": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.set_default_dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.use_deterministic_algorithms": (
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    ),
+    "torch.set_float32_matmul_precision": (
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    ),
+    "torch.autograd.set_detect_anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+}  # fmt: skip
+"""Settings of torch for the process or the thread, by the function that sets them."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Torch's settings."""
+
+    before: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> Settings:
+        return cls({name: get() for name, (get, _) in SETTINGS.items()})
+
+    def changed(self) -> str:
+        """The first one that is another now; empty where there is none."""
+        return next((name for name, (get, _) in SETTINGS.items() if get() != self.before[name]), "")
+
+    def restore(self) -> None:
+        for name, (get, put_back) in SETTINGS.items():
+            if get() != self.before[name]:
+                put_back(self.before[name])

@@ -167,6 +167,10 @@ class State:
                 note_optimizer(optimizer, reads)
         return found | {path: guard_key(v, reads=reads) for path, v in self._optimizer_constants()}
 
+    def holders(self) -> list[nn.Module | Optimizer]:
+        """The modules and the optimisers."""
+        return [*self.modules.values(), *self.optimizers.values()]
+
     def submodules(self) -> list[nn.Module]:
         """Every module, with all that are in it, once."""
         return list({id(m): m for root in self.modules.values() for m in root.modules()}.values())

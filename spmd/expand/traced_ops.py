@@ -41,6 +41,7 @@ class Normalise(_torch.TorchDispatchMode):
     def __init__(self, phases: Phases, origins: Origins):
         super().__init__()
         self.phases, self.origins, self.numbering = phases, origins, Numbering()
+        self.default_dtype = torch.get_default_dtype()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         with unwatched(op):
@@ -48,6 +49,11 @@ class Normalise(_torch.TorchDispatchMode):
 
     def _normalised(self, op: _torch.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         self.phases.note()
+        if torch.get_default_dtype() is not self.default_dtype:
+            raise NotImplementedError(
+                f"{op}: the step changes torch's default dtype, which its program would not; give dtype= to what is "
+                f"made, or change it before the step{at_user_line(current_frames())}"
+            )
         if op is torch.ops.aten.detach.default and _is_kept_by_engine(args[0]):
             return _torch.same_value(args[0])
         _check_written(op, args)

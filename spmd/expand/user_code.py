@@ -22,6 +22,12 @@ def in_user_code(error: BaseException) -> str:
     return at_user_line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))
 
 
+def ended_in_user_code(error: BaseException) -> bool:
+    """Whether the error was raised as far as code that belongs neither to torch nor to spmd, which caught it."""
+    frame = next(iter(traceback.walk_tb(error.__traceback__)), (None,))[0]
+    return frame is not None and not frame.f_code.co_filename.startswith(LIBRARY_FOLDERS)
+
+
 def current_frames() -> Iterator[FrameType]:
     """The frames of the running code, the innermost first."""
     return (frame for frame, _ in traceback.walk_stack(None))

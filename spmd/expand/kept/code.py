@@ -3,7 +3,8 @@
     code of train               a digest of the file: the step, the classes of its modules, and all files of the user
                                 that these import
     code of transformers        the version of an installed package
-    value train.SCALE           a global, a closed-over variable or an attribute that code of the user names
+    value train.SCALE           a global, a closed-over variable or an attribute that code of the user names; plain
+                                attributes of its classes
 
 A capture runs code and reads values, and the program is right for no others. Which code it runs is known without
 running it: files of the user are read with everything that they import, whether or not it plays a role. A changed
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 
 import spmd.expand.kept as here
 from spmd.expand.closed_over import MOST_ITEMS, is_installed, names_in, package_of
+from spmd.expand.hooks import hooks_of, hooks_of_module
 from spmd.expand.kept.described import code_text, described, digest, qualified, shortened
 from spmd.expand.kept.notation import MAIN, CannotKeep, module_name
 from spmd.expand.python_state import is_set
@@ -40,7 +42,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 
 def code_entries(fn: Callable, objects: Iterable[Any]) -> dict[str, str]:
     """The entries for a step and for the modules, optimisers and other objects that it is given."""
-    roots = [fn, *_classes(objects)]
+    objects = list(objects)
+    roots = [fn, *_classes(objects), *_hooks(m for x in objects if isinstance(x, nn.Module) for m in x.modules())]
     return dict(sorted((*_files(roots), *_Values().of(fn, roots).items())))
 
 
@@ -59,6 +62,12 @@ def _classes(objects: Iterable[Any]) -> list[type]:
         for each in x.modules() if isinstance(x, nn.Module) else (x,):
             found |= dict.fromkeys(type(each).__mro__)
     return [kind for kind in found if kind is not object]
+
+
+def _hooks(modules: Iterable[nn.Module]) -> list[Any]:
+    """The hooks of modules and of their parameters, each once."""
+    found = [hook for m in modules for hook in (*hooks_of_module(m), *hooks_of(m.parameters(recurse=False)))]
+    return list({id(hook): hook for hook in found}.values())
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -157,19 +166,20 @@ class _Values:
         self.seen: set[tuple] = set()
 
     def of(self, fn: Callable, roots: Iterable[Any]) -> dict[str, str]:
-        """The values that the step and the methods of classes read."""
+        """The values that the step, the methods of classes and hooks read, and those of classes."""
         self.value("step", fn, ())
         for root in roots:
-            if isinstance(root, type):
-                self.methods(root)
+            self.value("hook", root, ())
         return self.found
 
     def methods(self, kind: type) -> None:
-        """Look through the code of a class of the user."""
+        """Look through the code of a class of the user, and note its plain values."""
         if not _is_of_user(kind) or (kind,) in self.seen:
             return
         self.seen.add((kind,))
-        for x in vars(kind).values():
+        for name, x in list(vars(kind).items()):
+            if not name.startswith("__") and not isinstance(x, types.FunctionType):
+                self.value(f"{qualified(kind)}.{name}", x, ())
             for fn in (x, getattr(x, "__func__", None), *(getattr(x, name, None) for name in ("fget", "fset", "func"))):
                 if isinstance(fn, types.FunctionType):
                     self.function(fn)
@@ -206,6 +216,8 @@ class _Values:
         elif isinstance(x, functools.partial):
             for name, y in {"function": x.func, "args": x.args, "keywords": x.keywords}.items():
                 self.value(f"{path}.{name}", y, names)
+        elif isinstance(x, functools._lru_cache_wrapper):
+            self.value(path, x.__wrapped__, names)
         elif isinstance(x, types.MethodType):
             self.function(x.__func__)
             self.value(path, x.__self__, names_in(x.__func__.__code__).attributes if _has_code(x.__func__) else names)

@@ -26,11 +26,22 @@ from spmd.expand.kept.library import Folder
 ROOT = Path(__file__).parents[3]
 
 SOURCE = """
+    import functools
+
     import torch
     from torch import nn
     from {helper} import bent
 
-    SCALE = 2.0
+    SCALE, FACTOR = 2.0, 1.0
+
+    @functools.lru_cache
+    def factor():
+        return FACTOR
+
+    def scaled(module, args):
+        return args[0] * RATE
+
+    RATE = 1.0
 
     def doubled(x):
         from {late} import twice
@@ -38,12 +49,15 @@ SOURCE = """
         return twice(x)
 
     class Net(nn.Module):
+        kept = 1.0
+
         def __init__(self):
             super().__init__()
             self.up, self.down, self.p = nn.Linear(4, 8), nn.Linear(8, 2), 0.5
+            self.down.register_forward_pre_hook(scaled)
 
         def forward(self, x):
-            return doubled(self.down(bent(self.up(x)))) * SCALE * self.p
+            return doubled(self.down(bent(self.up(x)))) * SCALE * self.p * factor() * self.kept
 
     def step(model, optimizer, x):
         optimizer.zero_grad()
@@ -152,6 +166,21 @@ def changed_global(user, patch):
     return {}
 
 
+def changed_beneath_a_cache(user, patch):
+    patch.setattr(user, "FACTOR", 3.0)
+    return {}
+
+
+def changed_class_attribute(user, patch):
+    patch.setattr(user.Net, "kept", 3.0)
+    return {}
+
+
+def changed_behind_a_hook(user, patch):
+    patch.setattr(user, "RATE", 3.0)
+    return {}
+
+
 def changed_attribute(user, patch):
     return {"before": lambda model, optimizer: setattr(model, "p", 0.25)}
 
@@ -181,6 +210,9 @@ MUTATIONS = {
     changed_helper: "code of helper_.*: it has changed",
     changed_later_import: "code of late_.*: it has changed",
     changed_global: r"value train_.*\.SCALE: '2.0' was saved, and here it is '3.0'",
+    changed_beneath_a_cache: r"value train_.*\.FACTOR: '1.0' was saved, and here it is '3.0'",
+    changed_class_attribute: r"value train_.*Net\.kept: '1.0' was saved, and here it is '3.0'",
+    changed_behind_a_hook: r"value train_.*\.RATE: '1.0' was saved, and here it is '3.0'",
     changed_attribute: r"model\.p: '0.5' was saved, and here it is '0.25'",
     changed_flag: r"model\.training: 'True' was saved, and here it is 'False'",
     changed_class: r"model\.down: 'type torch.nn.modules.linear.Linear' was saved, and here it is '.*Bilinear'",
