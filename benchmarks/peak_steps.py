@@ -7,6 +7,7 @@ A small net, so that what an op holds for a moment counts beside the parameters.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,7 +165,9 @@ def peaks_of_step(name: str, shape: tuple[int, int], along_tp: bool, said: dict[
     model = kind.model()
     optimizer = kind.optimizer(model.parameters())
     batch = torch.randn(kind.rows, WIDTH), torch.randint(0, CLASSES, (kind.rows,))
-    said = said | ({"params": SHARDED} if along_tp else {})
+    names = dict(model.named_parameters())
+    here = {pattern: place for pattern, place in SHARDED.items() if fnmatch.filter(names, pattern)}
+    said = said | ({"params": here} if along_tp else {})
     inputs = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
     steps = [spmd.compile(step, mesh, inputs=inputs, **said) for step in kind.steps]
 

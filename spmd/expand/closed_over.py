@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
-from spmd.expand.hooks import hooks_of, hooks_of_module
+from spmd.expand.hooks import hooks_of
 from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
@@ -159,11 +159,13 @@ class Search:
     def module(self, module: nn.Module) -> None:
         """Look through the code that a module runs: its `forward`, what that names, and its hooks. What the module
         itself holds has guards of its own."""
-        for kind in dict.fromkeys(map(type, module.modules())):
+        modules = list(module.modules())
+        for kind in dict.fromkeys(map(type, modules)):
             self.code_of(kind, "forward")
-        for m in module.modules():
-            for x in (*hooks_of_module(m), *(x for name, x in vars(m).items() if name not in GUARDED_APART)):
-                self.code(x, self.classes.get(type(m), ()))
+        for m in modules:
+            for name, x in vars(m).items():
+                if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x):
+                    self.code(x, self.classes.get(type(m), ()))
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Look through the code of an optimiser of the user."""
@@ -293,6 +295,7 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
 
 
 _CACHED = functools._lru_cache_wrapper
+_WITHOUT_CODE = {bool, int, float, str, type(None), types.BuiltinFunctionType}
 STATE = torch.Tensor, nn.Module, Optimizer
 
 
