@@ -23,6 +23,7 @@ Every other module imports them from here, so that one place shows what a new ve
     updates                 fused kernels of optimisers
     ops                     schemas and overloads
     quick_functions         functions that run an op in less time
+    quick_traces            ops of a trace that its modes record in less time
     simulated_distributed   torch.distributed in a simulation
     checkpoints             torch.distributed.checkpoint
     random_numbers          generators
@@ -164,6 +165,7 @@ from spmd._torch.ops import (
 )  # fmt: skip
 from spmd._torch.optimizers import note_step, scaled_steps, step_hooks
 from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
+from spmd._torch.quick_traces import quick_functional_mode
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.read_numbers import Integer, ValueRead, asked_by_user, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed

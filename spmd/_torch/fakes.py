@@ -55,6 +55,13 @@ def _fake_like(blank: FakeTensor, empty: torch.Tensor) -> FakeTensor:
     return new
 
 
+def detached_fake(x: FakeTensor) -> FakeTensor:
+    """Another fake tensor that shows the memory of x. To be called with `no_function_modes`."""
+    with fake_impls.no_python_dispatcher(), fake_tensor.in_kernel_invocation_manager(x.fake_mode):
+        bare = torch.ops.aten.detach.default(x)
+    return FakeTensor(x.fake_mode, bare, x.fake_device)
+
+
 def uncached_fake_mode() -> FakeTensorMode:
     """A mode without torch's cache of shapes, which has no bound."""
     mode = FakeTensorMode()

@@ -9,6 +9,8 @@ import torch
 from torch._subclasses import functional_tensor
 
 from spmd._torch.modes import no_function_modes, no_modes
+from spmd._torch.quick_views import are_sizes
+from spmd._torch.size_nodes import elements_of
 
 FunctionalTensor = functional_tensor.FunctionalTensor
 FunctionalTensorMode = functional_tensor.FunctionalTensorMode
@@ -26,14 +28,33 @@ def all_to_functional(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [FunctionalTensor.to_functional(x) for x in tensors]
     # What torch does in a third of the time: no mode needs to hear of the questions after sizes and devices.
     with no_function_modes(), no_modes():
-        return [FunctionalTensor(torch._to_functional_tensor(x), mode) for x in tensors]
+        return [functional(torch._to_functional_tensor(x), mode) for x in tensors]
+
+
+def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
+    """The functional tensor of what torch's code in C++ has wrapped. To be called with `no_function_modes`, `no_modes`.
+
+    torch finds out how many bytes the memory of each has, in 100 us of questions if sizes are symbols. Here they are
+    computed once for each layout.
+    """
+    shape, stride, offset = elem.shape, elem.stride(), elem.storage_offset()
+    if all([type(n) is int for n in (*shape, *stride, offset)]) or not are_sizes((*shape, *stride, offset)):
+        return FunctionalTensor(elem, mode)
+    keys = FunctionalTensor._extra_dispatch_keys & torch._C._dispatch_keys(elem)
+    made = torch.Tensor._make_wrapper_subclass(
+        FunctionalTensor, shape, stride, offset, None, elem.dtype, elem.layout, elem.device, False, elem.requires_grad,
+        None, False, False, keys, storage_size=elements_of(shape, stride, offset) * elem.dtype.itemsize,
+    )  # fmt: skip
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    made.elem = elem
+    return made
 
 
 def same_value(x: torch.Tensor) -> torch.Tensor:
     """Another functional tensor for the value of x, without autograd: a write into the one is one into the other."""
     mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     with no_function_modes(), no_modes(), torch.no_grad():
-        return FunctionalTensor(x.elem, mode)
+        return functional(x.elem, mode)
 
 
 def as_parameter(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:

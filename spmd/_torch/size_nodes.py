@@ -72,7 +72,7 @@ class SizeNode(SymNode):
 
 class SizeNodes:
     """All nodes of the sizes of one trace. symbols: those of sizes. is_computing: whether an operation runs. strides:
-    the texts of strides that were asked for.
+    the texts of strides that were asked for. elements: how many elements the memory of a tensor has, by its layout.
 
     An operation computes with what a size is, and not with what it was found to be equal to: whoever asks then is known
     to have asked.
@@ -82,6 +82,7 @@ class SizeNodes:
         self.symbols: set[Any] = set()
         self.is_computing = False
         self.strides: dict[tuple, tuple[str, ...]] = {}
+        self.elements: dict[tuple, Any] = {}
         self._nodes: dict[tuple, SizeNode] = {}
         self._constants: dict[tuple, SizeNode] = {}
         self._are_sizes: dict[Any, bool] = {}
@@ -168,6 +169,21 @@ _OF_MANY = (
 for _kind, _names in ((_unary, _UNARY), (_binary, _BINARY), (_of_many, _OF_MANY)):
     for _name in _names:
         setattr(SizeNode, _name, _kind(_name))
+
+
+def elements_of(shape: Sequence[Any], stride: Sequence[Any], offset: Any) -> Any:
+    """How many elements memory has that holds a tensor of this layout, if no size that is a symbol is 0: torch takes
+    that for granted, too."""
+    sizes = (*shape, *stride, offset)
+    of = next((n.node.all for n in sizes if type(n) is torch.SymInt), None)
+    key = tuple([n if type(n) is int else n.node for n in sizes])
+    if of is None or key not in of.elements:
+        is_empty = 0 in [n for n in shape if type(n) is int]
+        found = 0 if is_empty else offset + 1 + sum(step * (n - 1) for n, step in zip(shape, stride, strict=True))
+        if of is None:
+            return found
+        of.elements[key] = found
+    return of.elements[key]
 
 
 def strides_text(x: torch.Tensor) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd._torch.quick_traces import record_quickly
 from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker, unrecorded
 from spmd._torch.symbols import Symbols
 from spmd._torch.traces import proxy_mode
@@ -69,8 +70,9 @@ class SizeSymbols:
         return self.env.create_symintnode(symbol, hint=value, source=source)
 
     def track(self) -> None:
-        """To be called as a trace begins: it records no arithmetic of sizes."""
+        """To be called as a trace begins: it records no arithmetic of sizes, and what is as usual quickly."""
         mode = proxy_mode()
+        record_quickly(mode)
         mode.tracer.symnode_tracker = SizeTracker(mode.tracer, self._nodes)
         mode.__sym_dispatch__ = unrecorded(mode.__sym_dispatch__, self._nodes)
 

@@ -353,7 +353,7 @@ class _FlatFunction:
     def __call__(self, flat_inputs: list) -> list:
         flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
         self.sizes.track()
-        with _torch.FunctionalTensorMode():
+        with _torch.quick_functional_mode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
             for slot, note in self.note.items():
                 note(given[slot])
