@@ -47,6 +47,7 @@ from spmd.expand.sizes.sources import Shapes, Sizes
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.attempts import with_stamps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
+from spmd.expand.stamp.repeats import Structure
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.told import FrozenValue, Told
 from spmd.expand.trace_errors import explained
@@ -258,10 +259,11 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager], blocks: bool,
+    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager],
+    blocks: Mapping[int, Structure],
 ) -> Captured:  # fmt: skip
-    """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: whether
-    calls of equal modules are stamped."""
+    """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: the equal
+    modules whose calls are stamped."""
     name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
@@ -332,7 +334,7 @@ class _FlatFunction:
     note: dict[Slot, Callable[[torch.Tensor], None]]
     first: tuple[Slot, ...]
     stamped: Callable[[], contextlib.AbstractContextManager]
-    with_blocks: bool
+    structures: Mapping[int, Structure]
     sizes: _torch.SizeSymbols
     more: list[torch.Tensor]
     outputs: tuple = ()
@@ -412,8 +414,8 @@ class _FlatFunction:
         yield _torch.read_as_numbers()
         yield _torch.averages_traced()
         yield stream.traced()
-        if self.with_blocks:
-            yield self.blocks.stamped()
+        if self.structures:
+            yield self.blocks.stamped(self.structures)
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":

@@ -18,7 +18,7 @@ from tests.expand.test_stamp import outputs, train
 @contextlib.contextmanager
 def plain():
     """Inside, no block is stamped."""
-    with mock.patch("spmd.expand.stamp.blocks.repeated", lambda roots: {}):
+    with mock.patch("spmd.expand.stamp.attempts.repeated", lambda roots: {}):
         yield
 
 

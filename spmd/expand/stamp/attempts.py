@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from spmd.expand.local_map import tracing_lock
 from spmd.expand.stamp.blocks import CoupledBlocks
 from spmd.expand.stamp.optimizers import CoupledKinds, updates_stamped
 from spmd.expand.stamp.parts import Coupled
-from spmd.expand.stamp.repeats import repeated
+from spmd.expand.stamp.repeats import Structure, repeated
 from spmd.expand.stamp.step import reach_of_step
 from spmd.expand.state import State
 
@@ -20,8 +20,8 @@ log = logging.getLogger("spmd.expand")
 
 T = TypeVar("T")
 
-Trace = Callable[[Callable[[], contextlib.AbstractContextManager], bool], T]
-"""Traces a step. It is given what is on around updates of parameters, and whether calls of blocks are stamped."""
+Trace = Callable[[Callable[[], contextlib.AbstractContextManager], Mapping[int, Structure]], T]
+"""Traces a step. It is given what is on around updates of parameters, and the modules whose calls are stamped."""
 
 
 def with_stamps(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
@@ -29,24 +29,25 @@ def with_stamps(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
 
     fn, state: the step that is traced, and what it is given.
     """
-    if not blocks or not repeated(state.modules.values()):
-        return _attempts(trace, fn, state, False)
+    found = repeated(state.modules.values()) if blocks else {}
+    if not found:
+        return _attempts(trace, fn, state, found)
     with tracing_lock:  # no other trace changes what is put back here
-        return _attempts(trace, fn, state, True)
+        return _attempts(trace, fn, state, found)
 
 
-def _attempts(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
+def _attempts(trace: Trace[T], fn: Callable, state: State, blocks: Mapping[int, Structure]) -> T:
     updates = updates_stamped
     before = reach_of_step(fn, state) if blocks else None
     if before and before.unseen:
         log.debug("calls of equal modules are traced one by one: the step reaches %s", before.unseen)
-        blocks = False
+        blocks = {}
     while True:
         try:
             return trace(updates, blocks)
         except CoupledBlocks as coupled:
             log.debug("calls of equal modules are traced one by one: %s", coupled)
-            blocks = False
+            blocks = {}
         except CoupledKinds as coupled:
             log.debug("updates are traced for two parameters of each kind: %s", coupled)
             updates = functools.partial(updates_stamped, by_family=False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ from spmd.expand.phases import Phases
 from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.kind import Kind
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
-from spmd.expand.stamp.repeats import FEWEST, Structure, repeated, values_of
+from spmd.expand.stamp.repeats import FEWEST, Structure, values_of
 from spmd.expand.stamp.stencil import Stencil, notes_of
 from spmd.expand.stamp.unread import Reads
 from spmd.expand.stamp.watch import AutogradSeen, Watch
@@ -65,10 +65,8 @@ class Blocks:
     thread: int = field(default_factory=threading.get_ident)
 
     @contextlib.contextmanager
-    def stamped(self) -> Iterator[None]:
-        """Inside, in a capture by this thread, calls of modules that repeat are traced twice."""
-        with _torch.no_function_modes():  # they would hear of each question after a shape
-            structures = repeated(self.state.modules.values())
+    def stamped(self, structures: Mapping[int, Structure]) -> Iterator[None]:
+        """Inside, in a capture by this thread, calls of modules that repeat (`repeated`) are traced twice."""
         modules = [m for root in self.state.modules.values() for m in root.modules() if id(m) in structures]
         for m in modules:
             vars(m)["forward"] = self._forward(m, structures[id(m)])
