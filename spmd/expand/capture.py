@@ -30,11 +30,12 @@ from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
+from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.first_state import FirstState, FirstSteps
 from spmd.expand.given_gradients import GivenGradients
 from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
-from spmd.expand.kept_numbers import Kept, are_one, kept_numbers
+from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
@@ -78,11 +79,12 @@ class Captured:
     value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
     that it changes, by name. fixed: the number arguments that could not stay symbols, with the values that the graph is
     right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
-    kept: the numbers in the tensors of the state, which the function may decide by. assumed: what the graph takes for
-    granted about sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that optimisers
-    make in their first step; they are to be made before the program runs. ignores_gradients: whether the graph is right
-    for any gradients that earlier steps left. stepped: the names of the optimisers that make a step. is_stamped:
-    whether calls of equal modules were traced as blocks, for which independent nodes have another order.
+    kept: the numbers in the tensors of the state, which the function may decide by. shared: the names of those that
+    several tensors hold, and of which the graph computes something once (`equal_counts`). assumed: what the graph takes
+    for granted about sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that
+    optimisers make in their first step; they are to be made before the program runs. ignores_gradients: whether the
+    graph is right for any gradients that earlier steps left. stepped: the names of the optimisers that make a step.
+    is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     """
 
     graph: fx.Graph
@@ -95,6 +97,7 @@ class Captured:
     fixed: dict[str, float]
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
+    shared: tuple[str, ...] = ()
     assumed: Assumed = field(default_factory=Assumed)
     first: tuple[Slot, ...] = ()
     ignores_gradients: bool = False
@@ -106,16 +109,23 @@ class Captured:
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
         """
+        return not self.parted(numbers) and self.decides_alike(numbers)
+
+    def parted(self, numbers: Mapping[str, float]) -> str:
+        """The first tensors that are to hold one number and hold several, as a sentence; empty for none."""
+        return next(filter(None, (parted(several, numbers) for several in self.equal.values())), "")
+
+    def decides_alike(self, numbers: Mapping[str, float]) -> bool:
+        """The same where tensors that are to hold one number do: of these, those of `deciding` are read."""
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
-        if environment_differs(self.environment):
+        if not fixed or environment_differs(self.environment):
             return False
-        if not fixed or not are_one(self._watched(), numbers) or not self.symbols.still_hold(numbers):
-            return False
-        return not self.sizes or self.assumed.hold_for(self.sizes, numbers)
+        known = {**numbers, **{name: numbers[str(slot)] for name, slot in self.deciding.items()}}
+        return self.symbols.still_hold(known) and (not self.sizes or self.assumed.hold_for(self.sizes, numbers))
 
     @property
     def decides(self) -> bool:
-        """Whether the graph is right for some numbers alone."""
+        """Whether the graph is right for some numbers alone, whatever is equal."""
         return bool(self.fixed or self.symbols.asked or self.assumed.ask_arguments or self.environment)
 
     def failed(self, shapes: Shapes, numbers: Mapping[str, float], mesh: DeviceMesh) -> Failed | None:
@@ -145,11 +155,22 @@ class Captured:
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:
-        """The tensors of the state whose numbers decided how the trace went."""
-        return tuple(slot for several in self._watched() for slot in several)
+        """The tensors of the state whose numbers are to be read at each call."""
+        return tuple(slot for several in self.equal.values() for slot in several)
 
-    def _watched(self) -> list[tuple[Slot, ...]]:
-        return [several for name, several in self.kept.items() if name in self.symbols.asked]
+    @functools.cached_property
+    def equal(self) -> Kept:
+        """The tensors that are to hold one number each, by its name: those that decided how the trace went, and those
+        that are one number in the graph."""
+        return {
+            name: several for name, several in self.kept.items()
+            if name in self.symbols.asked or (name in self.shared and len(several) > 1)
+        }  # fmt: skip
+
+    @functools.cached_property
+    def deciding(self) -> dict[str, Slot]:
+        """A tensor for each number that decided how the trace went, by its name."""
+        return {name: several[0] for name, several in self.kept.items() if name in self.symbols.asked}
 
 
 def capture(
@@ -160,11 +181,12 @@ def capture(
     mesh: DeviceMesh | None = None,
     first: FirstState | None = None,
     stamp_blocks: bool = True,
+    apart: Apart | None = None,
 ) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
 
     first: the state that optimisers would make, if they made it now: where they do, it is an input of the graph.
-    stamp_blocks: as in `spmd.compile`.
+    stamp_blocks: as in `spmd.compile`. apart: tensors of the state that are not one number, though they may be equal.
 
     The arguments, and the modules and optimisers among them, are unchanged afterwards.
 
@@ -177,7 +199,7 @@ def capture(
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
-    captured = _capture_first(fn, args, call, state, mesh, first or {}, stamp_blocks)
+    captured = _capture_first(fn, args, call, state, mesh, apart, first or {}, stamp_blocks)
     changes = captured.changes
     with contextlib.ExitStack() as undo:
         for _ in range(MOST_CHANGING_CAPTURES):
@@ -185,7 +207,7 @@ def capture(
                 return captured
             undo.enter_context(made(changes))
             constants = state.constants()
-            changes = _capture_once(fn, args, call, state, mesh, {}, stamp_blocks).changes
+            changes = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks).changes
             undo.enter_context(made(changes))
             path, *_ = [*_changed(constants, state.constants()), "a module"]
     raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
@@ -213,7 +235,7 @@ def _capture_first(fn: Callable, *given: Any) -> Captured:
 
 
 def _capture_once(
-    fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None,
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None, apart: Apart | None,
     first: FirstState, stamp_blocks: bool,
 ) -> Captured:  # fmt: skip
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
@@ -225,7 +247,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, first, static)
+            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, apart, first, static)
             captured = with_stamps(trace, fn, state, stamp_blocks)
         except Exception as error:
             if not static and not _ints(to_fix):
@@ -259,8 +281,8 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    first: FirstState, static: str, stamped: Callable[[], contextlib.AbstractContextManager],
-    blocks: Mapping[int, Structure],
+    apart: Apart | None, first: FirstState, static: str,
+    stamped: Callable[[EqualCounts], contextlib.AbstractContextManager], blocks: Mapping[int, Structure],
 ) -> Captured:  # fmt: skip
     """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: the equal
     modules whose calls are stamped."""
@@ -275,12 +297,13 @@ def _traced(
     numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
-    kept, known = kept_numbers(slots)
+    kept, known = kept_numbers(slots, apart)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
     values = list(inputs.values())
     begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
+    names = {slot: name for name, several in kept.items() for slot in several}
     flat = _FlatFunction(
-        call, args, state, slots, tuple(inputs), note, tuple(first), stamped, blocks, sizes.symbols, more
+        call, args, state, slots, tuple(inputs), note, names, tuple(first), stamped, blocks, sizes.symbols, more
     )  # fmt: skip
     try:
         with (
@@ -296,6 +319,7 @@ def _traced(
             flat.blocks.finish(gm.graph)
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
+            flat.counts.finish(gm.graph)
             symbols.forget_ops()
         for error in symbols.refused:
             if ended_in_user_code(error):
@@ -306,6 +330,7 @@ def _traced(
         if (in_words := explained(name, error)) is None:
             raise
         raise in_words from error
+    known = _read_numbers(gm.graph, tuple(inputs), kept), tuple(sorted(flat.counts.used))
     inputs = remove_unmade(gm.graph, tuple(inputs), flat.unmade)
     constants = _constants(gm)
     restore_torch_ops(gm.graph)
@@ -315,8 +340,17 @@ def _traced(
     inputs = (*inputs, *number_draws(graph))
     made_of = flat.outputs, flat.leaves, flat.tree
     made = tuple(i for i in inputs if i in first)
-    known = kept, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
+    known = *known, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
     return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, process.environment)
+
+
+def _read_numbers(graph: fx.Graph, inputs: tuple[Slot | Argument, ...], kept: Kept) -> Kept:
+    """The tensors that hold the numbers, but for those that the graph does not read: they may be what they like."""
+    output = graph.output_node()
+    nodes = zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+    read = {i for n, i in nodes if n.users.keys() - {output}}
+    found = {name: tuple(slot for slot in several if slot in read) for name, several in kept.items()}
+    return {name: several for name, several in found.items() if several}
 
 
 @dataclass
@@ -332,8 +366,9 @@ class _FlatFunction:
     slots: Tensors
     inputs: tuple[Slot | Argument, ...]
     note: dict[Slot, Callable[[torch.Tensor], None]]
+    names: dict[Slot, str]
     first: tuple[Slot, ...]
-    stamped: Callable[[], contextlib.AbstractContextManager]
+    stamped: Callable[[EqualCounts], contextlib.AbstractContextManager]
     structures: Mapping[int, Structure]
     sizes: _torch.SizeSymbols
     more: list[torch.Tensor]
@@ -351,10 +386,14 @@ class _FlatFunction:
         self.normalise = Normalise(self.phases, self.origins)
         self.blocks = Blocks(self.state, self.origins, self.phases, self.normalise.numbering)
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
+        self.counts = EqualCounts({})
 
     def __call__(self, flat_inputs: list) -> list:
         flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
         self.sizes.track()
+        nodes = _torch.proxy_mode().tracer.graph.find_nodes(op="placeholder")
+        of_counts = {n: self.names[i] for n, i in zip(nodes, self.inputs, strict=True) if i in self.names}
+        self.counts = EqualCounts(of_counts)
         with _torch.quick_functional_mode():
             given = dict(zip(self.inputs, flat_inputs, strict=True))
             for slot, note in self.note.items():
@@ -400,7 +439,7 @@ class _FlatFunction:
     ) -> Iterator[contextlib.AbstractContextManager]:
         """What is on while the step runs."""
         yield steps.given()
-        yield self.stamped()
+        yield self.stamped(self.counts)
         yield new_values_noted(self.state.parameters())
         yield gradients.watched(lambda: bool(self.phases.ends))
         yield self.normalise

@@ -352,7 +352,8 @@ class CompiledStep:
             around = unchanged(self.fn, pytree.tree_leaves(call.given), call.state.submodules())
             with tracing_lock, only_optimizers(call.state.optimizers, name), around:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)
-                return capture(self.fn, call.named, run, call.state, self.mesh, call.first, self._stamp_blocks)
+                how = self.mesh, call.first, self._stamp_blocks, self._captures.apart
+                return capture(self.fn, call.named, run, call.state, *how)
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
 

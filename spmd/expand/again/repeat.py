@@ -29,7 +29,7 @@ from spmd.expand.capture import Argument
 from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of
 from spmd.expand.guards import modes_guard
-from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.same_call import one_element
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.tensor.modes import deterministic
@@ -58,7 +58,8 @@ class Repeat:
         at = {path: i for i, path in enumerate(self.paths)}
         self._options = [(at[path], group, key) for path, group, key in call.state.floats_of_groups()]
         self._arguments = [(at[path], i) for path, i in paths.items() if path in at]
-        self._decides = bound.captured.decides
+        self._equal = [[call.tensors[slot] for slot in several] for several in bound.captured.equal.values()]
+        self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self.small = one_element(self._kept.slots, call.specs)
         self._take(call, paths)
@@ -115,12 +116,13 @@ class Repeat:
                 return None
         for i, leaf in self._arguments:
             numbers[i] = leaves[leaf]
-        if self._decides and not self.bound.holds(dict(zip(self.paths, numbers, strict=True)), self._numbers_in):
+        if not all(map(hold_one_number, self._equal)) or (self._decides and not self._decides_alike(numbers)):
             return None
         return Ready(leaves, numbers, gradients)
 
-    def _numbers_in(self, slots: Sequence[Slot]) -> dict[str, float]:
-        return numbers_in(self._kept.slots, slots)
+    def _decides_alike(self, numbers: list[float]) -> bool:
+        known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
+        return self.bound.captured.decides_alike(known)
 
     def objects(self) -> dict[str, Any]:
         """The modules and optimisers of the call, by path."""

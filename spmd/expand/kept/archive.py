@@ -38,7 +38,7 @@ from spmd.expand.kept.rank_code import digest_of, read_code
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 
-FORMAT = "spmd step 2"
+FORMAT = "spmd step 3"
 
 
 class UnreadableStep(ValueError):

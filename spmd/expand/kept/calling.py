@@ -4,7 +4,7 @@
     outputs: [0, Slot('parameter', 'model.up.weight', '', ''), ...]
     tree: (Leaf(), {})
     names: {'n0': 'lr'}, conditions: ('n0 > 0.5',)
-    kept: {}
+    kept: {'optimizer.step[model.up.weight]': (Slot(...), Slot(...))}, shared: ('optimizer.step[model.up.weight]',)
     first: (), ignores_gradients: True, stepped: ('optimizer',)
     environment: {'DEBUG': ('1', 'train.py:31, in step')}
     changes: [('model', (), {'ready': True}, ())]
@@ -28,7 +28,9 @@ from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
 
-FIELDS = ("inputs", "outputs", "leaves", "fixed", "kept", "first", "ignores_gradients", "stepped", "environment")
+FIELDS = (
+    "inputs", "outputs", "leaves", "fixed", "kept", "shared", "first", "ignores_gradients", "stepped", "environment",
+)  # fmt: skip
 
 
 def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:

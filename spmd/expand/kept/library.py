@@ -214,8 +214,8 @@ class Saved(Library):
                 kept = self._read(entry, wanted)
                 if kept.captured.holds(wanted.numbers):
                     return kept
-                asked = environment_differs(kept.captured.environment)
-                found = [asked or f"numbers: {wanted.numbers} take other branches of the step's code"]
+                known = environment_differs(kept.captured.environment) or kept.captured.parted(wanted.numbers)
+                found = [known or f"numbers: {wanted.numbers} take other branches of the step's code"]
             nearest = found if nearest is None or len(found) < len(nearest) else nearest
         self._refuse(nearest or ["it has no program"])
         return None

@@ -14,6 +14,7 @@ from typing import Any
 from spmd._torch import OpOverload
 from spmd.expand.asked import environment_differs
 from spmd.expand.capture import Captured
+from spmd.expand.kept_numbers import Apart
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
 from spmd.expand.sizes.sources import Shapes
@@ -31,11 +32,13 @@ class Captures:
     steps of one function have to have in common.
 
     A capture is of one device. So the steps of a function on several meshes, or with several placements, share theirs.
+    apart: the tensors of the state that were found not to be one number.
     """
 
     def __init__(self, fn: Callable, title: str, mesh: DeviceMesh, how: Hashable = ()):
         self._fn, self._title, self._mesh, self._how = fn, title, mesh, how
         self._kept: Recent[Captured] = Recent(MOST_CAPTURES)
+        self.apart = Apart()
         self._last: Guards = {}
         self._said: set[str] = set()
         self._steps = _steps_of(fn)
@@ -68,11 +71,18 @@ class Captures:
         return self._how, self._mesh.device_type, _key(guards_of(key, anywhere=True))
 
     def _serves(self, captured: Captured, call: Any, shapes: Shapes, why: list[str]) -> bool:
-        """Whether a capture is right for a call. If its sizes are the reason why not, adds that to `why`."""
-        if not captured.holds({**call.numbers, **call.numbers_in(captured.watched)}):
+        """Whether a capture is right for a call. If not, adds the reason to `why`, but for branches on numbers: each
+        side is a capture."""
+        numbers = {**call.numbers, **call.numbers_in(captured.watched)}
+        if parted := captured.parted(numbers):
+            why.append(parted)
+            for several in captured.equal.values():
+                self.apart.note(several, numbers)
+            return False
+        if not captured.decides_alike(numbers):
             if asked := environment_differs(captured.environment):
                 why.append(asked)
-            return False  # a branch on a number: each side is a capture
+            return False
         failed = captured.failed(shapes, call.numbers, self._mesh)
         if failed is not None:
             why.append(str(failed))

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.local_map import tracing_lock
 from spmd.expand.stamp.blocks import CoupledBlocks
 from spmd.expand.stamp.optimizers import CoupledKinds, updates_stamped
@@ -20,7 +21,7 @@ log = logging.getLogger("spmd.expand")
 
 T = TypeVar("T")
 
-Trace = Callable[[Callable[[], contextlib.AbstractContextManager], Mapping[int, Structure]], T]
+Trace = Callable[[Callable[[EqualCounts], contextlib.AbstractContextManager], Mapping[int, Structure]], T]
 """Traces a step. It is given what is on around updates of parameters, and the modules whose calls are stamped."""
 
 

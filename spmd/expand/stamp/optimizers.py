@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from spmd import _torch
+from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.guards import guard_key
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata, parts_of, stamp
 
@@ -44,9 +45,9 @@ class CoupledKinds(Coupled):
 
 
 @contextlib.contextmanager
-def updates_stamped(by_family: bool = True) -> Iterator[None]:
+def updates_stamped(counts: EqualCounts, by_family: bool = True) -> Iterator[None]:
     """Inside, in a capture by this thread, steps of optimisers are traced for two parameters of each kind, or, of kinds
-    that differ in lengths alone, of one.
+    that differ in lengths alone, of one. counts: those of the trace.
 
     Raises Coupled if they are found to depend on each other: then the capture is to be done without. CoupledKinds: it
     is to be done without families.
@@ -60,7 +61,7 @@ def updates_stamped(by_family: bool = True) -> Iterator[None]:
             raise Coupled("a step calls a step of the same optimiser")
         if mode is not None and _is_of_torch_alone(optimizer, args, kwargs):
             with _torch.no_function_modes():
-                narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer, by_family)
+                narrowed[id(optimizer)] = _Narrowed.of(optimizer, mode.tracer, counts, by_family)
 
     def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if threading.get_ident() == thread and id(optimizer) in narrowed:
@@ -135,23 +136,25 @@ class _Kind:
 class _Narrowed:
     """A step of an optimiser whose groups hold the parameters that are traced. groups: all parameters of each group.
 
-    last: the last node before the step.
+    last: the last node before the step. What is made of counts alone is the same number for all of a kind: it is in no
+    part, and is not written again.
     """
 
     optimizer: Optimizer
     tracer: fx.Tracer
+    counts: EqualCounts
     groups: list[list[torch.Tensor]]
     kinds: list[_Kind]
     last: fx.Node | None
 
     @classmethod
-    def of(cls, optimizer: Optimizer, tracer: fx.Tracer, by_family: bool) -> _Narrowed:
-        kinds = _kinds(optimizer, tracer, by_family)
+    def of(cls, optimizer: Optimizer, tracer: fx.Tracer, counts: EqualCounts, by_family: bool) -> _Narrowed:
+        kinds = _kinds(optimizer, tracer, counts, by_family)
         left_out = {id(own.parameter) for kind in kinds for own in kind.owns[kind.traced :]}
         groups = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in left_out]
-        return cls(optimizer, tracer, groups, kinds, next(iter(reversed(tracer.graph.nodes)), None))
+        return cls(optimizer, tracer, counts, groups, kinds, next(iter(reversed(tracer.graph.nodes)), None))
 
     def stamp(self) -> None:
         """Give the groups all their parameters again, and update those that the step did not see."""
@@ -161,7 +164,9 @@ class _Narrowed:
         if not kinds:
             return
         traced = [_Traced.of(own, self.optimizer, self.tracer) for k in self.kinds for own in k.owns[: k.traced]]
-        parts = parts_of(self._new_nodes(), [each.sides for each in traced])
+        new = self._new_nodes()
+        shared = self.counts.write_once(new)
+        parts = parts_of([n for n in new if n not in shared], [each.sides for each in traced])
         found = {id(one.own.parameter): (one, part) for one, part in zip(traced, parts, strict=True)}
         for kind in kinds:
             one, *others = (found[id(own.parameter)] for own in kind.owns[: kind.traced])
@@ -254,7 +259,7 @@ def _metadata_but_lengths(value: Any) -> Any:
 # ---- kinds ------------------------------------------------------------------------------------
 
 
-def _kinds(optimizer: Optimizer, tracer: fx.Tracer, by_family: bool) -> list[_Kind]:
+def _kinds(optimizer: Optimizer, tracer: fx.Tracer, counts: EqualCounts, by_family: bool) -> list[_Kind]:
     """The parameters that have a gradient, by kind. Each alone if some of them share tensors or memory."""
     found: dict[Hashable, list[_Own]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -266,7 +271,7 @@ def _kinds(optimizer: Optimizer, tracer: fx.Tracer, by_family: bool) -> list[_Ki
             if None in nodes.values():
                 return []
             own = _Own(p, tensors, nodes)
-            found.setdefault((number, _kind(optimizer, own)), []).append(own)
+            found.setdefault((number, _kind(optimizer, own, counts)), []).append(own)
     owns = [own for kind in found.values() for own in kind]
     return _with_families(optimizer, found, by_family) if _are_apart(owns) else []
 
@@ -284,10 +289,11 @@ def _with_families(optimizer: Optimizer, found: dict[Hashable, list[_Own]], by_f
     return kinds
 
 
-def _kind(optimizer: Optimizer, own: _Own) -> tuple:
-    """What torch's optimisers can tell of a parameter, its gradient and its state."""
+def _kind(optimizer: Optimizer, own: _Own, counts: EqualCounts) -> tuple:
+    """What torch's optimisers can tell of a parameter, its gradient and its state, and how its counts are made."""
     others = {k: x for k, x in optimizer.state.get(own.parameter, {}).items() if not isinstance(x, torch.Tensor)}
-    return own.pattern, guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
+    ways = tuple(map(counts.way, own.nodes.values()))
+    return (own.pattern, ways), guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
 
 
 def _family(kind: tuple) -> Hashable:
