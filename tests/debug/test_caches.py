@@ -19,7 +19,7 @@ from spmd.tensor.cache import forget_decisions
 from spmd.tensor.eager import dispatch, fast_path
 from spmd.tensor.redistribute import plan
 
-BY_OP = {"spmd._torch.ops", "spmd._torch.fake_results", "spmd.sim.local_tensor"}
+BY_OP = {"spmd._torch.ops", "spmd._torch.fake_results", "spmd._torch.quick_traces", "spmd.sim.local_tensor"}
 """Modules whose caches have an entry for each op at most, and so no bound of their own."""
 
 ONE_A_GROUP = {"spmd.mesh.groups._placeholder"}
