@@ -73,13 +73,13 @@ class EqualCounts:
                 return tuple(map(described, x)) if isinstance(x, (list, tuple)) else (type(x), repr(x))
             return instead.get(x, x) if _is_number(x) else self._way(x, instead)
 
-        if node.op == "placeholder":
-            return self._names.get(node, node)
+        if node.op in ("placeholder", "get_attr"):
+            return node.target if node.op == "get_attr" else self._names.get(node, node)
         return node.target, *map(described, node.args), *((k, described(x)) for k, x in node.kwargs.items())
 
     def _counts(self, node: fx.Node) -> frozenset[str] | None:
         """The names of the counts that a number, or a tensor of one, is made of, if it is made of nothing else but
-        numbers that the trace is given; else None."""
+        numbers that the trace is given, and constants; else None."""
         if node not in self._made_of:
             self._made_of[node] = self._found_counts(node)
         return self._made_of[node]
@@ -87,6 +87,8 @@ class EqualCounts:
     def _found_counts(self, node: fx.Node) -> frozenset[str] | None:
         if node.op == "placeholder":
             return frozenset([self._names[node]]) if node in self._names else frozenset() if _is_number(node) else None
+        if node.op == "get_attr":
+            return frozenset()
         if node.op != "call_function" or not (_is_number(node) or _is_pointwise_on_one(node)):
             return None
         found = [self._counts(n) for n in node.all_input_nodes]
@@ -106,5 +108,8 @@ def _is_pointwise_on_one(node: fx.Node) -> bool:
     return op in COPIES or (pointwise and op.namespace == "aten")
 
 
-COPIES = {getattr(torch.ops.aten, name).default for name in ("detach", "alias", "clone", "lift_fresh", "_to_copy")}
+COPIES = {
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "alias", "clone", "lift_fresh", "lift_fresh_copy", "_to_copy")
+}
 """Ops that give what they get, perhaps in another dtype."""

@@ -1,201 +1,256 @@
-"""Counts of steps that are equal are one number of a program, which is right only where they are equal again."""
+"""Counts of steps that are equal are one number in a program, for as long as they are equal."""
 
-import logging
-import operator
-from collections import Counter
+import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn, optim
 
 import spmd
-from spmd import DTensor, LocalTensorMode, Shard, StaleStep, load_step
-from spmd.expand.equal_counts import READS
-from spmd.expand.kept_numbers import Apart, are_one, kept_numbers, parted
-from spmd.expand.state import State
+from spmd.expand.kept.library import StaleStep
+from spmd.expand.kept_numbers import Apart, are_one
+from spmd.expand.state import Slot
+from spmd.sim import run_ranks
+from tests.expand.side_by_side import tensors
 from tests.expand.test_capture import captured
 
-OPTIMIZERS = {
-    "AdamW": lambda p: optim.AdamW(p, lr=0.05),
-    "Adam, amsgrad": lambda p: optim.Adam(p, lr=0.05, amsgrad=True, weight_decay=0.1),
-    "AdamW, foreach": lambda p: optim.AdamW(p, lr=0.05, foreach=True),
-    "AdamW, fused": lambda p: optim.AdamW(p, lr=0.05, fused=True),
-    "NAdam": lambda p: optim.NAdam(p, lr=0.05),
-    "RAdam": lambda p: optim.RAdam(p, lr=0.05),
-    "Adamax": lambda p: optim.Adamax(p, lr=0.05),
-    "ASGD": lambda p: optim.ASGD(p, lr=0.05),
-    "Adagrad": lambda p: optim.Adagrad(p, lr=0.05),
-    "Adafactor": lambda p: optim.Adafactor(p, lr=0.05),
-}
+ITEM = torch.ops.aten._local_scalar_dense.default
 
 
-class Net(nn.Module):
-    """Two layers and one that is not always used. All weights have one shape, so that updates are stamped."""
+class Vectors(nn.Module):
+    """Four vectors, of which the last ones may be left out."""
 
-    def __init__(self):
+    def __init__(self, n=4):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.vectors = nn.ParameterList(torch.arange(3.0, dtype=torch.float64) + i for i in range(n))
 
-    def forward(self, x, depth):
-        for layer in self.layers[:depth]:
-            x = torch.tanh(layer(x))
+    def forward(self, x, first=None):
+        for v in self.vectors[:first]:
+            x = torch.tanh(x * v)
         return x
 
 
-def train(model, optimizer, x, depth):
+def train(model, optimizer, x, first=None):
     optimizer.zero_grad()
-    loss = model(x, depth).square().mean()
+    loss = model(x, first).square().sum()
     loss.backward()
     optimizer.step()
-    return loss.detach()
+    return loss
 
 
-def made(optimizer_of) -> tuple[nn.Module, optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net().double()
-    return model, optimizer_of(model.parameters())
+class Counting(optim.Optimizer):
+    """An optimiser of the user's, which is traced parameter by parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    step = self.state[p].setdefault("step", torch.tensor(0.0))
+                    step += 1
+                    p.sub_(p.grad, alpha=group["lr"] / (1 - 0.5 ** step.item()))
 
 
-X = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+OPTIMIZERS = {
+    "AdamW": optim.AdamW, "foreach": lambda p: optim.Adam(p, foreach=True, amsgrad=True),
+    "fused": lambda p: optim.AdamW(p, fused=True), "Adamax": optim.Adamax, "NAdam": optim.NAdam, "RAdam": optim.RAdam,
+    "ASGD": optim.ASGD, "Adagrad": optim.Adagrad, "Adafactor": optim.Adafactor, "the user's": Counting,
+    "two groups": lambda p: optim.AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=torch.tensor(0.2)),
+}  # fmt: skip
 
 
-def count_on(optimizer: optim.Optimizer) -> None:
-    """Load a state in which the first layer has made five steps more, as if it was trained before."""
-    with torch.no_grad():
-        for p in optimizer.param_groups[0]["params"][:2]:
-            optimizer.state[p]["step"] += 5
+def begin(name: str, steps=0):
+    """A model and its optimiser, which has updated half of the parameters so many times."""
+    model = Vectors()
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    for _ in range(steps):
+        train(model, optimizer, torch.ones(3, dtype=torch.float64), 2)
+    optimizer.zero_grad()
+    return model, optimizer
 
 
-def same_state(ours, theirs) -> None:
-    (model, optimizer), (other, real) = ours, theirs
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p.full_tensor(), q.data, rtol=1e-12, atol=1e-12)
-        assert list(optimizer.state[p]) == list(real.state[q])
-        for key, value in real.state[q].items():
-            found = optimizer.state[p][key]
-            found = found.full_tensor() if isinstance(found, DTensor) else found
-            torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
+def load_more_steps(optimizer):
+    """Load a state whose last parameter has made more steps."""
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][3]["step"] += 3
+    optimizer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("depths", [(3, 3, 3, 3), (2, 3, 3, 2, 3)], ids=["all used", "one not always"])
-def test_counts_that_part_are_those_of_one_device(name, depths):
-    """Counts part by what is used, and by a state that is loaded, and go on."""
-    with LocalTensorMode(2):
-        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        ours, theirs = made(OPTIMIZERS[name]), made(OPTIMIZERS[name])
-        step = spmd.compile(train, mesh, inputs={"x": {"dp": Shard(0)}})
-        for i, depth in enumerate((*depths, *depths)):
-            if i == len(depths):
-                count_on(ours[1])
-                count_on(theirs[1])
-            torch.testing.assert_close(step(*ours, X, depth).full_tensor(), train(*theirs, X, depth))
-        same_state(ours, theirs)
+def write_a_count(optimizer, of=0):
+    list(optimizer.state.values())[of]["step"].fill_(9.0)
 
 
-def numbers(found) -> Counter:
-    """How often a capture reads tensors as numbers, and raises numbers to a power."""
-    return Counter(n.target for n in found.graph.nodes if n.target in (READS, operator.pow, pow))
+def compiled(step=train):
+    """The step on one rank, whose sums are in the order of one device."""
+    return spmd.compile(step, spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
 
 
-def test_a_number_is_computed_once():
-    """Of six parameters that have made as many steps; of two groups of these twice; each is counted up by itself."""
-    model, optimizer = made(OPTIMIZERS["AdamW"])
-    train(model, optimizer, X, 3)
-    given = {"model": model, "optimizer": optimizer, "x": X, "depth": 3}
-    once = numbers(captured(train, **given))
-    assert once[READS] == 1 and sum(once.values()) == 4  # powers of two decays, and a root
-    count_on(optimizer)
-    twice = captured(train, **given)
-    assert numbers(twice) == {op: 2 * n for op, n in once.items()}
-    assert [len(several) for several in twice.equal.values()] == [2, 4]
-    counts = [to for to in twice.outputs if getattr(to, "key", "") == "step"]
-    values = twice.graph.output_node().args[0]
-    assert len({values[twice.outputs.index(to)] for to in counts}) == len(counts) == 6
+def x_of(i):
+    return torch.ones(3, dtype=torch.float64) + i
 
 
-def test_a_step_whose_counts_part_is_captured_for_each_way_once(caplog):
-    """And says why, with the tensors and their numbers."""
-    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
-    model, optimizer = made(OPTIMIZERS["AdamW"])
-    step = spmd.compile(train, mesh)
-    step(model, optimizer, X, 3)
-    step(model, optimizer, X, 3)
-    count_on(optimizer)
-    with caplog.at_level(logging.WARNING, "spmd"):
-        for _ in range(4):
-            step(model, optimizer, X, 3)
-            optimizer.state[model.layers[0].weight]["step"].add_(1)
-    first, *others = [r.getMessage() for r in caplog.records]
-    assert "optimizer.step[model.layers.0.weight] is 7.0 and optimizer.step[model.layers.1.weight] is 2.0" in first
-    assert first.startswith("the program of train is captured anew: ")
-    assert len(others) == 1 and "layers.0.weight] is 9.0 and optimizer.step[model.layers.0.bias] is 8.0" in others[0]
-    assert len(step.programs) == 3
+@pytest.mark.parametrize("name, before", [*((name, 0) for name in OPTIMIZERS), ("AdamW", 2), ("NAdam", 2)])
+def test_updates_are_those_of_one_device(name, before):
+    """To the bit: counts that are equal, or are so in two parts, that differ after a load, and are written into."""
+    alone, mine, step = begin(name, before), begin(name, before), compiled()
+    between = {2: load_more_steps, 4: write_a_count}
+    for i in range(6):
+        if i in between:
+            between[i](alone[1])
+            between[i](mine[1])
+        ours, theirs = train(*alone, x_of(i)), step(*mine, x_of(i))
+        assert theirs.full_tensor().item() == ours.item()
+    found, want = tensors(*mine), tensors(*alone)
+    assert found.keys() == want.keys()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
 
 
-def test_a_kept_step_is_refused_where_counts_differ(tmp_path):
-    """A program that was saved when all were equal is not used for others."""
-    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
-    model, optimizer = made(OPTIMIZERS["AdamW"])
-    step = spmd.compile(train, mesh)
-    for _ in range(2):
-        step(model, optimizer, X, 3)
-    step.save(tmp_path / "step")
-    model, optimizer = made(OPTIMIZERS["AdamW"])
-    train(model, optimizer, X, 3)
-    loaded = load_step(tmp_path / "step", train, mesh)
-    loaded(model, optimizer, X, 3)
-    count_on(optimizer)
-    with pytest.raises(StaleStep, match=r"they were equal, and one number"):
-        loaded(model, optimizer, X, 3)
+# ---- what is written once ---------------------------------------------------------------------
 
 
-def test_who_was_found_apart_stays_apart():
-    """Though the counts are equal again; and each of the two is one number with those that it was equal to."""
-    model, optimizer = made(OPTIMIZERS["AdamW"])
-    train(model, optimizer, X, 3)
-    tensors = State.of({"model": model, "optimizer": optimizer}).tensors()
-    kept, _ = kept_numbers(tensors)
-    (counts,) = [several for several in kept.values() if several[0].key == "step"]
-    apart, now = Apart(), {str(slot): 7.0 if i < 2 else 2.0 for i, slot in enumerate(counts)}
-    apart.note(counts, now)
-    again = [several for several in kept_numbers(tensors, apart)[0].values() if several[0].key == "step"]
-    assert again == [counts[:2], counts[2:]]
-    apart.note(counts[2:], {str(slot): float(i) for i, slot in enumerate(counts)})
-    again = [several for several in kept_numbers(tensors, apart)[0].values() if several[0].key == "step"]
-    assert again == [counts[:2], *((slot,) for slot in counts[2:])]
+def numbers(n, optimizer_of, *some):
+    """How many nodes of the capture of so many parameters are numbers, and how many read a count.
+
+    some: the number of parameters that each earlier step updates.
+    """
+    model = Vectors(n)
+    optimizer = optimizer_of(list(model.parameters()))
+    for first in (n, *some):
+        train(model, optimizer, x_of(0), first)
+    graph = captured(train, model=model, optimizer=optimizer, x=x_of(0)).graph
+    is_number = [isinstance(node.meta.get("val"), torch.SymFloat) for node in graph.nodes if node.op == "call_function"]
+    return sum(is_number), len(graph.find_nodes(op="call_function", target=ITEM))
 
 
-@pytest.mark.parametrize("read, one", [([], True), ([2.0], True), ([2.0, 2.0], True), ([0.0, -0.0], False),
-                                       ([1.0, 2.0], False), ([float("nan")] * 2, True)])  # fmt: skip
-def test_one_number(read, one):
-    assert are_one(read) == one
+@pytest.mark.parametrize("name", ["AdamW", "foreach", "NAdam", "RAdam", "Adamax", "ASGD", "the user's"])
+def test_numbers_of_equal_counts_are_written_once(name):
+    """Twice as many parameters have the same numbers; counts of two values have those numbers twice at most."""
+    of_four = numbers(4, OPTIMIZERS[name])
+    assert of_four == numbers(8, OPTIMIZERS[name])
+    assert of_four[1] == {"NAdam": 2, "ASGD": 2}.get(name, 1)  # a product and a rate are read, too
+    if name != "RAdam":  # which decides by the count
+        parts, reads = numbers(8, OPTIMIZERS[name], 3, 3)
+        assert of_four[1] < reads <= 2 * of_four[1]
+        assert of_four[0] < parts <= 2 * of_four[0]
 
 
-def test_parted_names_the_first_that_differs():
-    assert parted(["a", "b", "c"], {"a": 1.0, "b": 1.0, "c": 2.0}).startswith("a is 1.0 and c is 2.0")
-    assert parted(["a", "b"], {"a": 1.0, "b": 1.0}) == ""
+def test_counts_of_two_optimisers_are_two_numbers():
+    """Their steps may be called one without the other."""
+
+    def step(model, first, second, x):
+        model(x).sum().backward()
+        first.step()
+        second.step()
+
+    model = Vectors()
+    first, second = optim.Adam(model.vectors[:2]), optim.Adam(model.vectors[2:])
+    step(model, first, second, x_of(0))
+    found = captured(step, model=model, first=first, second=second, x=x_of(0))
+    assert len(found.graph.find_nodes(op="call_function", target=ITEM)) == 2
+    assert [len(several) for several in found.equal.values()] == [2, 2]
 
 
-class Reads(nn.Module):
-    """Buffers that hold numbers, which no optimiser keeps: each is a number of its own."""
+def test_two_steps_in_one_program_count_twice():
+    """What both steps make of equal counts is one number each."""
 
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("a", torch.tensor(2.0))
-        self.register_buffer("b", torch.tensor(2.0))
+    def step(model, optimizer, x):
+        train(model, optimizer, x)
+        train(model, optimizer, x)
 
-    def forward(self, x):
-        return F.relu(x * self.weight) * self.a.item() + self.b.item() ** 2
+    model = Vectors(6)
+    optimizer = optim.AdamW(model.parameters())
+    train(model, optimizer, x_of(0))
+    found = captured(step, model=model, optimizer=optimizer, x=x_of(0))
+    assert len(found.graph.find_nodes(op="call_function", target=ITEM)) == 2
 
 
-def test_equal_buffers_are_two_numbers():
-    mesh, model = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), Reads()
-    step, x = spmd.compile(lambda model, x: model(x), mesh), torch.ones(3)
-    for a, b in ((2.0, 2.0), (3.0, 2.0), (2.0, 5.0)):
-        model.a.fill_(a)
-        model.b.fill_(b)
-        torch.testing.assert_close(step(model, x).full_tensor(), x * a + b**2)
+# ---- the guard --------------------------------------------------------------------------------
+
+
+def test_only_counts_that_a_program_reads_need_to_be_equal():
+    """Parameters that a step leaves out may have made any number of steps."""
+    model, optimizer = begin("AdamW")
+    step = compiled()
+    for i, first in enumerate([4, 2, 2]):
+        step(model, optimizer, x_of(i), first)
+    made = len(step.programs)
+    write_a_count(optimizer, 3)
+    step(model, optimizer, x_of(0), 2)
+    assert len(step.programs) == made
+    write_a_count(optimizer, 1)
+    step(model, optimizer, x_of(0), 2)
+    assert len(step.programs) == made + 1
+
+
+def test_a_program_says_which_counts_differ(caplog):
+    """Another program is made, once: it takes only those for one number that were equal in both calls."""
+    (model, optimizer), step = begin("AdamW"), compiled()
+    for i in range(3):
+        step(model, optimizer, x_of(i))
     assert len(step.programs) == 1
+    assert caplog.messages == []
+    load_more_steps(optimizer)
+    for i in range(3):
+        step(model, optimizer, x_of(i))
+    assert len(step.programs) == 2
+    line = (
+        "the program of train is captured anew: optimizer.step[model.vectors.0] is 3.0 and "
+        "optimizer.step[model.vectors.3] is 6.0; they were equal, and one number"
+    )
+    assert caplog.messages == [line]
+    for state in optimizer.state.values():
+        state["step"].fill_(20.0)
+    step(model, optimizer, x_of(0))
+    step.programs[-1].verify()
+    assert len(step.programs) == 2  # the first one again
+
+
+def test_counts_that_differed_once_are_not_taken_for_one_again():
+    """Where a program has to be made anew: of the same counts with other flags, say."""
+    a, b, c = (Slot("optimizer", name, "optimizer", "step") for name in "abc")
+    apart = Apart()
+    apart.note([a, b, c], {str(a): 1.0, str(b): 1.0, str(c): 2.0})
+    assert apart.of(a) == apart.of(b) != apart.of(c)
+    apart.note([a, b, c], {str(a): 3.0, str(b): 3.0, str(c): 3.0})
+    assert apart.of(a) == apart.of(b) != apart.of(c)
+    apart.note([a, b], {str(a): 4.0, str(b): 5.0})
+    assert len({apart.of(slot) for slot in (a, b, c)}) == 3
+
+
+@pytest.mark.parametrize(
+    "numbers, one", [((), True), ((2.0, 2.0), True), ((2.0, 3.0), False), ((0.0, -0.0), False), ((0.0, 0.0), True)]
+)
+def test_one_number_is_of_the_same_bits(numbers, one):
+    assert are_one(numbers) == one
+
+
+def test_a_saved_program_has_the_guard(tmp_path):
+    """A file refuses counts that it has no program for, and names them."""
+    (model, optimizer), step = begin("AdamW"), compiled()
+    for i in range(2):
+        step(model, optimizer, x_of(i))
+    step.save(tmp_path / "step.spmd")
+    loaded = spmd.load_step(tmp_path / "step.spmd", train, step.mesh)
+    loaded(model, optimizer, x_of(2))
+    load_more_steps(optimizer)
+    with pytest.raises(StaleStep, match=r"step\[model.vectors.0\] is 3.0 and optimizer.step\[model.vectors.3\] is 6.0"):
+        loaded(model, optimizer, x_of(3))
+
+
+def test_ranks_whose_counts_differ_are_told():
+    """Counts are the same on all ranks; where they are not, all ranks raise, and none waits."""
+
+    def rank(r):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model, optimizer = begin("AdamW")
+        step = spmd.compile(train, mesh)
+        for i in range(3):
+            step(model, optimizer, x_of(i))
+        optimizer.state[model.vectors[3]]["step"].to_local().add_(r)
+        with pytest.raises(RuntimeError, match=r"optimizer.step\[model.vectors.3\]: 4.0"):
+            step(model, optimizer, x_of(3))
+
+    run_ranks(rank, 2)
