@@ -213,4 +213,6 @@ def _sync(values: Any) -> None:
 def _outer(x: Any, mode: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)([_outer(each, mode) for each in x])
-    return functional(x, mode) if isinstance(x, torch.Tensor) and torch._is_functional_tensor(x) else x
+    if not isinstance(x, torch.Tensor) or not torch._is_functional_tensor(x):
+        return x
+    return functional(x, mode) if x.layout is torch.strided else FunctionalTensor(x, mode)
