@@ -35,8 +35,10 @@ def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTens
     """The functional tensor of what torch's code in C++ has wrapped. To be called with `no_function_modes`, `no_modes`.
 
     torch finds out how many bytes the memory of each has, in 100 us of questions if sizes are symbols. Here they are
-    computed once for each layout.
+    computed once for each layout. Sparse tensors, which have no strides, take torch's way.
     """
+    if elem.layout is not torch.strided:
+        return FunctionalTensor(elem, mode)
     shape, stride, offset = elem.shape, elem.stride(), elem.storage_offset()
     if all([type(n) is int for n in (*shape, *stride, offset)]) or not are_sizes((*shape, *stride, offset)):
         return FunctionalTensor(elem, mode)

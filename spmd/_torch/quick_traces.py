@@ -70,10 +70,9 @@ def _gives(op: Any) -> str:
 @functools.cache
 def _is_functionalised(op: Any) -> bool:
     """Whether torch's code in C++ functionalises an op, with nothing around it."""
-    written = op._schema.is_mutable if _is_usual(op) else True
-    return _is_usual(op) and (
-        not written or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE)
-    )
+    if not _is_usual(op):
+        return False
+    return not op._schema.is_mutable or torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _FUNCTIONALIZE)
 
 
 # ---- the trace --------------------------------------------------------------------------------
@@ -213,6 +212,4 @@ def _sync(values: Any) -> None:
 def _outer(x: Any, mode: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)([_outer(each, mode) for each in x])
-    if not isinstance(x, torch.Tensor) or not torch._is_functional_tensor(x):
-        return x
-    return functional(x, mode) if x.layout is torch.strided else FunctionalTensor(x, mode)
+    return functional(x, mode) if isinstance(x, torch.Tensor) and torch._is_functional_tensor(x) else x
