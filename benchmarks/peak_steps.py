@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from step_models import autocast_step
+from step_parts import accumulate, accumulate_and_update, train_step
 from torch import nn, optim
 from torch.utils.checkpoint import checkpoint
 
@@ -62,26 +64,9 @@ class Recurrent(nn.Module):
 # ---- steps ------------------------------------------------------------------------------------
 
 
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def forward_step(model, optimizer, x, y):
     with torch.no_grad():
         return F.cross_entropy(model(x), y)
-
-
-def autocast_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = F.cross_entropy(model(x).float(), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def clipping_step(model, optimizer, x, y):
@@ -103,21 +88,6 @@ def micro_batches(model, optimizer, x, y):
         losses.append(loss.detach())
     optimizer.step()
     return losses
-
-
-def accumulate(model, optimizer, x, y):
-    """The first of two calls for one update."""
-    loss = F.cross_entropy(model(x), y) / 2
-    loss.backward()
-    return loss.detach()
-
-
-def accumulate_and_update(model, optimizer, x, y):
-    """The second one."""
-    loss = accumulate(model, optimizer, x, y)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
 
 
 @dataclass(frozen=True)
