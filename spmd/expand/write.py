@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from spmd.expand.capture import Captured
 from spmd.expand.choose.budget import Budget, chosen_within
-from spmd.expand.choose.program import Chosen, Expansion, chosen
+from spmd.expand.choose.program import Chosen, Expansion
 from spmd.expand.expansion import expansion_of
 from spmd.expand.explain.reasons import Way, to_write, with_reasons, written
 from spmd.expand.passes.passes import with_passes
@@ -27,12 +27,13 @@ class Writer:
     mesh: DeviceMesh
     settings: Settings
 
-    def program(self, captured: Captured, given: Given) -> Program:
-        """The program of a capture whose sizes are known."""
+    def program(self, captured: Captured, given: Given, like: Program | None = None) -> Program:
+        """The program of a capture whose sizes are known. like: one of the same capture at sizes not far from these;
+        what was chosen for it is followed."""
         results = Results(captured, self.settings.outputs)
         expansion = expansion_of(self.fn, self.mesh, captured, given, given.places, results)
         if self.settings.memory_budget is None:
-            return self._passed(self._expanded(expansion), own=True)
+            return self._passed(self._expanded(expansion, like), own=True)
         if self._for_program:
             return self._chosen_within(expansion)
         return self._budget.kept_by(self._expanded(expansion))
@@ -49,10 +50,16 @@ class Writer:
     def _for_program(self) -> bool:
         return self.settings.choose == "program" and self.mesh.size() > 1
 
-    def _expanded(self, given: Expansion) -> Program:
-        by_program = functools.partial(chosen, as_run=self._as_run)
-        write = ("for the program", by_program) if self._for_program else ("by op", Expansion.program)
-        return written(given, self.settings.pins, Way(*write, self._as_run))
+    def _expanded(self, given: Expansion, like: Program | None = None) -> Program:
+        pins = self.settings.pins
+        if not self._for_program:
+            return written(given, pins, Way("by op", Expansion.program, self._as_run))
+        choose = functools.partial(Chosen.of, as_run=self._as_run)
+        if like is not None and like.reasons.way.kept is not None:
+            choose = functools.partial(Chosen.like, like.reasons.way.kept, as_run=self._as_run)
+        found = choose(to_write(given, pins))
+        way = Way("for the program", lambda other: choose(other).program, self._as_run, found.kept)
+        return with_reasons(found.program, given, pins, way)
 
     def _chosen_within(self, given: Expansion) -> Program:
         pins = self.settings.pins

@@ -116,11 +116,12 @@ def chosen(given: Expansion, as_run: AsRun = as_written) -> Program:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program that may be taken. as_run: as in `chosen`. values: as in `expand`."""
+    """A program that may be taken. as_run: as in `chosen`. values: as in `expand`. choice: the one that it follows."""
 
     program: Program
     as_run: AsRun
     values: Mapping[str, fx.Node]
+    choice: Choice = BY_OP
 
     @classmethod
     def of(
@@ -129,7 +130,7 @@ class Candidate:
     ) -> Candidate:  # fmt: skip
         """The program of a choice. pins: gets how each op runs."""
         values: dict[str, fx.Node] = {}
-        return cls(given.program(choice, pins, values), as_run, values)
+        return cls(given.program(choice, pins, values), as_run, values, choice)
 
     @cached_property
     def run(self) -> Program:
@@ -202,13 +203,33 @@ class ByOp:
         return _model(self.simple, self.pins)
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A choice that was made for a graph in simple ops, to be followed where its sizes are others.
+
+    To solve a graph takes longer than all else that a new size needs, and a choice for a batch of 8 is one for 6, too.
+    """
+
+    graph: fx.Graph
+    choice: Choice
+
+    def at(self, graph: fx.Graph) -> Choice | None:
+        """The choice for the nodes of this graph; None where it is another one than that which the choice was for."""
+        if [(n.op, n.name) for n in self.graph.nodes] != [(n.op, n.name) for n in graph.nodes]:
+            return None
+        new = dict(zip(self.graph.nodes, graph.nodes, strict=True))
+        pins, held = self.choice.pins, self.choice.held
+        return Choice({new[n]: pin for n, pin in pins.items()}, {new[n]: spec for n, spec in held.items()})
+
+
 @dataclass(frozen=True)
 class Chosen:
-    """What is known when a choice has been made. end: the candidate that is taken."""
+    """What is known when a choice has been made. end: the candidate that is taken. certificate: None where a choice is
+    followed that was made for other sizes."""
 
     start: ByOp
     end: Candidate
-    certificate: Certificate
+    certificate: Certificate | None
 
     @classmethod
     def of(cls, given: Expansion, as_run: AsRun) -> Chosen:
@@ -220,7 +241,21 @@ class Chosen:
         is solved; it is taken if it costs less than by op and is clearly the shorter one, or as long with fewer
         collectives.
         """
+        return cls._solved(ByOp.of(given, as_run))
+
+    @classmethod
+    def like(cls, kept: Kept, given: Expansion, as_run: AsRun) -> Chosen:
+        """The choice that was made at other sizes, or by op where that costs less here or its step is shorter."""
         start = ByOp.of(given, as_run)
+        choice, by_op = kept.at(start.simple.graph), start.candidate
+        if choice is None:
+            return cls._solved(start)
+        end = start.with_choice(choice) if choice != BY_OP else by_op
+        taken = end.cost.us < by_op.cost.us and end.is_no_longer_than(by_op)
+        return cls(start, end if taken else by_op, None)
+
+    @classmethod
+    def _solved(cls, start: ByOp) -> Chosen:
         by_op = start.candidate
         solution = solved_choice(start.simple, start.pins)
         end = start.with_choice(solution.choice)
@@ -239,6 +274,11 @@ class Chosen:
     def by_op(self) -> Candidate:
         """The program by op."""
         return self.start.candidate
+
+    @property
+    def kept(self) -> Kept:
+        """What was chosen, for other sizes."""
+        return Kept(self.start.simple.graph, self.end.choice)
 
     @property
     def program(self) -> Program:

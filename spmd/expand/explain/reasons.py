@@ -20,7 +20,7 @@ from functools import cached_property
 from torch import fx
 
 from spmd.expand.choose.price import node_work, program_cost
-from spmd.expand.choose.program import Expansion
+from spmd.expand.choose.program import Expansion, Kept
 from spmd.expand.choose.work import Roofline
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.explain.explanation import Alternative, Explained, Explanation, Option, Price, Sent
@@ -41,11 +41,12 @@ from spmd.tensor.spec import Spec, spec_of
 @dataclass(frozen=True)
 class Way:
     """How a program is made of an expansion. chosen: "by op" or "for the program". write: makes it. as_run: what it
-    becomes before it runs; by that its timeline is told."""
+    becomes before it runs; by that its timeline is told. kept: what was chosen, if anything was."""
 
     chosen: str
     write: Callable[[Expansion], Program]
     as_run: Callable[[Program], Program]
+    kept: Kept | None = None
 
     def price(self, program: Program) -> Price:
         """What a program costs that was written so."""

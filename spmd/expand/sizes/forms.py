@@ -5,7 +5,8 @@
 The first program of a capture is expanded. When other sizes are met, it is expanded again at a probe of sizes: the two
 differ in numbers alone, and each number follows from sizes by a text that the capture has. A form serves the sizes at
 which its dims are cut as they were: even or uneven, empty or not, one or more. What it gives is verified, as every
-program is. Where there is no form, or it does not serve a size, the size is expanded as the first one was.
+program is. Where there is no form, or it does not serve a size, the size is expanded as the first one was; what was
+chosen for the program is followed where the sizes are not far from those that it was chosen for.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _with_shape(spec: Spec, shape: list[int]) -> Spec:
 FAR = 2520
 """What is added to a size for one that divides alike by small numbers, so that a half or a third of it is none else."""
 
-Write = Callable[[Captured, Given], Program]
-"""Expands a capture at given sizes, with all passes."""
+Write = Callable[[Captured, Given, Program | None], Program]
+"""Expands a capture at given sizes, with all passes; with what was chosen for a program, if one is given."""
 
 MOST_TIMES = 8
 """How many times larger or smaller a symbol may be than where it was decided: beyond, other moves may be cheaper."""
@@ -94,7 +95,7 @@ class Form:
             return False
         if any(values[name] != values[other] for name, other in self.equal.items()):
             return False
-        if any(max(values[k], n) > MOST_TIMES * max(min(values[k], n), 1) for k, n in self.values.items()):
+        if not _near(values, self.values):
             return False
         numbers = evaluated(self.texts, values)
         return all(decided(made(cut, numbers, {})) == was for cut, was in self.cuts)
@@ -114,6 +115,11 @@ class Form:
         )
 
 
+def _near(values: Values, others: Values) -> bool:
+    """Whether no symbol is more than `MOST_TIMES` larger or smaller."""
+    return all(max(values[k], n) <= MOST_TIMES * max(min(values[k], n), 1) for k, n in others.items())
+
+
 def form_of(captured: Captured, given: Given, program: Program, write: Write) -> Form | None:
     """The form of a program that was written for this; None where it has none."""
     values = captured.assumed.values(given.shapes, given.numbers)
@@ -124,7 +130,7 @@ def form_of(captured: Captured, given: Given, program: Program, write: Write) ->
         return None
     at = given.at(captured, other)
     try:
-        second = write(captured.at(at.shapes, at.numbers), at)
+        second = write(captured.at(at.shapes, at.numbers), at, program)
         fixed = {name: n for name, n in values.items() if other[name] == n and name not in captured.assumed.arguments}
         symbols = [name for name in values if name not in captured.assumed.arguments]
         pairs = {name: (values[name], other[name]) for name in symbols}
@@ -183,10 +189,11 @@ class _Reasons:
     captured: Captured
     given: Given
     write: Write
+    like: Program
 
     def explain(self, of: str) -> Explanation:
         """As `Program.explain`."""
-        written = self.write(self.captured.at(self.given.shapes, self.given.numbers), self.given)
+        written = self.write(self.captured.at(self.given.shapes, self.given.numbers), self.given, self.like)
         return written.reasons.explain(of)
 
 
@@ -195,10 +202,12 @@ class _Reasons:
 
 @dataclass
 class _Written:
-    """A program that was expanded. form: its form; None before it was asked for, False where there is none."""
+    """A program that was expanded. values: the sizes that its placements were chosen for. form: its form; None before
+    it was asked for, False where there is none."""
 
     given: Given
     program: Program
+    values: Values
     form: Form | bool | None = None
 
 
@@ -216,8 +225,10 @@ class Forms:
         _, written = self._of.setdefault(id(captured), (captured, []))
         found = self._of_a_form(captured, given, written, write) if captured.assumed.sources else None
         if found is None:
-            found = write(captured.at(given.shapes, given.numbers), given)
-            written.append(_Written(given, found))
+            values = captured.assumed.values(given.shapes, given.numbers)
+            like = next((w for w in written if _given_alike(w.given, given) and _near(values, w.values)), None)
+            found = write(captured.at(given.shapes, given.numbers), given, like and like.program)
+            written.append(_Written(given, found, like.values if like else values))
             del written[:-MOST_WRITTEN]
         return found
 
@@ -230,7 +241,7 @@ class Forms:
                 each.form = form_of(captured, each.given, each.program, write) or False
             if each.form and each.form.serves(values):
                 try:
-                    reasons = _Reasons(captured, given, write)
+                    reasons = _Reasons(captured, given, write, each.program)
                     return replace(each.form.at(values), reasons=reasons).verify()
                 except (ProgramFault, ValueError, ArithmeticError):
                     continue

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import spmd
+import spmd.expand.choose.program as choosing
 from examples.gpt import GPT, GPTConfig, train_step
 from spmd import Shard
 from spmd.expand.choose.price import program_cost
@@ -48,9 +52,9 @@ def step_of(model, optimizer, x, y):
     return loss
 
 
-def words(n: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def words(n: int = 3, rows: Sequence[int] = (8, 8, 8)) -> list[tuple[torch.Tensor, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(32, (8, 8), generator=g) for _ in range(2)) for _ in range(n)]
+    return [tuple(torch.randint(32, (row, 8), generator=g) for _ in range(2)) for row in rows[:n]]
 
 
 CASES = {
@@ -75,13 +79,56 @@ def test_a_chosen_program_trains_as_one_device(name):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
 
 
-def trained(build, mesh, said) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def trained(build, mesh, said, batches=None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     torch.manual_seed(0)
     model = build().double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     run = step_of if mesh is None else spmd.compile(step_of, mesh, choose="program", **said)
-    losses = [run(model, optimizer, x, y) for x, y in words()]
+    losses = [run(model, optimizer, x, y) for x, y in batches or words()]
     return [_whole(x) for x in losses], [_whole(p) for p in model.parameters()]
+
+
+FOLLOWED = (8, 8, 5, 1, 80)
+"""Rows of a batch: even, twice (the second step has gradients), uneven, fewer than ranks, and far more."""
+
+
+def test_other_sizes_follow_what_was_chosen_for_the_first():
+    """Nothing is solved for them, and each trains as one device. A batch that is far larger is solved."""
+    build, said = CASES["softmax, sequence"]
+    batches, solved, real = words(len(FOLLOWED), FOLLOWED), [], choosing.solve
+    losses, parameters = trained(build, None, said, batches)
+    counted = mock.patch.object(choosing, "solve", lambda *args: solved.append(at[0]) or real(*args))
+    with spmd.LocalTensorMode(4), counted:
+        mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        at = [None]
+        found, chosen = trained(build, mesh, said, noting(batches, at))
+    assert 0 in solved and 4 in solved and not {2, 3} & set(solved)
+    assert torch.allclose(torch.stack(found), torch.stack(losses), rtol=1e-10, atol=1e-10)
+    for a, b in zip(chosen, parameters, strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def noting(batches, at: list):
+    """The batches, one after the other; the number of the one under way is noted."""
+    for i, batch in enumerate(batches):
+        at[0] = i
+        yield batch
+
+
+@pytest.mark.parametrize("rows", [6, 5, 1])
+def test_what_is_followed_is_never_dearer_than_by_op(rows):
+    """By the sum of what is sent and computed, at sizes that nothing was solved for."""
+    build, said = CASES["gpt, fully_shard"]
+    mesh = spmd.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = {how: spmd.compile(step_of, mesh, choose=how, **said) for how in ("op", "program")}
+    us = {}
+    for how, step in steps.items():
+        for batch in words(2, (8, rows)):
+            _, program = step._capture_and_expand(step._call((model, optimizer, *batch), {}, True))
+        us[how] = program_cost(program).us
+    assert us["program"] <= us["op"] * (1 + 1e-9)
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:
