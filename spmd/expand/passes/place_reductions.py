@@ -149,8 +149,7 @@ class _Terms:
         """The values that are reduced in any case, and that no op reads as terms now."""
         reduced = {n for n in self.summed if n in self.made or n in self.sources}
         terms_read = {b for n, read in self.sources.items() for b in read if self._reads_terms(n, b)}
-        new = {n for n in reduced if n not in terms_read | self.kept | barred}
-        return new or clash - barred
+        return reduced - terms_read - self.kept - barred or clash - barred
 
     def _note_readers(self, node: fx.Node, read: Sequence[fx.Node]) -> None:
         for b in read:
