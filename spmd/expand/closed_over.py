@@ -37,6 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
+from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
@@ -58,7 +59,7 @@ def find_closed_over(fn: Callable, given: Iterable[Any] = (), reads: Reads | Non
     """
     search = search_of(fn, given, reads)
     for module in [x for x in (*given, *search.found.values()) if isinstance(x, nn.Module)]:
-        for hook in hooks_of(module.parameters()):
+        for hook in hooks_of(parameters_of(module)):
             search.function(hook)
     return search
 
@@ -159,7 +160,7 @@ class Search:
     def module(self, module: nn.Module) -> None:
         """Look through the code that a module runs: its `forward`, what that names, and its hooks. What the module
         itself holds has guards of its own."""
-        modules = list(module.modules())
+        modules = modules_of(module)
         for kind in dict.fromkeys(map(type, modules)):
             self.code_of(kind, "forward")
         for m in modules:

@@ -29,6 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spmd import _torch
 from spmd.comm.user_line import is_library
+from spmd.expand.modules import named_modules
 from spmd.expand.state import named_leaves
 
 ORIGIN, SITES, GRADIENT_OF = "origin", "sites", "gradient of"
@@ -113,7 +114,7 @@ class Origins:
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module], outermost: CodeType) -> Origins:
         """For a step that uses these modules."""
-        named = [(f"{root}.{name}".rstrip("."), m) for root, top in modules.items() for name, m in top.named_modules()]
+        named = [(f"{root}.{name}".rstrip("."), m) for root, top in modules.items() for name, m in named_modules(top)]
         return cls({id(m): path for path, m in reversed(named)}, outermost)
 
     # ---- ops ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from spmd._torch import pytree
 from spmd.expand.guards import guard_key, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
+from spmd.expand.modules import modules_of, named_buffers, named_modules, named_parameters
 from spmd.expand.objects import NAMED, PLAIN
 from spmd.expand.reads import Reads
 
@@ -122,7 +123,7 @@ class State:
 
     def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for root, module in self.modules.items():
-            for name, p in module.named_parameters(remove_duplicate=False):
+            for name, p in named_parameters(module):
                 yield f"{root}.{name}", p
         for root, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
@@ -134,7 +135,7 @@ class State:
         return _by_first_name(
             (f"{root}.{name}", b)
             for root, module in self.modules.items()
-            for name, b in module.named_buffers(remove_duplicate=False)
+            for name, b in named_buffers(module)
         )
 
     def numbers(self) -> dict[str, float]:
@@ -151,7 +152,7 @@ class State:
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
         for root, module in self.modules.items():
-            found |= {f"{root}.{name}".rstrip("."): module_guard(m, reads) for name, m in module.named_modules()}
+            found |= {f"{root}.{name}".rstrip("."): module_guard(m, reads) for name, m in named_modules(module)}
         path_of = {}
         for path, p in self.parameters().items():
             path_of[id(p)] = path
@@ -173,7 +174,7 @@ class State:
 
     def submodules(self) -> list[nn.Module]:
         """Every module, with all that are in it, once."""
-        return list({id(m): m for root in self.modules.values() for m in root.modules()}.values())
+        return list({id(m): m for root in self.modules.values() for m in modules_of(root)}.values())
 
     def is_of_module(self, path: str) -> bool:
         """Whether a path of `constants` names the attributes of a module, not an optimiser's values."""
@@ -214,7 +215,7 @@ class State:
         path_of = {id(p): path for path, p in self.parameters().items()}
         by_id |= {id(b): new[Slot("buffer", path)] for path, b in self.buffers().items()}
         for module in self.modules.values():
-            for m in module.modules():
+            for m in modules_of(module):
                 for places in (m._parameters, m._buffers):
                     places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
         for root, optimizer in self.optimizers.items():
@@ -246,7 +247,7 @@ class State:
     def _snapshot(self) -> list[Callable[[], None]]:
         dicts: list[dict] = []
         for module in self.modules.values():
-            for m in module.modules():
+            for m in modules_of(module):
                 dicts += [vars(m), m._parameters, m._buffers, m._modules]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]

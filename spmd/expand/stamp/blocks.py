@@ -32,6 +32,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.draws import Numbering
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.given import Given, node_of
@@ -67,7 +68,7 @@ class Blocks:
     @contextlib.contextmanager
     def stamped(self, structures: Mapping[int, Structure]) -> Iterator[None]:
         """Inside, in a capture by this thread, calls of modules that repeat (`repeated`) are traced twice."""
-        modules = [m for root in self.state.modules.values() for m in root.modules() if id(m) in structures]
+        modules = [m for root in self.state.modules.values() for m in modules_of(root) if id(m) in structures]
         for m in modules:
             vars(m)["forward"] = self._forward(m, structures[id(m)])
         try:
@@ -238,7 +239,7 @@ class _Traced:
             return self.blocks.state.constants()
 
     def _places(self) -> list:
-        return [(id(m), name, id(x)) for m in self.given.module.modules() for name, x in m._buffers.items()]
+        return [(id(m), name, id(x)) for m in modules_of(self.given.module) for name, x in m._buffers.items()]
 
     def _check(self, nodes: Sequence[fx.Node | None], constants: dict, asked: str) -> None:
         couple = self.blocks.couple
@@ -267,8 +268,8 @@ class _Traced:
     @contextlib.contextmanager
     def _parameters(self, new: list[torch.Tensor]) -> Iterator[None]:
         """Inside, the modules have these parameters."""
-        by_id = {id(p): x for p, x in zip(self.given.module.parameters(), new, strict=True)}
-        held = [(m._parameters, dict(m._parameters)) for m in self.given.module.modules()]
+        by_id = {id(p): x for p, x in zip(parameters_of(self.given.module), new, strict=True)}
+        held = [(m._parameters, dict(m._parameters)) for m in modules_of(self.given.module)]
         try:
             for parameters, _ in held:
                 parameters.update({name: by_id[id(p)] for name, p in parameters.items() if p is not None})

@@ -12,6 +12,7 @@ from torch import fx, nn
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
+from spmd.expand.modules import buffers_of, modules_of, parameters_of
 from spmd.expand.stamp.parts import metadata
 from spmd.expand.stamp.repeats import Structure, guard_now
 
@@ -43,9 +44,10 @@ class Given:
             return None
         with _torch.no_function_modes():  # they would hear of each question after a shape
             kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
-            own = tuple(map(layout, (*module.parameters(), *module.buffers()))), _guards(module, structure.differing)
+            parameters, buffers = parameters_of(module), tuple(buffers_of(module))
+            own = tuple(map(layout, (*parameters, *buffers))), _guards(module, structure.differing)
         arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
-        tensors, buffers = (*arguments, *module.parameters()), tuple(module.buffers())
+        tensors = (*arguments, *parameters)
         nodes = tuple(node_of(x, tracer) for x in (*tensors, *buffers))
         if any(map(_torch.has_attributes, arguments)):
             return None
@@ -57,7 +59,7 @@ class Given:
 
 
 def _guards(module: nn.Module, without: Collection[str]) -> tuple[Hashable, ...]:
-    return tuple(guard_now(m, without) for m in module.modules())
+    return tuple(guard_now(m, without) for m in modules_of(module))
 
 
 def layout(x: torch.Tensor) -> tuple:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from spmd.expand.guards import guard_key, module_guard
+from spmd.expand.modules import modules_of, parameters_of
 
 FEWEST = 3
 """Of so many equal modules, two are traced and the others are stamped."""
@@ -46,7 +47,7 @@ def values_of(module: nn.Module, names: Iterable[str]) -> Hashable:
     names = sorted(names)
     return tuple(
         (i, name, guard_key(vars(m)[name]))
-        for i, m in enumerate(module.modules() if names else ()) for name in names if name in vars(m)
+        for i, m in enumerate(modules_of(module) if names else ()) for name in names if name in vars(m)
     )  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def repeated(roots: Iterable[nn.Module]) -> dict[int, Structure]:
     in them, a parameter, and nothing that code outside of them sees or does. Inside of those that differ in plain
     attributes, there may be others that do not."""
     roots = list(roots)
-    guards = {id(m): module_guard(m) for root in roots for m in root.modules()}
+    guards = {id(m): module_guard(m) for root in roots for m in modules_of(root)}
     exactly, but_for_values = (_repeated(roots, _Structures(roots, guards, exact)) for exact in (True, False))
     return exactly | but_for_values
 
@@ -67,7 +68,7 @@ Guards = dict[int, tuple]
 def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure]:
     groups: dict[Hashable, list[nn.Module]] = {}
     for root in roots:
-        for m in root.modules():
+        for m in modules_of(root):
             if (key := found.of(m)) is not None and any(True for _ in m.children()) and found.is_apart(m):
                 groups.setdefault(key, []).append(m)
     chosen: dict[int, Structure] = {}
@@ -77,13 +78,13 @@ def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure
         if len(several) >= FEWEST:
             structure = Structure(tuple(several), frozenset() if found.is_exact else _differing(several, found.guards))
             chosen |= {id(m): structure for m in several}
-            inside |= {id(x) for m in several for x in m.modules()}
+            inside |= {id(x) for m in several for x in modules_of(m)}
     return chosen
 
 
 def _differing(modules: Sequence[nn.Module], guards: Guards) -> frozenset[str]:
     """The names of attributes in which modules differ, or modules inside of them."""
-    together = ([guards[id(m)][1] for m in several] for several in zip(*(m.modules() for m in modules), strict=True))
+    together = ([guards[id(m)][1] for m in several] for several in zip(*map(modules_of, modules), strict=True))
     return frozenset(
         name for first, *others in together for other in others if other != first
         for name, key in first if (name, key) not in other
@@ -117,7 +118,7 @@ class _Structures:
         self.owners: dict[int, set[int]] = {}
         self._of: dict[int, Hashable] = {}
         self._numbers: dict[Hashable, int] = {}
-        for m in {id(m): m for root in roots for m in root.modules()}.values():
+        for m in {id(m): m for root in roots for m in modules_of(root)}.values():
             for p in m._parameters.values():
                 self.owners.setdefault(id(p), set()).add(id(m))
 
@@ -142,7 +143,7 @@ class _Structures:
 
     def is_apart(self, module: nn.Module) -> bool:
         """Whether a module has parameters, and they are its own."""
-        within, own = {id(m) for m in module.modules()}, [id(p) for p in module.parameters()]
+        within, own = {id(m) for m in modules_of(module)}, [id(p) for p in parameters_of(module)]
         return bool(own) and all(self.owners[p] <= within for p in own)
 
 
@@ -156,5 +157,5 @@ def _described(tensors: dict[str, Any]) -> Iterator[Hashable]:
 def _pattern(module: nn.Module) -> tuple[int, ...]:
     """Which of the tensors of a module and those in it are one."""
     counted: dict[int, int] = {}
-    tensors = [x for m in module.modules() for x in (*m._parameters.values(), *m._buffers.values())]
+    tensors = [x for m in modules_of(module) for x in (*m._parameters.values(), *m._buffers.values())]
     return tuple(counted.setdefault(id(x), len(counted)) for x in tensors)

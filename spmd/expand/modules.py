@@ -1,0 +1,94 @@
+"""Walks over the modules within a module, as lists. A capture makes dozens of them.
+
+torch's walks are generators, one within another for each level: each module takes as many steps as it lies deep. Those
+here call one function for each module, and give what torch's give: where a class has a walk of its own, they are that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+Named = list[tuple[str, nn.Module]]
+
+_WALKS = ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers", "_named_members")
+"""The methods of torch's that a class may have in its own way."""
+
+
+def named_modules(root: nn.Module, repeated: bool = False) -> Named:
+    """The module and all within it, with paths: each once, or, where it is repeated, under each of its paths.
+
+    >>> inner = nn.Linear(2, 2)
+    >>> root = nn.Sequential(inner, inner)
+    >>> [path for path, _ in named_modules(root)], [path for path, _ in named_modules(root, repeated=True)]
+    (['', '0'], ['', '0', '1'])
+    """
+    found: Named = []
+    if _note(root, "", found, None if repeated else set()):
+        return found
+    return list(root.named_modules(remove_duplicate=not repeated))
+
+
+def _note(module: nn.Module, path: str, found: Named, seen: set[int] | None) -> bool:
+    """Add a module and all within it; False where one has a walk of its own."""
+    if seen is not None:
+        if id(module) in seen:
+            return True
+        seen.add(id(module))
+    kind = type(module)
+    if kind not in _plain and not _is_plain(kind):
+        return False
+    found.append((path, module))
+    for name, child in module._modules.items():
+        if child is not None and not _note(child, f"{path}.{name}" if path else name, found, seen):
+            return False
+    return True
+
+
+_plain: dict[type, None] = {}
+"""Classes that walk as torch does. Bounded: those that were met first."""
+
+MOST_CLASSES = 4096
+
+
+def _is_plain(kind: type) -> bool:
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _WALKS):
+        return False
+    if len(_plain) < MOST_CLASSES:
+        _plain[kind] = None
+    return True
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """The module and all within it, each once, in the order of `named_modules`."""
+    return [m for _, m in named_modules(root)]
+
+
+def named_parameters(root: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters with all their paths."""
+    found: Named = []
+    if not _note(root, "", found, None):
+        return list(root.named_parameters(remove_duplicate=False))
+    return [(_path(path, k), p) for path, m in found for k, p in m._parameters.items() if p is not None]
+
+
+def parameters_of(root: nn.Module) -> list[nn.Parameter]:
+    """All parameters, each once."""
+    return list({id(p): p for _, p in named_parameters(root)}.values())
+
+
+def buffers_of(root: nn.Module) -> list[torch.Tensor]:
+    """All buffers, each once."""
+    return list({id(b): b for _, b in named_buffers(root)}.values())
+
+
+def named_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """All buffers with all their paths."""
+    found: Named = []
+    if not _note(root, "", found, None):
+        return list(root.named_buffers(remove_duplicate=False))
+    return [(_path(path, k), b) for path, m in found for k, b in m._buffers.items() if b is not None]
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
