@@ -93,7 +93,7 @@ from spmd._torch.functionalize import (
     to_functional,
     write_functional,
 )  # fmt: skip
-from spmd._torch.graphs import create_node, node_again, operands_of, rename
+from spmd._torch.graphs import create_node, new_graph, node_again, operands_of, rename, walked
 from spmd._torch.groups import (
     FakeWork,
     PlaceholderGroup,

@@ -81,7 +81,7 @@ def _with_spec(node: fx.Node, spec: Spec) -> fx.Node:
 class _Binder:
     def __init__(self, program: Program, coordinate: tuple[int, ...], transport: Transport):
         self.program, self.coordinate = program, coordinate
-        self.graph = fx.Graph()
+        self.graph = _torch.new_graph()
         self.tracer = _Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
         self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem | _Fetched] = {}
@@ -273,7 +273,7 @@ class _Kernel:
     @classmethod
     def of(cls, node: fx.Node) -> _Kernel:
         """For a call: recorded once, and written for each one that differs in its operands alone."""
-        graph, inputs = fx.Graph(), []
+        graph, inputs = _torch.new_graph(), []
 
         def operand(n: fx.Node) -> fx.Proxy:
             inputs.append(added(graph, "placeholder", n.name, (), {}, n.name))

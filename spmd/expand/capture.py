@@ -391,7 +391,7 @@ class _FlatFunction:
     def __call__(self, flat_inputs: list) -> list:
         flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
         self.sizes.track()
-        nodes = _torch.proxy_mode().tracer.graph.find_nodes(op="placeholder")
+        nodes = _torch.walked(_torch.proxy_mode().tracer.graph).find_nodes(op="placeholder")
         of_counts = {n: self.names[i] for n, i in zip(nodes, self.inputs, strict=True) if i in self.names}
         self.counts = EqualCounts(of_counts)
         with _torch.quick_functional_mode():

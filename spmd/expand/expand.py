@@ -136,7 +136,7 @@ class _Expander:
     final_specs: Mapping[fx.Node, Spec]
     choice: Choice
     chosen: dict[fx.Node, Pin]
-    graph: fx.Graph = field(default_factory=fx.Graph)
+    graph: fx.Graph = field(default_factory=_torch.new_graph)
     local: dict[fx.Node, fx.Node] = field(default_factory=dict)
     moved: dict[tuple[fx.Node, Spec | Step, int | None], fx.Node] = field(default_factory=dict)
     moved_anew: set[fx.Node] = field(default_factory=set)
@@ -147,7 +147,7 @@ class _Expander:
     gathered: list[tuple[str, int]] = field(default_factory=list)
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
     settled: dict[LocalMapOp, LocalMapOp] = field(default_factory=dict)
-    decomposition_graph: fx.Graph = field(default_factory=fx.Graph)
+    decomposition_graph: fx.Graph = field(default_factory=_torch.new_graph)
     source: str = ""
     line: str = ""
 

@@ -58,7 +58,7 @@ def copied(graph: fx.Graph, node: fx.Node, of: Callable[[fx.Node], Any]) -> fx.N
 
 def graph_copied(graph: fx.Graph) -> fx.Graph:
     """A copy of a graph, with the metadata of its nodes."""
-    new, copies = fx.Graph(), {}
+    new, copies = _torch.new_graph(), {}
     for node in graph.nodes:
         if node.op == "output":
             new.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)

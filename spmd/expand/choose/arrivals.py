@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from torch import fx
 
+from spmd import _torch
 from spmd.expand.choose.choice import Pin
 from spmd.expand.choose.options import Way
 from spmd.expand.choose.price import node_work, program_cost
@@ -84,7 +85,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def tried(node: fx.Node, mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
     """What the op does with operands that arrive so; None if it does no more than its rule says."""
-    graph, given, operands = fx.Graph(), {}, _operands(node)
+    graph, given, operands = _torch.new_graph(), {}, _operands(node)
     specs: dict[fx.Node, Spec] = {}
     for n, p in zip(operands, ins, strict=True):
         if n not in given:

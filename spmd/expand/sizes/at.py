@@ -24,7 +24,7 @@ Values = Mapping[str, float]
 def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
     """A copy with numbers in the place of sizes."""
     number = _numbers(graph, values)
-    new, copies = fx.Graph(), {}
+    new, copies = _torch.new_graph(), {}
     known: dict[int, Any] = {}  # what was stamped shares its values
 
     def here(x: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
+from spmd import _torch
 from spmd.expand.capture import Captured
 from spmd.expand.explain.explanation import Explanation
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
@@ -103,7 +104,7 @@ class Form:
     def at(self, values: Values) -> Program:
         """The program at these sizes. ValueError or ProgramFault where it is none."""
         numbers, known = evaluated(self.texts, values), {}
-        graph, copies = fx.Graph(), {}
+        graph, copies = _torch.new_graph(), {}
         for node, form in self.nodes:
             target, args, kwargs, spec = made(form, numbers, known)
             args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
