@@ -36,8 +36,7 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 def empty_fake(mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any], dtype: torch.dtype, device: Any):
     """A fake tensor in memory of its own, as `empty_strided` in the mode gives it, in a tenth of the time where its
     sizes are numbers. To be called with `no_function_modes` and `no_modes`."""
-    device = torch.device(device)
-    is_plain = device.type == "cpu" and all(type(n) is int for n in (*shape, *stride))
+    is_plain = torch.device(device).type == "cpu" and all([type(n) is int for n in (*shape, *stride)])
     if is_plain and not torch.is_inference_mode_enabled():
         empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         return _fake_like(mode.blank, empty)

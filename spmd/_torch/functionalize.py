@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses import functional_tensor
@@ -35,17 +36,21 @@ def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTens
     """The functional tensor of what torch's code in C++ has wrapped. To be called with `no_function_modes`, `no_modes`.
 
     torch finds out how many bytes the memory of each has, in 100 us of questions if sizes are symbols. Here they are
-    computed once for each layout. Sparse tensors, which have no strides, take torch's way.
+    computed once for each layout. Sparse tensors, which have no strides, take torch's way, and so does inference mode,
+    in which torch notes the memory of each.
     """
-    if elem.layout is not torch.strided:
+    if elem.layout is not torch.strided or torch.is_inference_mode_enabled():
         return FunctionalTensor(elem, mode)
     shape, stride, offset = elem.shape, elem.stride(), elem.storage_offset()
-    if all([type(n) is int for n in (*shape, *stride, offset)]) or not are_sizes((*shape, *stride, offset)):
-        return FunctionalTensor(elem, mode)
+    bytes_of: dict[str, Any] = {}
+    if not all([type(n) is int for n in (*shape, *stride, offset)]):
+        if not are_sizes((*shape, *stride, offset)):
+            return FunctionalTensor(elem, mode)
+        bytes_of["storage_size"] = elements_of(shape, stride, offset) * elem.dtype.itemsize
     keys = FunctionalTensor._extra_dispatch_keys & torch._C._dispatch_keys(elem)
     made = torch.Tensor._make_wrapper_subclass(
         FunctionalTensor, shape, stride, offset, None, elem.dtype, elem.layout, elem.device, False, elem.requires_grad,
-        None, False, False, keys, storage_size=elements_of(shape, stride, offset) * elem.dtype.itemsize,
+        None, False, False, keys, **bytes_of,
     )  # fmt: skip
     torch._C._set_throw_on_mutable_data_ptr(made)
     made.elem = elem

@@ -80,9 +80,9 @@ def with_more_inputs(given: list, more: list[torch.Tensor], by: torch.fx.Tracer)
 
 
 def _track(x: torch.Tensor, proxy: torch.fx.Proxy, by: torch.fx.Tracer) -> None:
-    """Let a proxy stand for a fake tensor. Where its sizes are numbers, nothing else is to be noted of it."""
+    """Let a proxy stand for a fake tensor that is new. Where its sizes are numbers, nothing else is to be noted."""
     if all([type(n) is int for n in (*x.shape, *x.stride())]):
-        proxy_tensor.set_proxy_slot(x, by, proxy_tensor._ProxyTensor(proxy, None))
+        by.tensor_tracker[x] = proxy_tensor._ProxyTensor(proxy, None)
     else:
         proxy_tensor.track_tensor(x, proxy, constant=None, tracer=by)
 

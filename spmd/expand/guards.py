@@ -100,7 +100,7 @@ def module_guard(module: nn.Module, reads: Reads | None = None) -> tuple:
     return type(module), tuple(
         (k, v) if type(v) is bool else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
         for k, v in own.items()
-        if k not in GUARDED_APART and not _is_empty(v)
+        if v is not None and not (isinstance(v, dict) and not v) and k not in GUARDED_APART  # most are empty
     )
 
 
@@ -109,11 +109,6 @@ def _in_order(hooks: Any, places: dict[int, int]) -> Any:
     if not isinstance(hooks, dict) or not all(type(number) is int for number in hooks):
         return hooks
     return {places.setdefault(number, len(places)): hook for number, hook in hooks.items()}
-
-
-def _is_empty(value: Any) -> bool:
-    """Whether it is an empty dict or None, as most attributes of a module are."""
-    return value is None or (isinstance(value, dict) and not value)
 
 
 def modes_guard() -> tuple:

@@ -100,10 +100,12 @@ def _is_of_torch_alone(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
 
 @dataclass(frozen=True)
 class _Own:
-    """A parameter with what is its own: itself, its gradient and its state, by name, with their nodes."""
+    """A parameter with what is its own: itself, its gradient and its state, by name, with their present values and
+    nodes."""
 
     parameter: torch.Tensor
     tensors: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
     nodes: dict[str, fx.Node]
 
     @property
@@ -119,7 +121,11 @@ def _tensors(optimizer: Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
-    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
+    return _node_of_value(_torch.from_functional(x), tracer)
+
+
+def _node_of_value(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
+    proxy = _torch.proxy_of(x, tracer)
     return proxy.node if isinstance(proxy, fx.Proxy) else None
 
 
@@ -267,10 +273,11 @@ def _kinds(optimizer: Optimizer, tracer: fx.Tracer, counts: EqualCounts, by_fami
             if p.grad is None:
                 continue
             tensors = _tensors(optimizer, p)
-            nodes = {name: _node(x, tracer) for name, x in tensors.items()}
+            values = {name: _torch.from_functional(x) for name, x in tensors.items()}
+            nodes = {name: _node_of_value(x, tracer) for name, x in values.items()}
             if None in nodes.values():
                 return []
-            own = _Own(p, tensors, nodes)
+            own = _Own(p, tensors, values, nodes)
             found.setdefault((number, _kind(optimizer, own, counts)), []).append(own)
     owns = [own for kind in found.values() for own in kind]
     return _with_families(optimizer, found, by_family) if _are_apart(owns) else []
@@ -293,7 +300,8 @@ def _kind(optimizer: Optimizer, own: _Own, counts: EqualCounts) -> tuple:
     """What torch's optimisers can tell of a parameter, its gradient and its state, and how its counts are made."""
     others = {k: x for k, x in optimizer.state.get(own.parameter, {}).items() if not isinstance(x, torch.Tensor)}
     ways = tuple(map(counts.way, own.nodes.values()))
-    return (own.pattern, ways), guard_key(others), *((name, *_metadata(x)) for name, x in own.tensors.items())
+    tensors = ((name, *_metadata(x, own.values[name])) for name, x in own.tensors.items())
+    return (own.pattern, ways), guard_key(others), *tensors
 
 
 def _family(kind: tuple) -> Hashable:
@@ -310,8 +318,8 @@ def _family(kind: tuple) -> Hashable:
     return pattern, others, *((*flags, len(shape), known) for *flags, shape, _, known in tensors)
 
 
-def _metadata(x: torch.Tensor) -> tuple[Any, ...]:
-    known = _torch.known_value(_torch.from_functional(x))
+def _metadata(x: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
+    known = _torch.known_value(value)
     return x.dtype, x.device, x.requires_grad, x.is_leaf, tuple(x.shape), x.stride(), known
 
 
