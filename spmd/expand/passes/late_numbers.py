@@ -27,11 +27,11 @@ def compute_numbers_late(program: Program, own: bool = False) -> Program:
 
     own: whether the given program is not needed any more, so that its graph can be changed.
     """
-    if not _late(program.graph):
+    if all(node.next is min(node.users) for node in _late(program.graph)):  # nodes compare by their places
         return program
     program = replace(program) if own else copied(program)
     for node in reversed(_late(program.graph)):
-        min(node.users).prepend(node)  # nodes compare by their places
+        min(node.users).prepend(node)
     return program
 
 
@@ -46,7 +46,8 @@ def _late(graph: fx.Graph) -> dict[fx.Node, None]:
 
 def _is_number_op(node: fx.Node) -> bool:
     """Whether an op has one number as its result and as each of its operands, all of them tensors."""
-    return isinstance(node.target, _torch.OpOverload) and all(map(_is_number, (node, *_torch.operands_of(node))))
+    is_op = isinstance(node.target, _torch.OpOverload)
+    return is_op and _is_number(node) and all(map(_is_number, _torch.operands_of(node)))
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -46,17 +46,17 @@ Owed = tuple[tuple[int, str], ...]
 
 
 def place_reductions(program: Program, own: bool = False) -> Program:
-    """The same program with its sums reduced where that costs least, by the modelled cost.
+    """The same program with its sums reduced where that costs least, by the modelled cost; itself where they are.
 
     own: whether the given program is not needed any more, so that its graph can be changed.
     """
-    program = replace(program) if own else copied(program)
-    steps = [step for _, step in program.steps() if isinstance(step, Step) and isinstance(step.move, AllReduce)]
+    new, changed = replace(program) if own else copied(program), False
+    steps = [step for _, step in new.steps() if isinstance(step, Step) and isinstance(step.move, AllReduce)]
     for owed in dict.fromkeys(step.before.partial for step in steps if not step.after.partial):
         if all(kind == "sum" for _, kind in owed):
-            for values in _Terms.of(program.graph, owed).components():
-                values.improve()
-    return program
+            for values in _Terms.of(new.graph, owed).components():
+                changed |= values.improve()
+    return new if changed else program
 
 
 @dataclass
@@ -270,21 +270,23 @@ class _Component:
     of: _Terms
     values: list[fx.Node]
 
-    def improve(self) -> None:
-        """Move the reductions of these values, if that makes the program cheaper."""
+    def improve(self) -> bool:
+        """Move the reductions of these values, if that makes the program cheaper. Returns whether it did."""
         cut, owing = self._cut()
         reduced = cut | (self.of.summed & owing)
         terms = {n for n in self.values if n in owing}
         before = sum(r.target.cost for n in self.values for r in self.of.reductions(n))
         layouts = self._layouts(terms, terms - cut)
         if layouts is None:
-            return
+            return False
         new_terms = [(x, spec) for specs in layouts.values() for x, spec in specs.items() if spec.partial]
         copies = sum(
             plan(self.of.sum(spec), spec).modelled_us for x, spec in new_terms if self.of.base(x) not in terms - cut
         )
-        if sum(self._reduction(n).modelled_us for n in reduced) + copies < before - 1e-9:
+        is_cheaper = sum(self._reduction(n).modelled_us for n in reduced) + copies < before - 1e-9
+        if is_cheaper:
             self._rewrite(terms, reduced, layouts)
+        return is_cheaper
 
     def _cut(self) -> tuple[set[fx.Node], set[fx.Node]]:
         """The values to reduce, and those that are terms."""
