@@ -93,7 +93,16 @@ from spmd._torch.functionalize import (
     to_functional,
     write_functional,
 )  # fmt: skip
-from spmd._torch.graphs import create_node, new_graph, node_again, operands_of, rename, walked
+from spmd._torch.graphs import (
+    copy_named,
+    create_node,
+    new_graph,
+    node_again,
+    operands_of,
+    rename,
+    take_names,
+    walked,
+)  # fmt: skip
 from spmd._torch.groups import (
     FakeWork,
     PlaceholderGroup,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,17 @@ def node_again(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
     return _inserted(node.graph, fx.Node(node.graph, node.name, node.op, node.target, args, kwargs))
 
 
+def copy_named(graph: fx.Graph, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+    """A copy of a node with other arguments at the end of a graph that has taken over its names (`take_names`)."""
+    return _inserted(graph, fx.Node(graph, node.name, node.op, node.target, args, kwargs))
+
+
+def take_names(graph: fx.Graph, of: fx.Graph) -> None:
+    """Let the names of one graph be taken in another, an empty one, for copies of its nodes."""
+    names, taken = graph._graph_namespace, of._graph_namespace
+    names._used_names, names._base_count = set(taken._used_names), dict(taken._base_count)
+
+
 def input_named(graph: fx.Graph, name: str) -> fx.Node:
     """An input of this name where a graph inserts, which is not looked for: as `node_again`."""
     return _inserted(graph, fx.Node(graph, name, "placeholder", name, (), {}))
@@ -107,15 +119,24 @@ def _inserted(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _take(names: Any, wanted: str) -> bool:
     """Take a name that is free, as `create_name` does; False where it is not, or may be no name."""
-    if wanted in names._used_names or wanted in _illegal_names or not (wanted.isidentifier() and wanted.isascii()):
+    if wanted in names._used_names or (parts := _parts(wanted)) is None:
         return False
-    base, _, number = wanted.rpartition("_")
-    if base and number.isdecimal():
-        names._base_count[base] = int(number)
+    base, number = parts
+    if number is None:
+        names._base_count.setdefault(base, 0)
     else:
-        names._base_count.setdefault(wanted, 0)
+        names._base_count[base] = number
     names._used_names.add(wanted)
     return True
+
+
+@functools.lru_cache(maxsize=1 << 15)  # the graphs of a step have the same names
+def _parts(name: str) -> tuple[str, int | None] | None:
+    """A name without its number, and that; None for what may be no name."""
+    if name in _illegal_names or not (name.isidentifier() and name.isascii()):
+        return None
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (name, None)
 
 
 def rename(graph: fx.Graph, wanted: Callable[[fx.Node], str]) -> None:

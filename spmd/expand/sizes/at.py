@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import added, copied
 from spmd.expand.sizes.lift import SIZED
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.mesh import DeviceMesh
@@ -25,18 +24,20 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
     """A copy with numbers in the place of sizes."""
     number = _numbers(graph, values)
     new, copies = _torch.new_graph(), {}
+    _torch.take_names(new, graph)
     known: dict[int, Any] = {}  # what was stamped shares its values
 
     def here(x: Any) -> Any:
         return copies[x] if isinstance(x, fx.Node) else number(x)
 
     for node in graph.nodes:
-        if not node.meta.get(SIZED):
-            copies[node] = copied(new, node, copies.__getitem__)
-            continue
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), here)
-        copies[node] = copy = added(new, node.op, node.target, args, kwargs, node.name)
+        is_sized = node.meta.get(SIZED)
+        arguments = node.args, node.kwargs
+        there = fx.node.map_aggregate(arguments, here) if is_sized else fx.map_arg(arguments, copies.__getitem__)
+        copies[node] = copy = _torch.copy_named(new, node, *there)
         copy.meta.update(node.meta)
+        if not is_sized:
+            continue
         value = node.meta.get("val")
         if id(value) not in known:
             known[id(value)] = _metadata_at(value, number)
