@@ -318,6 +318,7 @@ def _traced(
             flat.phases.mark(gm.graph)
             flat.blocks.finish(gm.graph)
             insert_calls(gm.graph)
+            flat.normalise.constrained.check(gm.graph)
             insert_constraints(gm.graph)
             flat.counts.finish(gm.graph)
             symbols.forget_ops()

@@ -9,6 +9,7 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Numbering
 from spmd.expand.keep_products import TRACED_AS
@@ -41,6 +42,7 @@ class Normalise(_torch.TorchDispatchMode):
     def __init__(self, phases: Phases, origins: Origins):
         super().__init__()
         self.phases, self.origins, self.numbering = phases, origins, Numbering()
+        self.constrained = ConstrainedWrites()
         self.default_dtype = torch.get_default_dtype()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -70,6 +72,7 @@ class Normalise(_torch.TorchDispatchMode):
             if out is NotImplemented:
                 out = op(*args, **kwargs)
         self.origins.note()
+        self.constrained.note(op, args, kwargs, out)
         if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "

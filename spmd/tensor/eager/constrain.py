@@ -30,8 +30,8 @@ def constrain(x: torch.Tensor, placements: PlacementsByAxis) -> torch.Tensor:
 
     A tensor that is no DTensor, outside of a compiled step, is returned as it is: on one device there is nothing to
     place. On a mesh the result is a value of its own: what is written into it in place, or into x afterwards, the other
-    one does not see. So go on with the result alone. Differentiable to any order, forward and backward; under
-    `torch.func.vmap` dims are those inside.
+    one does not see; a compiled step in which that shows is an error. So go on with the result alone. Differentiable to
+    any order, forward and backward; under `torch.func.vmap` dims are those inside.
 
     >>> constrain(torch.ones(2), {"tp": None})
     tensor([1., 1.])
