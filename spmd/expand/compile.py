@@ -248,9 +248,13 @@ class CompiledStep:
 
     def _expect_again(self, bound: BoundProgram, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note what a call has found out: the next may be the same one."""
-        if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, self._by_name, self._repeats.clear)):
+        if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, self._by_name, self._forget_past)):
             del self._repeats[MOST_REPEATS - 1 :]
             self._repeats.insert(0, repeat)
+
+    def _forget_past(self) -> None:
+        """Give up the calls whose models are no more, and keep those of others."""
+        self._repeats[:] = [repeat for repeat in self._repeats if not repeat.is_over()]
 
     def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Exception | None]:
         """The arguments, state and specs of a call, or the error that they raise. Nothing is moved yet."""

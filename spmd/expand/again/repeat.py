@@ -124,6 +124,10 @@ class Repeat:
         known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
         return self.bound.captured.decides_alike(known)
 
+    def is_over(self) -> bool:
+        """Whether a module or an optimiser of the call is no more."""
+        return any(of() is None for of in self._objects.values())
+
     def objects(self) -> dict[str, Any]:
         """The modules and optimisers of the call, by path."""
         return {path: of() for path, of in self._objects.items()}
