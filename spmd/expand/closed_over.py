@@ -201,13 +201,21 @@ class Search:
                     self.kind(kind, names_in(fn.__code__))
                 fn = getattr(fn, "__wrapped__", None)
 
+    def made(self, kind: type, names: Names) -> None:
+        """Look through a class that code names, and so may make objects of."""
+        self.kind(kind, names)
+        if not self.is_foreign(kind.__module__):
+            for name in MAKING:
+                self.code_of(kind, name)
+
     def kind(self, kind: type, names: Names) -> None:
-        """Look through the methods and classes in a class of the user that code names, and note what it names."""
+        """Look through the methods and classes in a class of the user that code names, and what Python calls unnamed,
+        and note what it names."""
         if self.is_foreign(kind.__module__):
             return
         self.classes.setdefault(kind, set()).update(names.attributes)
         called = FUNCTION_METHODS if issubclass(kind, torch.autograd.Function) else ()
-        for attribute in (*names.attributes, *called):
+        for attribute in (*names.attributes, *called, *_called_unnamed(kind, self.is_foreign)):
             self.code_of(kind, attribute)
             if isinstance(inner := inspect.getattr_static(kind, attribute, None), type):
                 self.value(f"{kind.__qualname__}.{attribute}", inner, names)
@@ -223,7 +231,7 @@ class Search:
             return
         self.seen.add((id(value), names))
         if isinstance(value, type):
-            self.kind(value, names)
+            self.made(value, names)
         elif isinstance(value, _CACHED):
             self.cached.append(value)
             self.value(name, value.__wrapped__, names)
@@ -278,13 +286,30 @@ class Search:
 
     def is_foreign(self, module: str | None) -> bool:
         """Whether the code of a module is no user's: it knows none of the user's models."""
-        return package_of(module) != self.home and is_installed(package_of(module))
+        package = package_of(module)
+        return package in OURS or (package != self.home and is_installed(package))
 
 
 _NO_NAMES = Names((), ())
 
 FUNCTION_METHODS = "forward", "setup_context", "backward", "vjp", "jvp", "vmap"
 """What torch calls of an `autograd.Function`, whose user names `apply` alone."""
+
+
+MAKING = "__new__", "__init__", "__post_init__"
+"""What makes objects of a class. It is looked through where code of the step names the class."""
+
+
+def _called_unnamed(kind: type, is_foreign: Callable[[str], bool]) -> list[str]:
+    """The methods of a user's class that Python calls where code does not name them, as operators and `with` do."""
+    own = dict.fromkeys(name for base in kind.__mro__ if not is_foreign(base.__module__) for name in vars(base))
+    return [name for name in own if name[:2] == name[-2:] == "__" and name not in (*MAKING, *_SHOWING)]
+
+
+_SHOWING = (
+    "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__", "__init_subclass__", "__class_getitem__",
+)  # fmt: skip
+"""Methods that show or keep an object, or make a class: no number comes of them."""
 
 
 def _function_of(attribute: Any) -> types.FunctionType | None:
@@ -319,9 +344,13 @@ def package_of(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
 
+OURS = "", "torch", "spmd"
+"""Packages that are never the user's, also where the step is a module of torch's."""
+
+
 @functools.lru_cache(maxsize=1024)
 def is_installed(package: str) -> bool:
-    if package in ("", "torch", "spmd") or package in sys.stdlib_module_names:
+    if package in OURS or package in sys.stdlib_module_names:
         return True
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     return file.startswith(tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))

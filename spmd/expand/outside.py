@@ -16,7 +16,7 @@ import dis
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch import nn
 
 from spmd.expand.closed_over import Search, is_generator, search_of
 from spmd.expand.python_state import Container, Contents, copied, differs, is_set, put
+from spmd.expand.user_code import is_users
 
 
 @contextmanager
@@ -200,13 +201,24 @@ def _assigned(search: Search) -> Iterator[tuple[str, _Global | _Cell]]:
 def _line(search: Search, path: str) -> str:
     """The first line of the user's functions that names the value; without one, where the first of them begins."""
     names = {path.rpartition(".")[2], path.partition(".")[0]} - {""}
-    for fn in search.functions:
+    first = "".join(_at(fn, fn.__code__.co_firstlineno) for fn in search.functions[:1])
+    return line_naming(search.functions, names) or first
+
+
+def line_naming(functions: Iterable[types.FunctionType], names: Collection[str]) -> str:
+    """For an error: the first line of these functions that has one of the names; empty where none has.
+
+    Code that others have written for the user's classes, as dataclasses do, has no line of the user's.
+    """
+    for fn in functions:
+        if not is_users(fn.__code__.co_filename):
+            continue
         line = fn.__code__.co_firstlineno
         for i in dis.get_instructions(fn.__code__):
             line = i.starts_line or line
             if isinstance(i.argval, str) and i.argval in names:
                 return _at(fn, line)
-    return "".join(_at(fn, fn.__code__.co_firstlineno) for fn in search.functions[:1])
+    return ""
 
 
 def _at(fn: types.FunctionType, line: int) -> str:

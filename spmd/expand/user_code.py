@@ -17,6 +17,11 @@ SPMD_FOLDER = str(Path(__file__).parents[1]) + os.sep
 OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
 
 
+def is_users(file: str) -> bool:
+    """Whether code of this file may be the user's: it is not torch's, spmd's or Python's, nor was it made by any."""
+    return os.path.isfile(file) and not file.startswith(LIBRARY_FOLDERS)
+
+
 def in_user_code(error: BaseException) -> str:
     """For an error message: the user's line where the error was raised."""
     return at_user_line(reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)]))

@@ -6,7 +6,7 @@ import contextvars
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -161,6 +161,103 @@ class ByContext(Linear):
         return x * CONTEXT.get()
 
 
+class Made:
+    def __init__(self):
+        self.scale = SCALE
+
+
+class ByMadeObject(Linear):
+    """Makes an object that takes the scale when it is made."""
+
+    def of(self, x):
+        return x * Made().scale
+
+
+class MadeInside(Made):
+    """Its own `__init__` names nothing."""
+
+    def __init__(self):
+        super().__init__()
+
+
+class ByHiddenInit(Linear):
+    def of(self, x):
+        return x * MadeInside().scale
+
+
+class New:
+    def __new__(cls):
+        new = super().__new__(cls)
+        new.scale = SCALE
+        return new
+
+
+class ByNew(Linear):
+    def of(self, x):
+        return x * New().scale
+
+
+@dataclass
+class Record:
+    scale: float = field(default_factory=lambda: SCALE)
+    twice: float = 0.0
+
+    def __post_init__(self):
+        self.twice = 2 * SCALE
+
+
+class ByFactory(Linear):
+    def of(self, x):
+        return x * Record().scale
+
+
+class ByPostInit(Linear):
+    def of(self, x):
+        return x * Record(1.0).twice
+
+
+class Scaled:
+    def __enter__(self):
+        return SCALE
+
+    def __exit__(self, *error):
+        pass
+
+    def __invert__(self):
+        return SCALE
+
+
+class ByWith(Linear):
+    def of(self, x):
+        with Scaled() as scale:
+            return x * scale
+
+
+class ByOperator(Linear):
+    """Holds an object that says what an operator does."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = Scaled()
+
+    def of(self, x):
+        return x * ~self.factor
+
+
+class LossWithScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = SCALE
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class ByMadeModule(Linear):
+    def of(self, x):
+        return LossWithScale()(x)
+
+
 def train_step(model, x):
     loss = model(x).square().mean()
     return loss, *torch.autograd.grad(loss, list(model.parameters()))
@@ -175,7 +272,8 @@ def _set_all(value: float) -> None:
 
 READS = (
     ByHelper, ByMethod, ByClass, ByOtherClass, ByCachedFunction, ByFunction, ByHook, ByOwnHook, ByAttribute, ByObject,
-    ByHiddenMethod, ByContext,
+    ByHiddenMethod, ByContext, ByMadeObject, ByHiddenInit, ByNew, ByFactory, ByPostInit, ByWith, ByOperator,
+    ByMadeModule,
 )  # fmt: skip
 
 
