@@ -88,7 +88,6 @@ from spmd._torch.functionalize import (
     from_functional,
     functional_mode_of,
     gradients_seen,
-    has_attributes,
     same_value,
     to_functional,
     write_functional,
@@ -124,7 +123,7 @@ from spmd._torch.groups import (
     unregister_group,
     works_in_flight,
 )  # fmt: skip
-from spmd._torch.identity import become, declared, obstacles
+from spmd._torch.identity import become, declared, obstacles, user_attributes
 from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,

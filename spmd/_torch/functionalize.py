@@ -76,11 +76,6 @@ def from_functional(x: torch.Tensor) -> torch.Tensor:
     return torch._from_functional_tensor(x.elem)
 
 
-def has_attributes(x: torch.Tensor) -> bool:
-    """Whether code has set attributes of its own on a functional tensor."""
-    return not vars(x).keys() <= {"elem", "_mode_key", "_inference_mode_base", "_is_param", "_export"}
-
-
 def write_functional(x: torch.Tensor, value: torch.Tensor) -> None:
     """Let a functional tensor have this value, as after a write in place; tensors that share its memory see it."""
     with torch.no_grad():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -85,6 +86,17 @@ def become(x: torch.Tensor, new: torch.Tensor) -> None:
 def declared(kind: type) -> set[str]:
     """The attributes that a class of tensors declares: they say what a tensor is, and are not the user's."""
     return {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+
+
+def user_attributes(x: torch.Tensor) -> dict[str, Any]:
+    """What users have set on a tensor, by name."""
+    own = vars(x)
+    not_theirs = declared(type(x)) | _UNDECLARED if own else ()
+    return {name: value for name, value in own.items() if name not in not_theirs}
+
+
+_UNDECLARED = {"_mode_key", "_export"}
+"""What torch keeps in functional tensors, and does not declare."""
 
 
 def _refuse_old_graphs(x: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.arithmetic import only_arithmetic
 from spmd.expand.asked import asked, environment_differs
+from spmd.expand.assigned import assigned_tensor
+from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.cleaning import remove_noops, remove_unmade
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
@@ -40,7 +42,7 @@ from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
-from spmd.expand.python_state import Contents, PythonState, made
+from spmd.expand.python_state import Contents, PythonState, made, variables_of
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.lift import lift_sizes
@@ -401,7 +403,7 @@ class _FlatFunction:
                 note(given[slot])
             wrapped = _wrapped(given)
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
-            own = {slot: set(vars(x)) for slot, x in new.items()}
+            own = self._give_attributes(new)
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
@@ -410,7 +412,7 @@ class _FlatFunction:
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
                 with _torch.no_function_modes():
                     constants = self.state.constants()
-                    python = PythonState(self.state.submodules(), hooks_of(self._replaced().values()))
+                    python = PythonState(self.state.submodules(), self._around(own))
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
@@ -465,6 +467,18 @@ class _FlatFunction:
         copy_hooks(parameter, self.slots[slot])
         return parameter
 
+    def _give_attributes(self, new: Tensors) -> dict[Slot, dict[str, Any]]:
+        """Give the new tensors what users have set on parameters and buffers, and say what each has then."""
+        stand_ins = {id(x): new[slot] for slot, x in self._replaced().items()}
+        for slot, x in self._replaced().items():
+            give_attributes(new[slot], x, stand_ins)
+        return {slot: _torch.user_attributes(x) for slot, x in new.items()}
+
+    def _around(self, attributes: dict[Slot, dict[str, Any]]) -> list[Any]:
+        """What else than modules may hold tensors of the state."""
+        of_hooks = [x for hook in hooks_of(self._replaced().values()) for x in variables_of(hook)]
+        return of_hooks + [x for each in attributes.values() for x in each.values()]
+
     def _replaced(self) -> Tensors:
         """The tensors that others stand in for, wherever the Python state of a module or of a hook has them."""
         return {slot: x for slot, x in self.slots.items() if slot.kind in ("parameter", "buffer")}
@@ -483,10 +497,10 @@ class _FlatFunction:
         changed = _changed(constants, self.state.constants())
         if not changed:
             return
-        elsewhere = [path for path in changed if not self.state.is_of_module(path)]
-        if elsewhere or python.has_new_tensor():
-            what = "a flag, a count kept as a number" if elsewhere else "a tensor kept as an attribute"
-            raise RuntimeError(_FROZEN.format((elsewhere or changed)[0], what))
+        if elsewhere := [path for path in changed if not self.state.is_of_module(path)]:
+            raise RuntimeError(_FROZEN.format(elsewhere[0], "a flag, a count kept as a number"))
+        if assigned := assigned_tensor(self.state.named_submodules(), python):
+            raise RuntimeError(assigned)
         self.changes = python.changes()
 
     def _check_slots(self, after: Tensors) -> None:
@@ -555,13 +569,13 @@ def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
     return rest | functional
 
 
-def _check_attributes(tensors: Tensors, before: dict[Slot, set[str]]) -> None:
+def _check_attributes(tensors: Tensors, before: dict[Slot, dict[str, Any]]) -> None:
     """Refuse attributes that the step has set on tensors of the state: those of a trace are not the ones that stay."""
     for slot, x in tensors.items():
-        if slot in before and (names := [name for name in vars(x) if name not in before[slot] and name[0] != "_"]):
+        if slot in before and (name := first_set(x, before[slot])):
             raise RuntimeError(
-                f"the step sets the attribute {names[0]} of the {slot.kind} {slot.path}, which its program would not; "
-                "set it before the step, or keep the value in a module"
+                f"the step sets the attribute {name} of the {slot.kind} {slot.path}, which its program would not; set "
+                "it before the step, or keep the value in a module"
             )
 
 

@@ -62,7 +62,10 @@ class Numbering:
         """The number of the next draw, which is made by this op."""
         number = stream.next_in_trace()
         if number is None:
-            _refuse(op, "draws after the step has seeded torch's generator, each time alike; seed outside the step")
+            _refuse(
+                op, "draws after the step has seeded torch's generator, so that each call draws the same numbers; make "
+                "them before the step and pass them as an argument or keep them in a buffer, or seed outside the step"
+            )  # fmt: skip
         if number >= self.drawn and _torch.in_backward():
             _refuse(
                 op, "draws in a backward pass, where activation checkpointing would compute with other numbers than "

@@ -35,25 +35,25 @@ Contents = list[tuple[Container, Any]]
 class PythonState:
     """The contents of the containers that the attributes of some modules reach, as they are now.
 
-    hooks: functions whose variables may hold parameters, too.
+    around: other values that may hold parameters: what hooks have as variables, and attributes of tensors.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], hooks: Iterable[Any] = ()):
+    def __init__(self, modules: Iterable[nn.Module], around: Iterable[Any] = ()):
         own = [vars(module) for module in modules]
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
         self.before: Contents = [(box, copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
-        around = [box for hook in hooks for x in variables_of(hook) for _, box in boxes(x, seen, MAX_DEPTH)]
-        self._around_hooks: Contents = [(box, copied(box)) for box in around]
+        others = [box for x in around for _, box in boxes(x, seen, MAX_DEPTH)]
+        self._around: Contents = [(box, copied(box)) for box in others]
         self._tensors = {id(x) for x in self._reached_tensors()}
 
     def restore(self) -> None:
         """Put all contents back."""
-        put([*self.before, *self._around_hooks])
+        put([*self.before, *self._around])
 
     def replace(self, new: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors in the place of those with these ids, wherever a container holds them or refers to them."""
-        for box, _ in [*self.before, *self._around_hooks]:
+        for box, _ in [*self.before, *self._around]:
             if any(_replaced(x, new) is not x for x in _keys_and_values(box)):
                 items = [tuple(_replaced(x, new) for x in pair) for pair in _pairs(box)]
                 put([(box, dict(items) if isinstance(box, dict) else [value for _, value in items])])
@@ -72,9 +72,14 @@ class PythonState:
                     put([(box, dict(items) if isinstance(box, dict) else [x for _, x in items])])
         return [(box, copied(box)) for box, old in self.before if differs(box, old)]
 
-    def has_new_tensor(self) -> bool:
-        """Whether an attribute reaches a tensor that none reached before."""
-        return any(id(x) not in self._tensors for x in self._reached_tensors())
+    def attribute_with_new_tensor(self, module: nn.Module) -> str:
+        """The first attribute of a module that reaches a tensor that none reached before; empty if none does."""
+        own = ((name, x) for name, x in vars(module).items() if name not in GUARDED_APART)
+        return next((name for name, x in own if self._has_new_tensor(x)), "")
+
+    def _has_new_tensor(self, value: Any) -> bool:
+        reached = _reached(value, set(self._apart))
+        return any(isinstance(x, torch.Tensor) and id(x) not in self._tensors for x in reached)
 
     def _reached_tensors(self) -> Iterator[torch.Tensor]:
         seen = set(self._apart)

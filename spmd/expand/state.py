@@ -22,7 +22,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.attributes import note_attributes
 from spmd.expand.guards import guard_key, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
 from spmd.expand.modules import modules_of, named_buffers, named_modules, named_parameters
@@ -145,14 +147,13 @@ class State:
     def constants(self, reads: Reads | None = None) -> dict[str, Hashable]:
         """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
-        Also of hooks on parameters. A trace reads these values, and the program is right for no others. reads: where to
-        note what else than tensors and floats the state was found in.
+        Also of hooks on parameters and of attributes of tensors. A trace reads these values, and the program is right
+        for no others. reads: where to note what else than tensors and floats the state was found in.
         """
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
-        for root, module in self.modules.items():
-            found |= {f"{root}.{name}".rstrip("."): module_guard(m, reads) for name, m in named_modules(module)}
+        found |= {path: module_guard(m, reads) for path, m in self.named_submodules().items()}
         path_of = {}
         for path, p in self.parameters().items():
             path_of[id(p)] = path
@@ -160,6 +161,11 @@ class State:
             found[f"{path} hooks"] = guard_key(hooks_of([p]))
             if reads is not None:
                 note_hooks(p, reads)
+        for path, x in (*self.parameters().items(), *self.buffers().items()):
+            attributes = _torch.user_attributes(x)
+            found |= {f"{ATTRIBUTE}{path}.{k}": guard_key(v, reads=reads) for k, v in attributes.items()}
+            if attributes and reads is not None:
+                note_attributes(x, reads)
         for root, optimizer in self.optimizers.items():
             found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own_attributes(optimizer)}
             for g, group in enumerate(optimizer.param_groups):
@@ -176,9 +182,15 @@ class State:
         """Every module, with all that are in it, once."""
         return list({id(m): m for root in self.modules.values() for m in modules_of(root)}.values())
 
+    def named_submodules(self) -> dict[str, nn.Module]:
+        """Every module by path, with all that are in it."""
+        roots = self.modules.items()
+        return {f"{root}.{name}".rstrip("."): m for root, module in roots for name, m in named_modules(module)}
+
     def is_of_module(self, path: str) -> bool:
         """Whether a path of `constants` names the attributes of a module, not an optimiser's values."""
-        return not any(path.startswith(f"{root}.") for root in self.optimizers) and not path.endswith(".requires_grad")
+        of_optimizer = any(path.startswith(f"{root}.") for root in self.optimizers)
+        return not of_optimizer and not path.startswith(ATTRIBUTE) and not path.endswith(".requires_grad")
 
     def hyper_parameters(self) -> Iterator[tuple[str, Any]]:
         """The options of every parameter group, by path: numbers, tensors, flags and anything else."""
@@ -252,6 +264,10 @@ class State:
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
         return [_restore_later(d) for d in dicts]
+
+
+ATTRIBUTE = "attribute "
+"""Before the path of what users have set on a tensor."""
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

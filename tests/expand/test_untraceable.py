@@ -247,6 +247,12 @@ def updates_sparsely(model, optimizer, x, y):
     return table.grad.to_dense()
 
 
+def seeds_in_a_fork(model, optimizer, x, y):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return model(x) * torch.randn(3)
+
+
 UNKNOWN = r"decides by a value in a tensor, .* such as torch.where"
 READS = "reads the value of a tensor in Python .*; return the tensor, and read it after the step"
 SIZE = "the size of its result depends on values, .* such as torch.where"
@@ -284,6 +290,7 @@ TABLE = [
     (draws_in_python, RuntimeError, "draws random numbers of Python or numpy, .* use torch's"),
     (draws_in_numpy, RuntimeError, "draws random numbers of Python or numpy, .* use torch's"),
     (seeds, NotImplementedError, "has seeded torch's generator, .* seed outside the step"),
+    (seeds_in_a_fork, NotImplementedError, "has seeded torch's generator, .* make them before the step and pass them"),
     (seeds_and_draws_none, RuntimeError, "seeds torch's generator, .* seed it before the step"),
     (draws_from_its_own, NotImplementedError, "draws from a generator of its own, .* use spmd.manual_seed"),
     (scales, TypeError, "the step uses SCALER, a GradScaler, .* pass it as an argument"),

@@ -1,4 +1,4 @@
-"""Whether the tensors of a state are as they were: placements, flags, views, hooks, and which gradients are there."""
+"""Whether the tensors of a state are as they were: placements, flags, views, hooks, attributes and gradients."""
 
 from __future__ import annotations
 
@@ -33,17 +33,20 @@ class Kept:
             (_spec, self.all), (_flag, flagged), (_memory, self.all), (_hooks, self._trained),
             (_later_hooks, self._trained),
         )]  # fmt: skip
+        self._dicts = [vars(t) for slot, t in self.slots.items() if slot.kind in ("parameter", "buffer")]
+        self._lengths = list(map(len, self._dicts))
         self._shared = [i for i, t in enumerate(self.all) if t._memory is not None]
         self._gradients = [_expected(tensors, path, p, bound) for path, p in self.parameters.items()]
         self._any_gradients = all(each is ANY for each in self._gradients)
 
     def are_as_before(self) -> bool:
-        """Whether the tensors have the placements, flags, views and hooks that they had."""
+        """Whether the tensors have the placements, flags, views, hooks and attributes that they had."""
         try:
             with _torch.without_torch_function():  # a third of the time
                 same = all([all(map(is_, map(of, each), found)) for of, each, found in self._asked])
         except AttributeError:  # one is no DTensor any more
             return False
+        same = same and list(map(len, self._dicts)) == self._lengths
         return same and all(self.all[i]._copy is None for i in self._shared)
 
     def blocks(self) -> list[torch.Tensor]:

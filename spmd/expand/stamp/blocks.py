@@ -30,6 +30,7 @@ from torch import fx, nn
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.draws import Numbering
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.modules import modules_of, parameters_of
@@ -185,6 +186,7 @@ def _own(x: torch.Tensor) -> torch.Tensor:
     """The same value for autograd to begin with."""
     new = _torch.to_functional(_torch.from_functional(x))
     is_parameter = isinstance(x, nn.Parameter)
+    give_attributes(new, x)
     return _torch.as_parameter(new, x.requires_grad) if is_parameter else new.requires_grad_(x.requires_grad)
 
 
@@ -246,7 +248,9 @@ class _Traced:
         plain = [x for x in self.leaves if x is not _MADE and type(x) is not _Input]
         if not all(isinstance(x, (*COMPARED_BY_VALUE, float)) for x in plain) or None in nodes:
             couple("a module gives something else than tensors and plain values")
-        if asked or any(_torch.has_attributes(x) for x in self.made):
+        pairs = zip(self.inner, self.given.tensors, strict=True)
+        is_set = any(first_set(x, _torch.user_attributes(like)) for x, like in pairs)
+        if asked or is_set or any(map(_torch.user_attributes, self.made)):
             couple(f"a module uses {asked or 'attributes'} of its tensors")
         given = (*self.inner, *self.given.buffers)
         if any(node_of(x, self.tracer) is not n for x, n in zip(given, self.given.nodes, strict=True)):

@@ -49,7 +49,7 @@ class Given:
         arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
         tensors = (*arguments, *parameters)
         nodes = tuple(node_of(x, tracer) for x in (*tensors, *buffers))
-        if any(map(_torch.has_attributes, arguments)):
+        if any(map(_torch.user_attributes, arguments)):
             return None
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None

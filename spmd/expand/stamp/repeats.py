@@ -18,7 +18,8 @@ from typing import Any
 
 from torch import nn
 
-from spmd.expand.guards import guard_key, module_guard
+from spmd import _torch
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, module_guard
 from spmd.expand.modules import modules_of, parameters_of
 
 FEWEST = 3
@@ -137,6 +138,8 @@ class _Structures:
         if hooked or type(module._parameters) is not dict or any(number is None for _, number in inside):
             return None
         tensors = [*_described(module._parameters), *_described(module._buffers)]
+        if not all(map(_has_plain_attributes, (*module._parameters.values(), *module._buffers.values()))):
+            return None
         guard = self.guards[id(module)]
         guard = guard if self.is_exact else _but_for_values(module, guard)
         return guard, tuple(tensors), tuple(inside), _pattern(module) if inside else ()
@@ -150,8 +153,14 @@ class _Structures:
 def _described(tensors: dict[str, Any]) -> Iterator[Hashable]:
     for name, x in tensors.items():
         yield name, x if x is None else (
-            type(x) is nn.Parameter, x.dtype, x.device, x.requires_grad, tuple(x.shape), x.stride()
+            type(x) is nn.Parameter, x.dtype, x.device, x.requires_grad, tuple(x.shape), x.stride(),
+            guard_key(_torch.user_attributes(x)),
         )  # fmt: skip
+
+
+def _has_plain_attributes(x: Any) -> bool:
+    """Whether what users have set on a tensor is plain values: others, such as tensors, may be a module's own."""
+    return x is None or all(isinstance(value, COMPARED_BY_VALUE) for value in _torch.user_attributes(x).values())
 
 
 def _pattern(module: nn.Module) -> tuple[int, ...]:
