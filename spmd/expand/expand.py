@@ -47,7 +47,8 @@ from spmd.expand.nodes import (
 )  # fmt: skip
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import Reads
-from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, scattered_first, widened
+from spmd.expand.places.roles import MARK, Roles, gradient_places, phase_of, widened
+from spmd.expand.places.travel import gradient_plans
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 from spmd.tensor import fallback
@@ -455,8 +456,8 @@ class _Expander:
             return
         if node in self.final_specs:
             value, final = self._current(node), self.final_specs[node]
-            for spec in scattered_first(value.meta["spec"], final):
-                value = self.move(value, plan(value.meta["spec"], spec))
+            for moves in gradient_plans(value.meta["spec"], final):
+                value = self.move(value, moves)
             self.local[node] = value
         elif node in self.choice.held:
             spec = self._spec(node)
