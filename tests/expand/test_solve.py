@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spmd.expand.passes.recompute.again import Effect
-from spmd.expand.passes.recompute.solve import Choice
+from spmd.expand.passes.recompute.solve import Choice, Either
 from spmd.expand.passes.recompute.spans import Way
 
 SEGMENTS = 4
@@ -95,3 +95,22 @@ def test_the_least_time_is_that_of_all_choices(seed):
     assert one.least_peak().peak == low and one.least_time(low - 1) is None
     for limit in np.linspace(low, one.unlimited.peak, 40).astype(int).tolist():
         assert one.least_time(limit).us == pytest.approx(min(us for peak, us in all_of_them if peak <= limit))
+
+
+@pytest.mark.parametrize("late", [0, 150])
+@pytest.mark.parametrize("seed", range(4))
+def test_of_several_the_least_peak_is_that_of_the_best(seed, late):
+    """In whatever order they are given. The search of the others begins where that of the first has ended, so it may
+    end elsewhere within the thousandth that a search leaves open."""
+    several = [choice(4 * seed + n, 6, late) for n in range(3)]
+    alone = min([one.least_peak() for one in several], key=lambda chosen: (chosen.peak, chosen.us))
+    for given in (several, several[::-1]):
+        found = Either(tuple([choice_again(one) for one in given])).least_peak()
+        assert found.peak <= alone.peak * (1 + 2**-10)
+        times = [chosen.us for one in several if (chosen := one.least_time(found.peak))]
+        assert found.us == min(times)
+
+
+def choice_again(one: Choice) -> Choice:
+    """The same to choose from, of which nothing is known yet."""
+    return Choice(one.ways, one.alive, one.starts, one.groups)

@@ -128,6 +128,12 @@ class Choice:
 
     @cached_property
     def _least(self) -> Chosen:
+        path = self._paths(self.least_foreseen)
+        return self._down_from(self.unlimited if path is None else self._chosen(path))
+
+    @cached_property
+    def least_foreseen(self) -> int:
+        """The least limit by what ways free at most: some of it is read late, so more is alive."""
         low, high = 0, self.unlimited.peak
         while low < high:
             middle = (low + high) // 2
@@ -135,8 +141,11 @@ class Choice:
                 high = middle
             else:
                 low = middle + 1
-        path = self._paths(low)  # the least by what ways free at most: some of it is read late, so more is alive
-        chosen = self.unlimited if path is None else self._chosen(path)
+        return low
+
+    def _down_from(self, chosen: Chosen) -> Chosen:
+        """The least time in which the least bytes are alive, from a choice that needs more, or as many."""
+        low = self.least_foreseen
         while chosen.peak - low > low >> 10:
             middle = (low + chosen.peak) // 2
             if (found := self._within(middle)) is None:
@@ -144,6 +153,12 @@ class Choice:
             else:
                 chosen = found
         return chosen
+
+    def better_peak(self, than: Chosen) -> Chosen | None:
+        """What `least_peak` finds, where it is fewer bytes than those of another choice, or less time in as many."""
+        if self.least_foreseen > than.peak or (found := self._within(than.peak)) is None:
+            return None
+        return self._down_from(found) if _peak_and_time(found) < _peak_and_time(than) else None
 
     def _fits(self, group: range, limit: int) -> bool:
         """Whether some choice keeps to a limit: the one that frees most up to each segment."""
@@ -211,17 +226,22 @@ class Choice:
         """What bytes are rounded up to: the same for all limits, so that more memory never takes longer."""
         if group not in self._grains:
             grain = 1
-            while self._kept(group, UNLIMITED, grain) is None:
+            while (kept := self._kept(group, UNLIMITED, grain)) is None:
                 grain *= 16
-            self._grains[group] = grain
+            self._grains[group], self._unlimited[group] = grain, kept
         return self._grains[group]
+
+    @cached_property
+    def _unlimited(self) -> dict[range, dict[int, _Kept]]:
+        """What is kept without a limit, by group."""
+        return {}
 
     @cached_property
     def _grains(self) -> dict[range, int]:
         return {}
 
     def _path(self, group: range, limit: int, grain: int) -> _Path | None:
-        kept = self._kept(group, limit, grain)
+        kept = self._unlimited[group] if limit == UNLIMITED else self._kept(group, limit, grain)
         at, ways, needs, choice = group.stop, [], 0, len(kept[group.stop].us) - 1
         if choice < 0:
             return None
@@ -271,7 +291,15 @@ class Either:
 
     def least_peak(self) -> Chosen:
         """The least time in which the least bytes are alive."""
-        return min([choice.least_peak() for choice in self.choices], key=_peak_and_time)
+        return self._least
+
+    @cached_property
+    def _least(self) -> Chosen:
+        first, *others = sorted(self.choices, key=lambda choice: choice.least_foreseen)
+        least = first.least_peak()
+        for choice in others:
+            least = choice.better_peak(least) or least
+        return least
 
     @property
     def unlimited(self) -> Chosen:
@@ -309,8 +337,9 @@ def _rounded(nbytes: int, grain: int) -> int:
 
 def _undominated(nbytes: np.ndarray, us: np.ndarray, back: np.ndarray) -> _Kept:
     """Those of which no other one is as fast with as few bytes."""
-    order = np.lexsort((us, nbytes))
-    nbytes, us, back = nbytes[order], us[order], back[order]
-    least = np.concatenate([[np.inf], np.minimum.accumulate(us)[:-1]])
-    fine = us < least
-    return _Kept(nbytes[fine], us[fine], back[fine])
+    order = np.argsort(nbytes, kind="stable")  # fast, as the choices of each leg are in order
+    us = us[order]
+    fine = np.flatnonzero(us < np.concatenate([[np.inf], np.minimum.accumulate(us)[:-1]]))
+    nbytes, us = nbytes[order[fine]], us[fine]
+    last = np.append(nbytes[1:] != nbytes[:-1], True)[: len(fine)]  # of as many bytes the fastest
+    return _Kept(nbytes[last], us[last], back[order[fine[last]]])
