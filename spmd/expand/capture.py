@@ -288,17 +288,10 @@ def _traced(
 ) -> Captured:  # fmt: skip
     """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: the equal
     modules whose calls are stamped."""
-    name = getattr(fn, "__name__", str(fn))
     symbols = _torch.Symbols()
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
     slots = in_order(state.tensors() | first)
-    leaves = dict(named_leaves(args))
-    inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
-    inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
-    given = {path: x for path, x in leaves.items() if path not in fixed}
-    numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
-    inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
-    inputs |= {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
+    inputs = _inputs(slots, dict(named_leaves(args)), state, fixed, symbols, sizes)
     kept, known = kept_numbers(slots, apart)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
     values = list(inputs.values())
@@ -307,20 +300,42 @@ def _traced(
     flat = _FlatFunction(
         call, args, state, slots, tuple(inputs), note, names, tuple(first), stamped, blocks, sizes.symbols, more
     )  # fmt: skip
+    gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
+    read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
+    constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
+    made_of = flat.outputs, flat.leaves, flat.tree
+    made = tuple(i for i in inputs if i in first)
+    known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, environment)
+
+
+def _inputs(
+    slots: Tensors, leaves: dict[str, Any], state: State, fixed: dict[str, float], symbols: _torch.Symbols, sizes: Sizes
+) -> dict[Slot | Argument, Any]:
+    """What stands for the tensors of the state and for the arguments: fake tensors, and symbols for numbers."""
+    given = {path: x for path, x in leaves.items() if path not in fixed}
+    numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
+    inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
+    inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
+    return inputs | {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
+
+
+def _complete_trace(
+    fn: Callable, flat: _FlatFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols
+) -> tuple[fx.GraphModule, dict[str, tuple[str | None, str]]]:
+    """The trace of a function, and what it has read of the environment. An error is explained in words of the step."""
+    table = decompositions | DENSE_VIEWS
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), asked(search_of(fn, state.holders())) as process,
+            _torch.backward_under(KeepProducts), asked(search_of(fn, flat.state.holders())) as process,
         ):  # fmt: skip
-            table = decompositions | DENSE_VIEWS
-            # Its code is never asked for: its graph alone is read, and cleaned below.
+            # Its code is never asked for: its graph alone is read, and cleaned later.
             with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():
                 gm = make_fx(flat, decomposition_table=table, tracing_mode="fake")(begin)
-            flat.write_outputs(gm.graph)
-            flat.phases.mark(gm.graph)
-            flat.blocks.finish(gm.graph)
+            flat.finish(gm.graph)
             insert_calls(gm.graph)
-            flat.normalise.constrained.check(gm.graph)
             insert_constraints(gm.graph)
             flat.counts.finish(gm.graph)
             symbols.forget_ops()
@@ -330,21 +345,20 @@ def _traced(
     except Exception as error:
         if flat.blocks.kinds:  # a step that is wrong is so without stamps, too, and says it in its own words
             raise CoupledBlocks(f"{type(error).__name__}: {error}") from error
-        if (in_words := explained(name, error)) is None:
+        if (in_words := explained(getattr(fn, "__name__", str(fn)), error)) is None:
             raise
         raise in_words from error
-    known = _read_numbers(gm.graph, tuple(inputs), kept), tuple(sorted(flat.counts.used))
-    inputs = remove_unmade(gm.graph, tuple(inputs), flat.unmade)
-    constants = _constants(gm)
-    restore_torch_ops(gm.graph)
-    lift_sizes(graph := gm.graph, sizes.symbols)
+    return gm, process.environment
+
+
+def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Draws, ...]:
+    """Clean the graph of a complete trace. Returns its inputs."""
+    inputs = remove_unmade(graph, flat.inputs, flat.unmade)
+    restore_torch_ops(graph)
+    lift_sizes(graph, flat.sizes)
     remove_noops(graph)
     fill_phases(graph)
-    inputs = (*inputs, *number_draws(graph))
-    made_of = flat.outputs, flat.leaves, flat.tree
-    made = tuple(i for i in inputs if i in first)
-    known = *known, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
-    return Captured(graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, process.environment)
+    return (*inputs, *number_draws(graph))
 
 
 def _read_numbers(graph: fx.Graph, inputs: tuple[Slot | Argument, ...], kept: Kept) -> Kept:
@@ -553,6 +567,13 @@ class _FlatFunction:
         proxies = [_torch.proxy_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
         self.nodes = [p.node if isinstance(p, fx.Proxy) else None for p in proxies]
         return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Complete the graph of the trace by what was noted beside it. Raises where that says that it is wrong."""
+        self.write_outputs(graph)
+        self.phases.mark(graph)
+        self.blocks.finish(graph)
+        self.normalise.constrained.check(graph)
 
     def write_outputs(self, graph: fx.Graph) -> None:
         """Let the graph give all outputs: torch is told only of those without a node, such as constants and numbers."""

@@ -62,13 +62,20 @@ class ComputesWithBlocks(ParallelStyle):
                 )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, placement in self.params(module).items():
-            p = module.get_parameter(name)
-            placed = distribute_tensor(p.detach(), device_mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(placed, requires_grad=p.requires_grad))
+        place_parameters(module, device_mesh, self.params(module), self.src_data_rank)
         module.__class__ = _with_blocks(type(module))
         module._blocks_style, module._blocks_mesh = self, device_mesh
         return module
+
+
+def place_parameters(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], src_data_rank: int | None
+) -> None:
+    """Place a module's own parameters on a mesh of one axis, each by its name."""
+    for name, placement in placements.items():
+        p = module.get_parameter(name)
+        placed = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=src_data_rank)
+        module.register_parameter(name, nn.Parameter(placed, requires_grad=p.requires_grad))
 
 
 class ModuleOfBlocks(nn.Module):

@@ -19,13 +19,14 @@ from torch import nn
 from spmd import _torch
 from spmd.comm.chunk import lengths
 from spmd.mesh import DeviceMesh
+from spmd.parallel.blocks import place_parameters
 from spmd.parallel.experts.dispatch import Capacity, Dispatch, Dropless
 from spmd.parallel.experts.each_rank import on_each_rank
 from spmd.parallel.experts.ragged import ragged_experts
 from spmd.parallel.experts.whole import has_usual_weights, whole_experts
 from spmd.parallel.style import ParallelStyle
 from spmd.tensor.annotations.constraint import capturing
-from spmd.tensor.eager.dtensor import DTensor, distribute_tensor
+from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.placement import Placement, Shard
 
 
@@ -78,9 +79,7 @@ class ExpertParallel(ParallelStyle):
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, p in list(module.named_parameters(recurse=False)):
-            placed = distribute_tensor(p.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(placed, requires_grad=p.requires_grad))
+        place_parameters(module, device_mesh, self.params(module), self.src_data_rank)
         module.__class__ = _shared_out(type(module))
         module._expert_parallel, module._expert_mesh = self, device_mesh
         return module
