@@ -11,9 +11,10 @@ tensors that are not of the trace or known as constants, numbers that only the r
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import types as python_types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def record_quickly(mode: proxy_tensor.ProxyTorchDispatchMode) -> None:
 def _recorded(record: Callable, mode: Any, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     if op is torch.ops.prim.device.default:
         return op(*args)
-    if not _is_recorded(op) or op in mode.decomposition_table or mode.emulate_precision_casts:
+    if not _is_recorded(op) or op in _taken_apart(mode) or mode.emulate_precision_casts:
         return record(op, types, args, kwargs)
     tracer, kwargs = mode.tracer, kwargs or {}
     try:
@@ -104,6 +105,14 @@ def _recorded(record: Callable, mode: Any, op: Any, types: Any, args: tuple = ()
         tracer.enable_thunkify = before
     _track(out, torch.fx.Proxy(node, tracer), tracer)
     return out
+
+
+def _taken_apart(mode: Any) -> Mapping[Any, Callable]:
+    """The ops that a trace decomposes. torch 2.13 asks the mode, 2.12 the context, and 2.11 the module."""
+    if hasattr(mode, "decomposition_table"):
+        return mode.decomposition_table
+    table = proxy_tensor.CURRENT_DECOMPOSITION_TABLE
+    return table.get() if isinstance(table, contextvars.ContextVar) else table
 
 
 def _argument(x: Any, tracer: torch.fx.Tracer) -> Any:
