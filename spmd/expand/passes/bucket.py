@@ -7,6 +7,9 @@ A bucket collects moves of one kind, over one axis, of one reduction and dtype (
 all-to-alls are delayed: their bucket is sent when it is full or when one of the results is read. Gathers of what is
 there from the start, such as parameters in shards, are made earlier: with the first of the bucket. The first bucket of
 reductions is small, so that sending begins early in the backward.
+
+Blocks of which many ranks have none are gathered by an exchange, which pads nothing. Alone it takes its latency; so it
+joins the gathers as an all-gather where the bucket, padding and all, takes no longer than its members by themselves.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 from torch import fx
@@ -24,8 +28,9 @@ from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
 from spmd.expand.timeline.work import Work
+from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
-from spmd.tensor.redistribute.collective_moves import AllGather
+from spmd.tensor.redistribute.collective_moves import AllGather, Exchange
 from spmd.tensor.redistribute.plan import Step
 
 MB = 1 << 20
@@ -52,7 +57,8 @@ def bucketed(
     What is read at once, such as the all-reduce of a tensor-parallel layer, stays alone. Sums are bitwise the same if
     the transport reduces an element in the same way wherever it is in the buffer.
     """
-    if not any(isinstance(n.target, Step) and n.target.kind in kinds for n in program.graph.nodes):
+    sent = (*kinds, Exchange.kind) if "all_gather" in kinds else kinds
+    if not any(isinstance(n.target, Step) and n.target.kind in sent for n in program.graph.nodes):
         return program
     room = _room(program) if mb is None or keeps_memory else Room([], inf)
     program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
@@ -182,14 +188,12 @@ class _Packer:
             last = max(members[-1], *[node.args[0] for node in members])  # nodes compare by their places
             if len(members) == 1 and last is not members[0]:
                 last.append(members[0])
-            _join(self.graph, members, after=last)
+            if len(members) > 1:
+                _join(self.graph, members, Bucket(tuple([n.target for n in members])), after=last)
 
 
-def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
+def _join(graph: fx.Graph, members: Sequence[fx.Node], bucket: Bucket, after: fx.Node) -> None:
     """Write a bucket behind a node, and let the readers of its members read from it."""
-    if len(members) < 2:
-        return
-    bucket = Bucket(tuple(n.target for n in members))
     with graph.inserting_after(after):
         sent = added(graph, "call_function", bucket, ([n.args[0] for n in members],), {}, "bucket")
     sent.meta["spec"] = bucket.after
@@ -209,64 +213,84 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], after: fx.Node) -> None:
 
 @dataclass
 class _Gathers:
-    """Gathers that are to be made together, where the first of them stands. held: bytes of what they send and of what
-    comes for all of them, which are there until it is cut for the first reader."""
+    """Gathers that are to be made together, where the first of them stands. steps: each as an all-gather. held: bytes
+    of what they send and of what comes for all of them, which are there until it is cut for the first reader."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     moved: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
     held: int = 0
 
-    def add(self, node: fx.Node, before: Sequence[fx.Node]) -> None:
+    def add(self, node: fx.Node, step: Step, before: Sequence[fx.Node]) -> None:
         self.members.append(node)
+        self.steps.append(step)
         self.moved += [n for n in before if n not in self.moved]
-        self.nbytes += node.target.after.local_nbytes
-        self.held += _held(node)
+        self.nbytes += step.after.local_nbytes
+        self.held += _held(step)
 
-    def fits(self, node: fx.Node, places: dict[fx.Node, int], room: Room) -> bool:
+    def fits(self, node: fx.Node, step: Step, places: dict[fx.Node, int], room: Room) -> bool:
         """Whether a further gather can be made with them."""
-        first, nbytes = self.members[0], node.target.after.local_nbytes
+        first, nbytes = self.members[0], step.after.local_nbytes
         since, cut = places[first], min([places[n] for n in first.users], default=places[first]) + 1
-        held = nbytes + self.held + _held(node)
+        held = nbytes + self.held + _held(step)
         return room.has(since, max(cut, since), held) and room.has(since, places[node], nbytes)
 
+    @property
+    def bucket(self) -> Bucket | None:
+        """All of them in one; None for one alone, and where exchanges take no longer by themselves."""
+        if len(self.members) < 2:
+            return None
+        bucket, alone = Bucket(tuple(self.steps)), [node.target for node in self.members]
+        is_quick = alone == self.steps or bucket.cost <= sum([step.cost for step in alone])
+        return bucket if is_quick else None
 
-def _held(gather: fx.Node) -> int:
-    return gather.target.before.local_nbytes + gather.target.after.local_nbytes
+
+def _held(gather: Step) -> int:
+    return gather.before.local_nbytes + Bucket((gather,)).arriving
 
 
 def _join_gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> None:
     """Join gathers that need only what is there where the first of them stands."""
     for gathers in list(_gathers(graph, sizes, places, room)):
-        if len(gathers.members) < 2:
+        if (bucket := gathers.bucket) is None:
             continue
         first = gathers.members[0]
         for node in gathers.moved:
             if first < node:  # nodes compare by their places
                 first.prepend(node)
-        _join(graph, gathers.members, after=first)
+        _join(graph, gathers.members, bucket, after=first)
 
 
 def _gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> Iterator[_Gathers]:
     open_: dict[Hashable, _Gathers] = {}
     for node in graph.nodes:
-        step = node.target
-        if not isinstance(step, Step) or not isinstance(step.move, AllGather) or (key := bucket_key(step)) is None:
+        step = _gathering(node.target) if isinstance(node.target, Step) else None
+        if step is None or (key := bucket_key(step)) is None:
             continue
         before = _before(node)
         if before is None:
             continue
         nbytes, since = step.after.local_nbytes, places[open_[key].members[0]] if key in open_ else places[node]
-        if key in open_ and (open_[key].nbytes >= open_[key].limit or not open_[key].fits(node, places, room)):
+        if key in open_ and (open_[key].nbytes >= open_[key].limit or not open_[key].fits(node, step, places, room)):
             yield open_.pop(key)
             since = places[node]
         if key not in open_:
             given = step.after.local_nbytes / max(1, step.nbytes)
             open_[key] = _Gathers(sizes.limit(step, False) * (given if sizes.mb is None else 1.0))
-        open_[key].add(node, before)
+        open_[key].add(node, step, before)
         room.take(since, places[node], nbytes)
     yield from open_.values()
+
+
+@lru_cache(maxsize=4096)
+def _gathering(step: Step) -> Step | None:
+    """A step as an all-gather: one itself, or an exchange behind which the axes shard nothing. None for others."""
+    if isinstance(step.move, AllGather):
+        return step
+    gather = Step(AllGather(step.axes), step.before, step.after) if type(step.move) is Exchange else None
+    return gather if gather is not None and not legal.fault(gather) else None
 
 
 def _before(node: fx.Node) -> list[fx.Node] | None:

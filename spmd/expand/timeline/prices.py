@@ -137,7 +137,7 @@ class Prices:
         shares = link_shares(axes, self.topology)
         on_links = max(0.0, parts.sent - step.latency_over(self.topology))
         links = tuple((level, share * on_links) for level, share in shares)
-        after = sum([s.local_nbytes for s in (step.after if isinstance(step, Bucket) else (step.after,))])
+        after = step.arriving if isinstance(step, Bucket) else step.after.local_nbytes
         cut = parts.joined or (isinstance(step, Bucket) and step.copies_out)
         packed, joined = step.nbytes if parts.packed else 0, after if cut else 0
         return Sending(stream, parts.sent, links, parts.joined, step.nbytes, packed, joined)

@@ -72,6 +72,13 @@ class Bucket:
         return sum(step.nbytes for step in self.steps)
 
     @property
+    def arriving(self) -> int:
+        """Bytes of what comes to a rank, before it is cut: of gathers, rows that are padded to the longest."""
+        if isinstance(self.steps[0].move, AllGather):
+            return sum([group_size(self.axes, step.before) * step.before.local_nbytes for step in self.steps])
+        return sum([spec.local_nbytes for spec in self.after])
+
+    @property
     def copies_out(self) -> bool:
         """Whether its tensors are copied out of what comes, so that each has memory of its own."""
         return isinstance(self.steps[0].move, AllGather)
@@ -107,7 +114,8 @@ class Bucket:
         filled = cost.copy_cost(self.nbytes, topology)
         if self.kind == "all_reduce":
             return Parts(cost.all_reduce_cost(self.nbytes, self.axes, topology), filled)
-        move, alone = self.steps[0].move, [step.move.parts(step.before, step.after, topology) for step in self.steps]
+        known, move = topology is self.before[0].mesh.topology, self.steps[0].move
+        alone = [step.parts if known else step.parts_over(topology) for step in self.steps]
         received = sum([int(np.max(step.received_by_all)) for step in self.steps])
         made = sum([spec.local_nbytes for spec in self.after])
         cuts = 0.0 if self.kind == "reduce_scatter" else cost.copy_cost(made, topology)
@@ -176,7 +184,7 @@ class _Gathered:
     @staticmethod
     def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
-        flat = torch.cat([move.packed(xs[i], ctx) for i, ctx in enumerate(ctxs)], 0)
+        flat = torch.cat([move.row_of(xs[i], ctx) for i, ctx in enumerate(ctxs)], 0)
         return by.all_gather_into_tensor(flat, group_size(move.axes, steps[0].before), ctxs[0].group(move.axes))
 
     @staticmethod
@@ -185,7 +193,7 @@ class _Gathered:
         rows = [wire_items(steps[0].before.dtype) * move.row(ctx) for ctx in ctxs]
         table = by.wait_tensor(y).view(group_size(move.axes, steps[0].before), sum(rows))
         pieces = table.split(rows, 1)
-        return [move.unpacked(pieces[i].reshape(-1), ctx) for i, ctx in enumerate(ctxs)]
+        return [move.cut_out(pieces[i], ctx) for i, ctx in enumerate(ctxs)]
 
 
 class _Scattered:

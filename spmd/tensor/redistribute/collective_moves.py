@@ -77,13 +77,26 @@ class AllGather(Move):
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends."""
+        row = self.row_of(x, ctx)
+        return row if ctx.before.dtype in wire.BYTES_ONLY else row.contiguous()
+
+    def row_of(self, x, ctx: MoveContext):
+        """The items that this rank sends, which need not lie one behind the other."""
         flat = padded(x.reshape(-1), volume(ctx.before.box(ctx.coordinate)), self.row(ctx))
-        return to_wire(flat, ctx.before.dtype)
+        return to_wire(flat, ctx.before.dtype) if ctx.before.dtype in wire.BYTES_ONLY else flat
 
     def unpacked(self, y, ctx: MoveContext):
         """The block after the move, from the rows of all ranks."""
         boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
         return boxes.joined_rows(from_wire(y, ctx.before.dtype), ctx.shape_after())
+
+    def cut_out(self, rows, ctx: MoveContext):
+        """The block after the move, copied out of some columns of a table with a row for each rank."""
+        boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        if boxes.is_short and ctx.before.dtype not in wire.BYTES_ONLY:
+            return boxes.joined_table(rows, ctx.shape_after())
+        is_copied = self.row(ctx) * wire_items(ctx.before.dtype) > 1  # a column is a view of the table
+        return self.unpacked(rows.reshape(-1) if is_copied else rows.clone().reshape(-1), ctx)
 
     def _details(self, before, after):
         return [dims_text(self.axes, before)]
