@@ -1,35 +1,38 @@
 """Buckets: what is sent together gives the same results as when each is sent alone."""
 
 import copy
+import re
 from collections import Counter
 from math import ceil
 
 import pytest
 import torch
 import ways
-from torch import nn, optim
+from torch import fx, nn, optim
 
 import spmd
 from spmd import MeshTopoInfo, Shard
-from spmd.expand.passes.bucket import bucketed
-from spmd.expand.passes.passes import Buckets
+from spmd.expand.passes.bucket import KINDS, bucketed
+from spmd.expand.passes.packed import NO_BUCKET, NO_OTHER, TOO_EARLY, in_buckets
+from spmd.expand.passes.passes import Buckets, with_passes
+from spmd.expand.program import Program
 from spmd.mesh import as_rank
 from spmd.mesh.layout import HostGrid
 from spmd.tensor.redistribute.bucket import bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather, ReduceScatter
-from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.redistribute.plan import Step, plan
 from spmd.tensor.spec import parse_spec
 from tests.expand.side_by_side import GPT_PLAN, Case, Net, gpt, rows, tokens
 from tests.steps import train_step
 
 
-def program(case: Case, shape, bucket_mb):
+def program(case: Case, shape, bucket_mb, **said):
     """The program of the second step, planned without ranks."""
     model, optimizer = case.begin()
     case.step(model, optimizer, *copy.deepcopy(case.batches[0]))
     mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
     with as_rank(0):
-        step = spmd.compile(case.step, mesh, params=case.params, inputs=case.inputs, bucket_mb=bucket_mb)
+        step = spmd.compile(case.step, mesh, params=case.params, inputs=case.inputs, bucket_mb=bucket_mb, **said)
         return step.program_for(model, optimizer, *case.batches[0])
 
 
@@ -89,10 +92,10 @@ def test_few_collectives_are_sent(mb):
     most = 1 + ceil(sum(p.numel() * p.element_size() for p in model.parameters()) / (mb * (1 << 20)))
     sent = {}
     by_hand = {"fully_shard": "dp", "passes": ("numbers_late", Buckets(mb, mb))}
-    for plan, said in {"dp": {"bucket_mb": mb}, "zero3": by_hand}.items():
+    for name, said in {"dp": {"bucket_mb": mb}, "zero3": by_hand}.items():
         step = spmd.compile(case.step, mesh, inputs=case.inputs, **said)
         found = step.program_for(model, optimizer, *case.batches[0])
-        sent[plan] = Counter(c.kind for c in found.collectives)
+        sent[name] = Counter(c.kind for c in found.collectives)
     assert 1 <= sent["dp"]["all_reduce"] <= most
     assert 1 <= sent["zero3"]["all_gather"] <= 2 * most and 1 <= sent["zero3"]["reduce_scatter"] <= most
 
@@ -226,3 +229,32 @@ def test_what_is_cut_out_of_a_bucket_is_alive_until_it_is_read():
     program = compiled.program_for(model, optim.SGD(model.parameters(), 0.1), x)
     estimate, exact = max(program.work.memory(range(len(program.work.tasks)))), program.memory().peak
     assert abs(estimate - exact) < 0.05 * exact
+
+
+@pytest.mark.parametrize("kinds", [("all_reduce",), ("reduce_scatter", "all_gather")])
+@pytest.mark.parametrize("said", [{}, {"fully_shard": "dp"}], ids=["plain", "sharded"])
+def test_a_report_counts_what_is_in_buckets_and_says_why_the_rest_is_not(kinds, said):
+    """Each collective of these kinds is in one sentence, and nothing else is."""
+    case = Case(model=gpt, params=GPT_PLAN, batches=tokens(4), inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}})
+    plain = program(case, (2, 2), None, **said)
+    after = with_passes(plain, (Buckets(25.0, kinds=kinds),))
+    (report,) = after.reports
+    counted = [int(re.search(r", (\d+) of them", each)[1]) for each in (*report.did, *report.left)]
+    assert sum(counted) == len([each for each in plain.collectives if each.kind in kinds])
+    assert all(each in str(report) for each in (*report.did, *report.left))
+    assert sum(counted[: len(report.did)]) == sum(each.tensors for each in after.collectives if each.tensors > 1)
+
+
+def test_why_a_collective_is_in_no_bucket():
+    """Alone of its kind; read at once; or with marks in its elements."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    moved = [("+sum@dp", "[8]"), ("+sum@tp", "[8]"), ("+sum@tp", "[8]"), ("+max@dp", "[8@dp]")]
+    graph = fx.Graph()
+    for owed, goal in moved:
+        (step,) = plan(parse_spec(f"f32[8] {owed}", mesh), parse_spec(f"f32{goal}", mesh)).steps
+        graph.call_function(step, (graph.placeholder("x"),))
+    did, left = in_buckets(Program("f", mesh, graph, {}, (), ()), KINDS)
+    assert not did and left == (
+        f"all_reduce over dp, 1 of them: {NO_OTHER}", f"all_reduce over tp, 2 of them: {TOO_EARLY}",
+        f"reduce_scatter over dp, 1 of them: {NO_BUCKET}",
+    )  # fmt: skip

@@ -24,6 +24,7 @@ from spmd.expand.passes.fused_norms import fused_norms
 from spmd.expand.passes.fused_updates import OF_FUSED, fused
 from spmd.expand.passes.late_numbers import compute_numbers_late
 from spmd.expand.passes.offload import offloaded, readers_first
+from spmd.expand.passes.packed import in_buckets
 from spmd.expand.passes.report import Figures, Noted, Report
 from spmd.expand.passes.schedule import best_order, reordered, schedule
 from spmd.expand.program import Program
@@ -283,7 +284,10 @@ def with_passes(program: Program, passes: Sequence[Pass], own: bool = False) -> 
 def _noted(program: Program, one: Pass, own: bool) -> Noted:
     if isinstance(one, _Noting):
         return one.noted(program)
-    return Noted(one(program, own) if isinstance(one, (NumbersLate, Buckets)) else one(program))
+    new = one(program, own) if isinstance(one, (NumbersLate, Buckets)) else one(program)
+    if not isinstance(one, (Buckets, Overlap)) or new is program:
+        return Noted(new)
+    return Noted(new, *in_buckets(new, one.kinds if isinstance(one, Buckets) else KINDS))
 
 
 def _after(program: Program, one: Pass, own: bool) -> Program:
