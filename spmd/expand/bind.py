@@ -8,8 +8,9 @@ on where the rank's block begins. Axes become the names of this rank's groups, a
 result has only torch ops and functional collectives: no mesh, no spec, no process group object. It can be run as it is
 or given to Inductor. Only a draw of random numbers keeps its spec, because it needs the rank's tiles.
 
-A collective is launched at its move and waited for just before its first reader, and so is a copy from host memory; a
-bucket of reduce-scatters before the next one is launched, at the latest.
+A collective is launched at its move and waited for just before its first reader, and so is a copy from host memory.
+Where reduce-scatters are exchanges of terms, a bucket of them is waited for before the next one is launched, at the
+latest. A tensor of a bucket of gathers is cut out where the program names it.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ class _Launch:
     step: Step | Bucket
 
     def wait(self, coordinate: tuple[int, ...], transport: Transport) -> fx.Node | list[fx.Node]:
-        done, after = self.step.finish(self.handle, coordinate, transport), self.step.after
-        if isinstance(done, list):
+        after = self.step.after
+        if isinstance(self.step, Bucket):
+            done = self.step.arrived(self.handle, coordinate, transport)
             return [_with_spec(p.node, spec) for p, spec in zip(done, after, strict=True)]
-        return _with_spec(done.node, after)
+        return _with_spec(self.step.finish(self.handle, coordinate, transport).node, after)
 
 
 def _with_spec(node: fx.Node, spec: Spec) -> fx.Node:
@@ -84,6 +86,7 @@ class _Binder:
         self.graph = _torch.new_graph()
         self.tracer = _Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
+        self.exchanges_terms = transport.exchanges_terms(program.mesh.device_type)
         self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem | _Fetched] = {}
         self.traces: dict[LocalMapOp, tuple[BlockTrace, dict[fx.Node, fx.Node]]] = {}
         self.constants = dict(program.constants)
@@ -98,7 +101,7 @@ class _Binder:
             elif isinstance(node.target, (Step, Bucket)):
                 self.values[node] = self._launch(node)
             elif node.target is operator.getitem and isinstance(node.args[0].target, Bucket):
-                self.values[node] = _BucketItem(*node.args)
+                self.values[node] = self._item(*node.args)
             elif isinstance(node.target, Recipe):
                 self.values[node] = self._recipe(node)
             elif node.target is from_host:
@@ -137,8 +140,8 @@ class _Binder:
             self.noted[what], written = written, written.next
 
     def _launch(self, node: fx.Node) -> _Launch:
-        if isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter":
-            for earlier in self.scattered:  # what comes is freed: where terms are exchanged, those of all ranks
+        if isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter" and self.exchanges_terms:
+            for earlier in self.scattered:  # what comes is freed: the terms of all ranks
                 self._ready(earlier)
             self.scattered = [node]
         blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
@@ -146,6 +149,14 @@ class _Binder:
         handle = node.target.start(blocks, self.coordinate, self.transport)
         self.transport.move = None
         return _Launch(handle, node.target)
+
+    def _item(self, of: fx.Node, index: int) -> fx.Node | _BucketItem:
+        """A tensor of a bucket, cut out here if it has memory of its own."""
+        if not of.target.copies_out:
+            return _BucketItem(of, index)
+        piece = fx.Proxy(self._ready(of)[index], self.tracer)
+        cut = of.target.cut(index, piece, self.coordinate, self.transport)
+        return _with_spec(cut.node, of.target.after[index])
 
     def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
         blocks = [fx.Proxy(self._ready(n), self.tracer) for n in _operands(node)]

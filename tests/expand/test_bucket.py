@@ -12,9 +12,10 @@ from torch import fx, nn, optim
 
 import spmd
 from spmd import MeshTopoInfo, Shard
+from spmd.expand.nodes import is_backward
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.packed import NO_BUCKET, NO_OTHER, TOO_EARLY, in_buckets
-from spmd.expand.passes.passes import Buckets, with_passes
+from spmd.expand.passes.passes import Buckets, usual_passes, with_passes
 from spmd.expand.program import Program
 from spmd.mesh import as_rank
 from spmd.mesh.layout import HostGrid
@@ -258,3 +259,40 @@ def test_why_a_collective_is_in_no_bucket():
         f"all_reduce over dp, 1 of them: {NO_OTHER}", f"all_reduce over tp, 2 of them: {TOO_EARLY}",
         f"reduce_scatter over dp, 1 of them: {NO_BUCKET}",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("n_embd", [64, 128])
+def test_shards_travel_together_as_far_as_the_memory_allows(n_embd):
+    """By default. Where there is room, as in the forward, no more gathers are sent than one more than full buckets; and
+    no more is alive than without buckets, by the replay and by the count of the rank's code."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    inputs = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
+    case = Case(model=lambda: gpt(n_embd=n_embd), batches=tokens(8), inputs=inputs)
+    model, optimizer = case.begin()
+    step = spmd.compile(case.step, mesh, inputs=inputs, fully_shard="dp", passes=())
+    alone = step.program_for(model, optimizer, *case.batches[0])
+    packed = with_passes(alone, usual_passes("cpu", 25.0))
+    sent = [(node, move.kind) for node, move in packed.steps() if move.sends]
+    assert len([1 for node, kind in sent if kind == "all_gather" and not is_backward(next(iter(node.users)))]) <= 2
+    assert Counter(kind for _, kind in sent)["reduce_scatter"] <= 5
+    peaks = [max(each.work.memory(range(len(each.work.tasks)))) for each in (alone, packed)]
+    assert peaks[1] <= peaks[0] and packed.memory().peak <= alone.memory().peak
+
+
+def test_what_was_gathered_together_is_there_once():
+    """Beside what came for all there is what was sent, then one tensor that is cut out, whatever dim is in shards."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    weights = [torch.zeros(64, 64) for _ in range(8)]
+
+    def step(x, *weights):
+        for w in weights:
+            x = x @ spmd.constrain(w, {})
+        return x
+
+    for dim in (0, 1):
+        inputs = {"x": {"dp": Shard(0)}, "*": {"dp": Shard(dim)}}
+        compiled = spmd.compile(step, mesh, inputs=inputs, passes=(Buckets(100.0, kinds=("all_gather",)),))
+        program = compiled.program_for(torch.zeros(4, 64), *weights)
+        assert [c.tensors for c in program.collectives if c.kind == "all_gather"] == [8]
+        came, one, given = 8 * 64 * 64 * 4, 64 * 64 * 4, 8 * 16 * 64 * 4
+        assert program.memory().peak <= given + came + max(given, one) + 8 * 64 * 4

@@ -128,8 +128,8 @@ class _Reader:
             items = {user.args[1]: user for user in node.users}
             for i, (value, spec) in enumerate(zip(node.args[0], target.after, strict=True)):
                 yield from self._moved(value, items.get(i, node), spec.local_nbytes, times)
-        elif isinstance(target, Step):
-            nbytes = target.after.local_nbytes
+        elif _before(node) is not None:
+            nbytes = node.meta["spec"].local_nbytes
             yield from self._moved(node, node, nbytes, sum(sizes) / max(nbytes, 1))
         elif isinstance(node.meta.get("spec"), tuple):
             yield from self._several(node, list(sizes))

@@ -5,8 +5,8 @@
 
 A bucket collects moves of one kind, over one axis, of one reduction and dtype (`bucket_key`). Reductions and
 all-to-alls are delayed: their bucket is sent when it is full or when one of the results is read. Gathers of what is
-there from the start, such as parameters in shards, are made earlier: with the first of the bucket. The first bucket of
-reductions is small, so that sending begins early in the backward.
+there from the start, such as parameters in shards, are made earlier: with the first of the bucket, and each is cut out
+of it where it is read. The first bucket of reductions is small, so that sending begins early in the backward.
 
 Blocks of which many ranks have none are gathered by an exchange, which pads nothing. Alone it takes its latency; so it
 joins the gathers as an all-gather where the bucket, padding and all, takes no longer than its members by themselves.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -60,20 +61,28 @@ def bucketed(
     sent = (*kinds, Exchange.kind) if "all_gather" in kinds else kinds
     if not any(isinstance(n.target, Step) and n.target.kind in sent for n in program.graph.nodes):
         return program
-    room = _room(program) if mb is None or keeps_memory else Room([], inf)
+    room, terms = _room(program) if mb is None or keeps_memory else (Room([], inf), {})
     program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
+    _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room, terms).pack()
     if "all_gather" in kinds:
         _join_gathers(program.graph, sizes, places, room)
-    _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room).pack()
     return program
 
 
-def _room(program: Program) -> Room:
-    """Room for what leaves the most bytes that are alive what they are."""
+def _room(program: Program) -> tuple[Room, dict[int, int]]:
+    """Room for what leaves the most bytes that are alive what they are; and by place the bytes of the terms that come
+    for a reduction, which are there until it is read.
+
+    An op of several results may be written as several, between which operands are freed: so what is alive beside it is
+    at most what is said, and the most is looked for elsewhere.
+    """
     work = Work.of(program, timed=False)
     alive = work.memory(range(len(work.tasks)))
-    return Room(alive, max(alive))
+    several = [isinstance(node.meta.get("spec"), tuple) and node.op != "output" for node in program.graph.nodes]
+    limit = max([nbytes for nbytes, some in zip(alive, several, strict=True) if not some])
+    terms = {i: task.sends.terms for i, task in enumerate(work.tasks) if task.sends and task.sends.terms}
+    return Room([min(nbytes, limit) for nbytes in alive], limit), terms
 
 
 @dataclass(frozen=True)
@@ -104,8 +113,9 @@ def _modelled_bytes(step: Step) -> float:
 
 @dataclass
 class _OpenBucket:
-    """A bucket that is being filled. It is sent when it has `limit` bytes. held: bytes of what waits to be sent.
-    behind: the buckets whose members its own read, which must be sent before it."""
+    """A bucket that is being filled. It is sent when it has `limit` bytes. held: bytes of what waits to be sent, less
+    those of the terms that would have come for it. behind: the buckets whose members its own read, which must be sent
+    before it."""
 
     limit: float
     members: list[fx.Node] = field(default_factory=list)
@@ -113,19 +123,24 @@ class _OpenBucket:
     nbytes: int = 0
     held: int = 0
 
-    def add(self, node: fx.Node) -> None:
+    def add(self, node: fx.Node, terms: int) -> None:
         self.members.append(node)
         self.nbytes += node.target.nbytes
-        self.held += node.target.before.local_nbytes
+        self.held += node.target.before.local_nbytes - terms
 
 
 @dataclass
 class _Packer:
+    """terms: as `_room` finds them. arrived: those that are there since the last bucket of them was sent, with the
+    place where each would be read first."""
+
     graph: fx.Graph
     sizes: _Sizes
     kinds: frozenset[str]
     places: dict[fx.Node, int]
     room: Room
+    terms: dict[int, int]
+    arrived: list[tuple[int, int]] = field(default_factory=list)
     open: dict[Hashable, _OpenBucket] = field(default_factory=dict)
     waiting: dict[fx.Node, Hashable] = field(default_factory=dict)
 
@@ -163,7 +178,7 @@ class _Packer:
         bucket = self.open[key]
         if bucket.members:
             self.room.take(self.places[bucket.members[-1]], self.places[node], bucket.held)
-        bucket.add(node)
+        bucket.add(node, self.terms.get(self.places[node], 0))
         bucket.behind.update(self._read(node))
         self.waiting[node] = key
         if bucket.nbytes >= bucket.limit:
@@ -176,8 +191,8 @@ class _Packer:
         return self.room.has(last, now, bucket.held) and self.room.has(now, now + 1, filled)
 
     def _close(self, key: Hashable) -> None:
-        members = self.open[key].members
-        if members:
+        bucket = self.open[key]
+        if members := bucket.members:
             for node in members:
                 del self.waiting[node]
             self.open[key] = _OpenBucket(self.sizes.limit(members[0].target, False))
@@ -185,11 +200,28 @@ class _Packer:
                 each.behind.discard(key)
             for node in members:
                 self._close_read(node)
+            if len(members) > 1:
+                self._note_sent(bucket)
             last = max(members[-1], *[node.args[0] for node in members])  # nodes compare by their places
             if len(members) == 1 and last is not members[0]:
                 last.append(members[0])
             if len(members) > 1:
                 _join(self.graph, members, Bucket(tuple([n.target for n in members])), after=last)
+
+    def _note_sent(self, bucket: _OpenBucket) -> None:
+        """Note that a bucket is filled, and that it waits for the terms of the one before, which are gone then."""
+        sent = self.places[bucket.members[-1]]
+        self.room.take(sent, sent + 1, bucket.held + bucket.nbytes)
+        came = [n for n in bucket.members if self.places[n] in self.terms]
+        if came:
+            for nbytes, read in self.arrived:
+                self.room.take(sent + 1, read, -nbytes)
+            self.arrived = [self._terms_of(n) for n in came]
+
+    def _terms_of(self, node: fx.Node) -> tuple[int, int]:
+        """What comes for a reduction more than its result, and where it would be read first."""
+        read = min([self.places[n] for n in node.users if n in self.places], default=self.places[node])
+        return self.terms[self.places[node]] - node.target.after.local_nbytes, read
 
 
 def _join(graph: fx.Graph, members: Sequence[fx.Node], bucket: Bucket, after: fx.Node) -> None:
@@ -199,7 +231,7 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], bucket: Bucket, after: fx
     sent.meta["spec"] = bucket.after
     last, items = sent, {}
     for i, member in enumerate(members):
-        with graph.inserting_after(last):
+        with _place_of(member, bucket, last):
             last = added(graph, "call_function", operator.getitem, (sent, i), {}, f"{member.name}_of")
         last.meta |= member.meta
         items[member] = last
@@ -208,34 +240,57 @@ def _join(graph: fx.Graph, members: Sequence[fx.Node], bucket: Bucket, after: fx
         graph.erase_node(member)
 
 
+def _place_of(member: fx.Node, bucket: Bucket, last: fx.Node) -> AbstractContextManager:
+    """Where a tensor of a bucket is named: where it is read first, if it has memory of its own from there on."""
+    if bucket.copies_out and member.users:
+        return member.graph.inserting_before(min(member.users))  # nodes compare by their places
+    return member.graph.inserting_after(last)
+
+
 # ---- gathers, made earlier ----------------------------------------------------------------------
 
 
 @dataclass
 class _Gathers:
-    """Gathers that are to be made together, where the first of them stands. steps: each as an all-gather. held: bytes
-    of what they send and of what comes for all of them, which are there until it is cut for the first reader."""
+    """Gathers that are to be made together, where the first of them stands: `since`. steps: each as an all-gather. What
+    comes for all is there until the last is cut out of it: `until`. cut: where the first is. come: bytes of that, of
+    blocks that are padded to the largest. sent: of what they send."""
 
     limit: float
+    since: int
+    cut: int
+    until: int = 0
     members: list[fx.Node] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     moved: list[fx.Node] = field(default_factory=list)
     nbytes: int = 0
-    held: int = 0
+    come: int = 0
+    sent: int = 0
 
-    def add(self, node: fx.Node, step: Step, before: Sequence[fx.Node]) -> None:
+    def add(self, node: fx.Node, step: Step, before: Sequence[fx.Node], until: int, room: Room) -> None:
+        """Add a gather whose result is read first at `until`."""
+        come = _arriving(step)
+        if self.members:
+            room.take(self.since, self.until, self._more(come))
+            room.take(self.until, until, self.come + come)
         self.members.append(node)
         self.steps.append(step)
         self.moved += [n for n in before if n not in self.moved]
         self.nbytes += step.after.local_nbytes
-        self.held += _held(step)
+        self.come += come
+        self.sent += step.before.local_nbytes
+        self.until = max(self.until, until)
 
-    def fits(self, node: fx.Node, step: Step, places: dict[fx.Node, int], room: Room) -> bool:
+    def fits(self, step: Step, until: int, room: Room) -> bool:
         """Whether a further gather can be made with them."""
-        first, nbytes = self.members[0], step.after.local_nbytes
-        since, cut = places[first], min([places[n] for n in first.users], default=places[first]) + 1
-        held = nbytes + self.held + _held(step)
-        return room.has(since, max(cut, since), held) and room.has(since, places[node], nbytes)
+        come, sent = _arriving(step), self.sent + step.before.local_nbytes
+        more, since = self._more(come), self.since
+        is_room = room.has(since, self.cut, more + sent) and room.has(since, self.until, more)
+        return is_room and room.has(self.until, until, self.come + come)
+
+    def _more(self, come: int) -> int:
+        """How much more is there with a further gather. Of one alone no more is there than came with it."""
+        return come + (self.come if len(self.members) == 1 else 0)
 
     @property
     def bucket(self) -> Bucket | None:
@@ -247,8 +302,8 @@ class _Gathers:
         return bucket if is_quick else None
 
 
-def _held(gather: Step) -> int:
-    return gather.before.local_nbytes + Bucket((gather,)).arriving
+def _arriving(gather: Step) -> int:
+    return Bucket((gather,)).arriving
 
 
 def _join_gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: Room) -> None:
@@ -272,15 +327,14 @@ def _gathers(graph: fx.Graph, sizes: _Sizes, places: dict[fx.Node, int], room: R
         before = _before(node)
         if before is None:
             continue
-        nbytes, since = step.after.local_nbytes, places[open_[key].members[0]] if key in open_ else places[node]
-        if key in open_ and (open_[key].nbytes >= open_[key].limit or not open_[key].fits(node, step, places, room)):
+        read = min([places[n] for n in node.users if n in places], default=places[node] + 1)
+        if key in open_ and (open_[key].nbytes >= open_[key].limit or not open_[key].fits(step, read, room)):
             yield open_.pop(key)
-            since = places[node]
         if key not in open_:
             given = step.after.local_nbytes / max(1, step.nbytes)
-            open_[key] = _Gathers(sizes.limit(step, False) * (given if sizes.mb is None else 1.0))
-        open_[key].add(node, step, before)
-        room.take(since, places[node], nbytes)
+            limit = sizes.limit(step, False) * (given if sizes.mb is None else 1.0)
+            open_[key] = _Gathers(limit, places[node], read)
+        open_[key].add(node, step, before, read, room)
     yield from open_.values()
 
 

@@ -424,7 +424,7 @@ class _Scheduler:
         for _, c in stream.ready[:MOST_BEFORE_LAUNCH]:
             if self.is_done[c] or self._arrival(c) > self.clock:  # what it reads is still on its way
                 continue
-            if self.room.has(self.at, self.rank[c], self._brings(c)):
+            if self.room.has(self.at, self.rank[c], self.tasks[c].makes):
                 return c
         return None
 
@@ -436,12 +436,8 @@ class _Scheduler:
         behind = until if ready is None else max(self.clock, stream.free) + self.tasks[ready].sends.us
         if start + late > max(until, behind):
             return None
-        makes = self._brings(c) + sum([self.tasks[i].makes for i in self.preludes[c] if not self.is_done[i]])
+        makes = self.tasks[c].makes + sum([self.tasks[i].makes for i in self.preludes[c] if not self.is_done[i]])
         return c if self.room.has(self.at, self.rank[c], makes) else None
-
-    def _brings(self, c: int) -> int:
-        """The bytes that come by a collective: its own, or those of the tensors that are cut out of it."""
-        return self.tasks[c].makes + sum([self.tasks[i].makes for i in self.pieces.get(c, ())])
 
     def _launch(self, c: int) -> None:
         if self.is_done[c]:
@@ -452,7 +448,7 @@ class _Scheduler:
         self._wait(c)
         task = self.tasks[c]
         if self.rank[c] > self.at:
-            self.room.take(self.at, self.rank[c], self._brings(c))
+            self.room.take(self.at, self.rank[c], self.tasks[c].makes)
         self.clock += task.us
         stream = self.streams[task.sends.stream]
         start = max(self.clock, stream.free)

@@ -14,7 +14,7 @@ below the limit is the *room* of the place. So
   takes a *least time* behind it.
 
 With these heads each stream is one worker with interruptions, as in `least.py`. Which orders are meant: those in which
-what names the results of a collective stands right behind it, as its memory is there from then on. The proof is in
+what names one of several results stands right behind the task, as its memory is there from then on. The proof is in
 `docs/design/schedule.md`; the tests try all orders of small works.
 """
 
@@ -80,6 +80,17 @@ class _Values:
         return cls(work, {v: tuple(readers) for v, readers in touched.items()}, owner)
 
     @cached_property
+    def cut_out(self) -> dict[int, list[int]]:
+        """For each collective the ops with new memory that read it and no other collective, as those that cut tensors
+        out of what was gathered."""
+        tasks, found = self.work.tasks, {}
+        for i, task in enumerate(tasks):
+            sent = {tasks[r].shows for r in task.reads if tasks[tasks[r].shows].sends}
+            if task.is_op and not task.sends and i in self.touched and len(sent) == 1:
+                found.setdefault(sent.pop(), []).append(i)
+        return found
+
+    @cached_property
     def made_by(self) -> dict[int, list[int]]:
         """The values of each task, those that name its results included."""
         found: dict[int, list[int]] = {}
@@ -126,9 +137,25 @@ class _Place:
 
     @cached_property
     def kept(self) -> dict[int, int]:
-        """For free tasks, the bytes that each makes for those behind."""
+        """For free tasks, the bytes that each makes for those behind, itself or by what is cut out of it."""
         tasks, made_by = self.values.work.tasks, self.values.made_by
-        return {i: sum([tasks[v].makes for v in made_by.get(i, ()) if self.is_kept(v)]) for i in sorted(self.free)}
+        found = {i: sum([tasks[v].makes for v in made_by.get(i, ()) if self.is_kept(v)]) for i in sorted(self.free)}
+        for c, cut in self.carried.items():  # while something is not cut out, all that came is there
+            found[c] += min(tasks[c].makes, sum([tasks[v].makes for v in cut]))
+        return found
+
+    @cached_property
+    def carried(self) -> dict[int, list[int]]:
+        """For free collectives that only free ops read, what these make of them for those behind."""
+        cut_out, touched = self.values.cut_out, self.values.touched
+        read = [c for c in cut_out if c in self.free and c in touched and not self.is_kept(c)]
+        found = {c: [v for v in cut_out[c] if v in self.free and self.is_kept(v)] for c in read}
+        return {c: kept for c, kept in found.items() if kept}
+
+    @cached_property
+    def _counted(self) -> frozenset[int]:
+        """The values of `carried`."""
+        return frozenset(self.carried).union(*self.carried.values())
 
     @cached_property
     def room(self) -> int:
@@ -152,7 +179,7 @@ class _Place:
         edges: dict[tuple[str, int], list[tuple[str, int]]] = {}
         always, wins = 0, []
         for v in touched:
-            if v == self.at or v in self.behind or self.is_kept(v):
+            if v == self.at or v in self.behind or self.is_kept(v) or v in self._counted:
                 continue
             rest = [i for i in touched[v] if i in free]
             if rest:
@@ -160,7 +187,8 @@ class _Place:
                 prices["won", v], edges["won", v] = tasks[v].makes, [("task", i) for i in rest]
                 always += tasks[v].makes if v in free else 0
         for i in self._needed([i for v in wins for _, i in edges["won", v]]):
-            values = [v for v in self.values.made_by.get(i, ()) if not (tasks[i].sends and self.is_kept(v))]
+            made = [v for v in self.values.made_by.get(i, ()) if v not in self._counted]
+            values = [v for v in made if not (tasks[i].sends and self.is_kept(v))]
             prices["task", i] = inf
             edges["task", i] = [("task", b) for b in (*tasks[i].reads, *tasks[i].follows) if b in free]
             edges["task", i] += [("task", v) for v in self.values.made_by.get(i, ()) if v != i]

@@ -11,11 +11,13 @@ roofline. Equal ops have one price, which is computed once.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from torch import fx
 
 from spmd import _torch
+from spmd.comm.transport import C10dTransport
 from spmd.expand.choose.price import local_work, node_work
 from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
@@ -40,7 +42,7 @@ class Sending:
     stream: the axes of the group, by name; "to host" or "from host". us: from its start to its end, if it is alone.
     links: for each level of links, how long its bytes keep it busy. joined_us: the copies behind it, on the compute
     stream. packed: bytes of the buffer that is filled before it is sent. joined: bytes of the one that is put in order
-    behind it.
+    behind it. terms: bytes that come for a reduction and are added up behind it, where it is an exchange of terms.
     """
 
     stream: str
@@ -50,6 +52,7 @@ class Sending:
     nbytes: int
     packed: int = 0
     joined: int = 0
+    terms: int = 0
 
 
 class Prices:
@@ -60,15 +63,20 @@ class Prices:
         self.roofline = Roofline(self.topology)
         memory = self.topology.machine.memory
         self.start_us = memory.hop_us if memory else 0.0
+        is_device = self.topology.machine.host is not None  # a CPU's ranks may stand for those of devices
+        self.exchanges_terms = not is_device and C10dTransport().exchanges_terms(mesh.device_type)
         self.times = OpTimes(self.topology.machine.local_ops)
         self._ops: dict[tuple, float] = {}
         self._sent: dict[Step | Bucket, Sending | None] = {}
+        self._cuts: dict[fx.Node, float] = {}
 
     def compute_us(self, node: fx.Node) -> float:
         """What a node takes on the compute stream before its result is there, or before it is sent."""
         if isinstance(node.target, (Step, Bucket)):
             parts = self._parts(node.target)
             return parts.packed + (0.0 if node.target.sends else parts.joined)
+        if is_cut(node):
+            return self._cut_us(node)
         if node.op != "call_function" or not isinstance(node.meta.get("spec"), (Spec, tuple)):
             return 0.0
         key = node.target, node.meta["spec"], tuple([n.meta.get("spec") for n in node.all_input_nodes])
@@ -79,6 +87,13 @@ class Prices:
         if found is None:
             found = self._ops[key] = self._op_us(node)
         return found
+
+    def _cut_us(self, node: fx.Node) -> float:
+        """What it takes to cut a tensor out of what was gathered: its part of the copies behind the collective."""
+        of, index = node.args
+        if of not in self._cuts:
+            self._cuts[of] = self._parts(of.target).joined / max(1, _nbytes(of.target.after))
+        return self._cuts[of] * of.target.after[index].local_nbytes
 
     def sending(self, node: fx.Node) -> Sending | None:
         """What a node sends, or None."""
@@ -137,10 +152,19 @@ class Prices:
         shares = link_shares(axes, self.topology)
         on_links = max(0.0, parts.sent - step.latency_over(self.topology))
         links = tuple((level, share * on_links) for level, share in shares)
-        after = step.arriving if isinstance(step, Bucket) else step.after.local_nbytes
-        cut = parts.joined or (isinstance(step, Bucket) and step.copies_out)
-        packed, joined = step.nbytes if parts.packed else 0, after if cut else 0
-        return Sending(stream, parts.sent, links, parts.joined, step.nbytes, packed, joined)
+        is_bucket = isinstance(step, Bucket)  # which is a buffer, whether copies cost anything or not
+        packed = step.nbytes if is_bucket or parts.packed else 0
+        joined_us = 0.0 if is_bucket and step.copies_out else parts.joined  # those who cut it do the copies
+        joined = _nbytes(step.after) if joined_us else 0
+        terms = step.nbytes if step.kind == "reduce_scatter" and self.exchanges_terms else 0
+        return Sending(stream, parts.sent, links, joined_us, step.nbytes, packed, joined, terms)
+
+
+def is_cut(node: fx.Node) -> bool:
+    """Whether a node cuts one of the tensors of a bucket out of what came."""
+    if node.target is not operator.getitem:
+        return False
+    return isinstance(of := node.args[0].target, Bucket) and of.copies_out
 
 
 def copy_us(link: Link, nbytes: int) -> float:

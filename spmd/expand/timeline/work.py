@@ -25,7 +25,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.local_ops import SAFE_LOCALLY
 from spmd.expand.nodes import line_of
-from spmd.expand.timeline.prices import Prices, Sending
+from spmd.expand.timeline.prices import Prices, Sending, is_cut
 from spmd.mesh import MeshTopoInfo
 from spmd.tensor.recipes.host import HOST_COPIES, ON_HOST, on_host
 from spmd.tensor.recipes.updates import WRITTEN, adamw
@@ -92,11 +92,15 @@ class Work:
             task, arrived = tasks[i], 0
             for w in task.waits:
                 if w in flying:
-                    arrived, now = arrived + tasks[w].sends.joined, now - flying.pop(w)
+                    arrived += tasks[w].sends.joined + tasks[w].sends.terms
+                    now -= flying.pop(w)
             now += task.makes
             if task.sends:
-                flying[i] = task.sends.packed if self.keeps_sent else 0
-                arrived += task.sends.packed - flying[i]
+                kept = task.sends.packed if self.keeps_sent else 0
+                come = max(0, task.sends.terms - task.makes)  # the sum is there when it was waited for
+                gone = min(come, sum(dead)) if task.sends.packed else 0  # what was packed is freed before terms come
+                arrived = max(arrived - come, task.sends.packed - kept - gone)  # one is behind the other
+                flying[i] = kept + come
                 now += flying[i]
             found.append(now + arrived)
             now -= sum(dead)
@@ -108,7 +112,7 @@ class Work:
         for at, i in enumerate(order):
             task = tasks[i]
             last[task.shows] = at
-            if task.is_op or not task.makes:  # one of several results has memory of its own, and keeps no other alive
+            if task.is_op or not task.makes:  # what names one of several results keeps no other alive
                 for r in task.reads:
                     last[tasks[r].shows] = at
             if task.sends and self.keeps_sent:
@@ -122,7 +126,7 @@ class Work:
 @dataclass
 class _Reader:
     """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's. sent: of what
-    is sent and of the pieces of buckets, where it is sent."""
+    is sent and of the pieces of buckets, where it is sent. scattered: the last bucket of reduce-scatters."""
 
     program: Program
     timed: bool = True
@@ -131,6 +135,7 @@ class _Reader:
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sent: dict[fx.Node, int] = field(default_factory=dict)
     overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    scattered: tuple[int, ...] = ()
 
     def work(self, topology: MeshTopoInfo | None) -> Work:
         prices, nodes = Prices(self.program.mesh, topology), list(self.program.graph.nodes)
@@ -140,7 +145,7 @@ class _Reader:
             self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
             if _sends(node):
                 self.sent[node] = self.places[node]
-            elif _is_piece(node):
+            elif _is_piece(node) and not is_cut(node):
                 self.sent[node] = self.places[node.args[0]]
         self._find_overwriting(nodes)
         barriers = list(self._barriers(nodes)) if self.timed else [()] * len(nodes)
@@ -160,13 +165,14 @@ class _Reader:
         places, shown, target = self.places, self.shows[node], node.target
         reads = tuple([places[n] for n in _torch.operands_of(node)])
         is_called = node.op.startswith("call")
-        is_op = is_called and target is not operator.getitem
+        is_op = is_called and (target is not operator.getitem or is_cut(node))
+        waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
         follows, us, line = (), 0.0, ""
         if self.timed:
             follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
             us, line = prices.compute_us(node) if is_op else 0.0, line_of(node)
         return Task(
-            node.name, reads, self._waits(node) if is_op or node.op == "output" else (), follows, us,
+            node.name, reads, waits, follows, us,
             _made(node) if is_called and shown is node and not self._is_away(node) else 0, places[shown],
             prices.sending(node), line, is_op, target is on_host,
         )  # fmt: skip
@@ -182,12 +188,17 @@ class _Reader:
         readers = [self.places[n] for n in self._readers(node.args[1]) if n is not node]
         return [at for at in readers if at < self.places[node]]
 
-    def _waits(self, node: fx.Node) -> tuple[int, ...]:
-        """The sent values that a node waits for; a piece of a bucket stands for the bucket."""
-        operands = _torch.operands_of(node)
+    def _waits(self, node: fx.Node, exchanges_terms: bool) -> tuple[int, ...]:
+        """The sent values that a node waits for; a piece of a bucket stands for the bucket.
+
+        Where terms are exchanged, a bucket of reduce-scatters waits for the one before.
+        """
+        operands, earlier = _torch.operands_of(node), ()
+        if exchanges_terms and isinstance(node.target, Bucket) and node.target.kind == "reduce_scatter":
+            earlier, self.scattered = self.scattered, (self.places[node],)
         if self.sent.keys().isdisjoint(operands):  # most nodes
-            return ()
-        return tuple(dict.fromkeys([self.sent[n] for n in operands if n in self.sent]))
+            return earlier
+        return tuple(dict.fromkeys([*earlier, *[self.sent[n] for n in operands if n in self.sent]]))
 
     # ---- what is written in place -------------------------------------------------------------
     def _find_overwriting(self, nodes: Sequence[fx.Node]) -> None:
@@ -238,7 +249,7 @@ class _Reader:
         for user in node.users:
             yield user
             if _sends(user):
-                waiting = [n for u in user.users for n in (u.users if _is_piece(u) else (u,))]
+                waiting = [n for u in user.users for n in (u.users if _is_piece(u) and not is_cut(u) else (u,))]
                 yield from sorted(waiting, key=self.places.__getitem__)[:1]
             elif _shows_operand(user):
                 yield from self._readers(user)
@@ -273,7 +284,7 @@ def _shows_operand(node: fx.Node) -> bool:
     if isinstance(op, _torch.OpOverload):  # most nodes
         return _shows_first(op)
     if op is operator.getitem:
-        return not node.args[0].target.copies_out if _is_piece(node) else _shows_operand(node.args[0])
+        return not is_cut(node) if _is_piece(node) else _shows_operand(node.args[0])
     if isinstance(op, Step):
         return op.move.kind == "view"
     return op is on_host
@@ -287,8 +298,6 @@ def _shows_first(op: _torch.OpOverload) -> bool:
 def _made(node: fx.Node) -> int:
     """The bytes of the results of a node on the first rank."""
     if isinstance(node.target, Bucket):
-        if node.target.copies_out:  # what is cut out of it stands for its part of the bucket before
-            return 0
-        return sum([step.after.local_nbytes for step in node.target.steps])
+        return node.target.arriving
     specs = node.meta.get("spec")
     return sum([s.local_nbytes for s in (specs if isinstance(specs, tuple) else (specs,)) if isinstance(s, Spec)])

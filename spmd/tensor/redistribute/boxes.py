@@ -203,6 +203,15 @@ def joined_padded(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], r
     return _tiling([(box, p.narrow(0, 0, volume(box))) for box, p in filled], shape)
 
 
+def joined_table(y: torch.Tensor, boxes: Sequence[Box], shape: Sequence[int], row: int) -> torch.Tensor:
+    """The same, if the rows of y, one for each box, lie apart. They are not put side by side before they are joined."""
+    if not prod(shape) or copies_to_join(boxes, shape, row) == 0:
+        own = y.clone(memory_format=torch.contiguous_format)  # a column would be a view of the table
+        return joined_padded(own.reshape(-1), boxes, shape, row)
+    filled = [(box, y.select(0, i)) for i, box in enumerate(boxes) if volume(box)]
+    return _tiling([(box, x if volume(box) == row else x.narrow(0, 0, volume(box))) for box, x in filled], shape)
+
+
 def _tiling(parts: list[tuple[Box, torch.Tensor]], shape: Sequence[int]) -> torch.Tensor:
     """The tensor of this shape that the boxes tile, each given as one row."""
     boxes, sizes = opened([box for box, _ in parts], shape)

@@ -5,7 +5,8 @@
 
 A model has many parameters, most of them small, and each collective costs its latency. So what the moves send is put
 side by side into one buffer, the buffer is sent, and what comes is cut again. Each element gets the same value as if it
-was sent alone. All-reduces and reduce-scatters leave views of the buffer; gathers and all-to-alls are put in order.
+was sent alone. All-reduces and reduce-scatters leave views of the buffer, and all-to-alls are put in order. What is
+gathered is cut out tensor by tensor, each where it is read first, so that they are not all there twice.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Bucket:
 
     @property
     def copies_out(self) -> bool:
-        """Whether its tensors are copied out of what comes, so that each has memory of its own."""
+        """Whether its tensors are cut out of what comes one by one, so that each has memory of its own."""
         return isinstance(self.steps[0].move, AllGather)
 
     @property
@@ -129,9 +130,21 @@ class Bucket:
         """Launch the collective on these blocks, one for each step."""
         return _WAYS[type(self.steps[0].move)].start(self.steps, xs, coordinate, transport)
 
+    def arrived(self, y, coordinate: tuple[int, ...], transport: Transport) -> list:
+        """Wait for what was sent, and return the blocks after the moves; if they are copied out, what `cut` cuts."""
+        return _WAYS[type(self.steps[0].move)].arrived(self.steps, y, coordinate, transport)
+
+    def cut(self, index: int, piece, coordinate: tuple[int, ...], transport: Transport):
+        """The block after one of the moves, of what arrived for it, if they are copied out."""
+        step = self.steps[index]
+        return step.move.cut_out(piece, MoveContext(step.before, step.after, coordinate, transport))
+
     def finish(self, y, coordinate: tuple[int, ...], transport: Transport) -> list:
         """Wait, and cut what came into the blocks after the moves."""
-        return _WAYS[type(self.steps[0].move)].finish(self.steps, y, coordinate, transport)
+        pieces = self.arrived(y, coordinate, transport)
+        if not self.copies_out:
+            return pieces
+        return [self.cut(i, pieces[i], coordinate, transport) for i in range(len(self.steps))]
 
     def __call__(self, xs) -> list:
         """Make the moves on this rank's blocks now."""
@@ -162,7 +175,7 @@ class _AllReduced:
         return steps[0].move.start(flat, cls._context(steps, at, by))
 
     @classmethod
-    def finish(cls, steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+    def arrived(cls, steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         shapes = [step.after.local_shape(at) for step in steps]
         flat = steps[0].move.finish(y, cls._context(steps, at, by))
         pieces = flat.split([prod(s) for s in shapes], 0)
@@ -188,12 +201,12 @@ class _Gathered:
         return by.all_gather_into_tensor(flat, group_size(move.axes, steps[0].before), ctxs[0].group(move.axes))
 
     @staticmethod
-    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+    def arrived(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         rows = [wire_items(steps[0].before.dtype) * move.row(ctx) for ctx in ctxs]
         table = by.wait_tensor(y).view(group_size(move.axes, steps[0].before), sum(rows))
         pieces = table.split(rows, 1)
-        return [move.cut_out(pieces[i], ctx) for i, ctx in enumerate(ctxs)]
+        return [pieces[i] for i in range(len(steps))]
 
 
 class _Scattered:
@@ -207,7 +220,7 @@ class _Scattered:
         return move.sent(flat.view(-1), sum(rows), ctxs[0])
 
     @staticmethod
-    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+    def arrived(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         rows = [move.row_sent(ctx) for ctx in ctxs]
         pieces = move.arrived(y, sum(rows), ctxs[0]).split(rows, 0)
@@ -235,7 +248,7 @@ class _Exchanged:
         return by.all_to_all_single(flat, *totals, ctxs[0].group(move.axes))
 
     @staticmethod
-    def finish(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+    def arrived(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         y, tables = by.wait_tensor(y), _Table.of([move.sizes(ctx)[0] for ctx in ctxs])
         parts = _pieces(y, [table.count * sum(table.sizes) for table in tables])

@@ -90,13 +90,11 @@ class AllGather(Move):
         boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
         return boxes.joined_rows(from_wire(y, ctx.before.dtype), ctx.shape_after())
 
-    def cut_out(self, rows, ctx: MoveContext):
-        """The block after the move, copied out of some columns of a table with a row for each rank."""
-        boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
-        if boxes.is_short and ctx.before.dtype not in wire.BYTES_ONLY:
-            return boxes.joined_table(rows, ctx.shape_after())
-        is_copied = self.row(ctx) * wire_items(ctx.before.dtype) > 1  # a column is a view of the table
-        return self.unpacked(rows.reshape(-1) if is_copied else rows.clone().reshape(-1), ctx)
+    def cut_out(self, table, ctx: MoveContext):
+        """The same, copied out of some columns of a table with a row for each rank."""
+        if ctx.before.dtype in wire.BYTES_ONLY:
+            return self.unpacked(table.clone(memory_format=torch.contiguous_format).reshape(-1), ctx)
+        return received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate).joined_table(table, ctx.shape_after())
 
     def _details(self, before, after):
         return [dims_text(self.axes, before)]

@@ -153,7 +153,9 @@ class Boxes:
 
     def joined_table(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """As `joined_rows`, of a table with a row for each rank that may be columns of a larger one. What is made keeps
-        nothing of it alive: rows that are only padding are left there. Only where runs are short."""
+        nothing of it alive, and rows that are only padding are left there."""
+        if not self.is_short:
+            return one_by_one.joined_table(rows, self.one_by_one, shape, self.largest)
         at, tiles = 0, []
         for run in self.runs:
             if run.volume:
