@@ -5,6 +5,7 @@
 Torch's optimisers make the state of a parameter when they first meet its gradient: tensors full of one value. The
 step itself is then the same as any later one. So a program for all steps takes the state as an input, and before the
 first one the state is made: `first_state` asks the optimiser itself, by a step on fake parameters, one for each kind.
+Of kinds that differ in lengths alone, one is asked where the optimiser computes with elements.
 
 Nothing is said of an optimiser that makes other state - a copy of the gradient, as SGD's momentum - or that is the
 user's. Its first step has a program of its own.
@@ -16,7 +17,7 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,15 +76,11 @@ def first_state(state: State) -> FirstState:
     for root, optimizer in state.optimizers.items():
         if not is_torchs_own(optimizer):
             continue
-        made: dict[Hashable, Mapping[str, Full]] = {}
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
+            made = _Made(optimizer, group)
             for p in group["params"]:
-                if not p.requires_grad or optimizer.state.get(p):
-                    continue
-                kind = number, p.shape, p.dtype, p.device
-                if kind not in made:
-                    made[kind] = _made_for(optimizer, group, p)
-                found |= {Slot("optimizer", paths[id(p)], root, key): full for key, full in made[kind].items()}
+                if p.requires_grad and not optimizer.state.get(p):
+                    found |= {Slot("optimizer", paths[id(p)], root, key): full for key, full in made.of(p).items()}
     return {slot: found[slot] for slot in sorted(found, key=_order(state, paths))}
 
 
@@ -102,6 +99,40 @@ def filled(full: Full, spec: Spec) -> torch.Tensor:
 
 
 # ---- asking the optimiser ---------------------------------------------------------------------
+
+
+@dataclass
+class _Made:
+    """What an optimiser makes for the parameters of a group. kinds: by shape, dtype and device. families: the shape and
+    the state of a kind that stands for all of as many dims.
+
+    Where an optimiser computes with elements - it has a form for many tensors at once, and its state has the shape of
+    the parameter - its state for other lengths is the same in their shape, as in `stamp.optimizers`.
+    """
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    kinds: dict[Hashable, Mapping[str, Full]] = field(default_factory=dict)
+    families: dict[Hashable, tuple[torch.Size, Mapping[str, Full]]] = field(default_factory=dict)
+
+    def of(self, p: torch.Tensor) -> Mapping[str, Full]:
+        """The state of a parameter."""
+        kind, family = (p.shape, p.dtype, p.device), (p.ndim, p.dtype, p.device)
+        if kind not in self.kinds:
+            if family in self.families:
+                self.kinds[kind] = _in_shape(p.shape, *self.families[family])
+            else:
+                made = self.kinds[kind] = _made_for(self.optimizer, self.group, p)
+                # A shape of one element does not tell a number from what has the parameter's shape.
+                of_elements = "foreach" in self.group and all(x.shape in (p.shape, ()) for x in made.values())
+                if made and of_elements and p.numel() > 1:
+                    self.families[family] = p.shape, made
+        return self.kinds[kind]
+
+
+def _in_shape(shape: torch.Size, of: torch.Size, made: Mapping[str, Full]) -> dict[str, Full]:
+    """State that was made for a parameter of one shape, for another one."""
+    return {key: replace(full, shape=shape) if full.shape == of else full for key, full in made.items()}
 
 
 def _made_for(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> dict[str, Full]:

@@ -6,6 +6,7 @@ from torch import nn, optim
 
 import spmd
 from spmd import LocalTensorMode, Shard
+from spmd.expand import first_state as first_state_module
 from spmd.expand.first_state import first_state
 from spmd.expand.state import State
 from tests.expand.side_by_side import same, tensors
@@ -39,6 +40,39 @@ def test_an_optimiser_tells_its_first_state(optimizer_of, made):
         assert list(real) == list(found)
         assert all((t.shape, t.dtype) == (found[slot].shape, found[slot].dtype) for slot, t in real.items())
         assert first_state(state) == {}
+
+
+SHAPES = ((1,), (3,), (5,), (2, 3), (3, 2), (4, 1), (1, 4), (2, 1, 3))
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta, optim.RMSprop, optim.Rprop],
+)
+def test_the_first_state_is_that_of_each_shape(optimizer_of):
+    """Of kinds that differ in lengths one may be asked for all; each has the state that a real step makes for it."""
+    weights = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = optimizer_of(weights)
+    state = State.of({"optimizer": optimizer})
+    found = first_state(state)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    real = {slot: t for slot, t in state.tensors().items() if slot.kind == "optimizer"}
+    assert {slot: t.shape for slot, t in real.items()} == {slot: full.shape for slot, full in found.items()}
+
+
+def test_an_optimiser_that_computes_with_elements_is_asked_once_for_all_lengths(monkeypatch):
+    """Not one of whose state nothing is known, and not where a shape of one element is no proof."""
+    asked, shapes = [], [(1,), (3,), (5,), (2, 3), (4, 5)]
+    ask = first_state_module._made_for
+    monkeypatch.setattr(first_state_module, "_made_for", lambda *given: (asked.append(given[-1].shape), ask(*given))[1])
+    cases = (optim.AdamW, [(1,), (3,), (2, 3)]), (lambda p: optim.SGD(p, 0.1, momentum=0.9), shapes)
+    for optimizer_of, wanted in cases:
+        asked.clear()
+        weights = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        first_state(State.of({"optimizer": optimizer_of(weights)}))
+        assert [tuple(shape) for shape in asked] == wanted
 
 
 def train(model, optimizer, x, update=True):
