@@ -50,9 +50,15 @@ def code_entries(fn: Callable, objects: Iterable[Any]) -> dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def version_of_spmd() -> str:
     """The version of spmd with a digest of its sources: programs of other sources may be other programs."""
-    root = Path(here.__file__).parents[2]
-    files = sorted(root.rglob("*.py"))
-    return f"sources {digest(*(part for f in files for part in (str(f.relative_to(root)), f.read_bytes())))}"
+    root = str(Path(here.__file__).parents[2])
+    there = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
+    files = sorted(path for path in there if path.endswith(".py"))
+    return f"sources {digest(*(part for f in files for part in (f[len(root) :], _bytes_of(f))))}"
+
+
+def _bytes_of(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 def _classes(objects: Iterable[Any]) -> list[type]:

@@ -98,6 +98,8 @@ class PlacesTable:
         return placed_spec(self.mesh, wanted, t, names[0])
 
     def _is_open(self, names: Sequence[str]) -> bool:
+        if OPEN not in self.params.values():
+            return False
         matched = (p for p in self.params if any(by_name.matches(p, name) for name in names))
         return self.params[pattern] is OPEN if (pattern := next(matched, None)) is not None else False
 

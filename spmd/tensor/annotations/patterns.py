@@ -77,7 +77,10 @@ def what_there_is(pattern: str, names: Iterable[str]) -> str:
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a pattern matches a name, with or without the argument in front of it (`model.`)."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(without_root(name), pattern)
+    if fnmatch.fnmatchcase(name, pattern):
+        return True
+    # A star at the beginning has matched whatever is in front.
+    return not pattern.startswith("*") and fnmatch.fnmatchcase(without_root(name), pattern)
 
 
 def without_root(name: str) -> str:
