@@ -68,9 +68,9 @@ def create_node(
     if graph._owning_module is not None:  # which may have hooks
         return graph.create_node(op, target, args, kwargs, wanted)
     if wanted is None:
-        wanted = graph._target_to_str(target)
+        wanted = _snake_case(target.__name__) if callable(target) else graph._target_to_str(target)
     names = graph._graph_namespace
-    name = wanted if _take(names, wanted) else names.create_name(wanted, None)
+    name = _free(names, wanted)
     node = _inserted(graph, fx.Node(graph, name, op, target, args, kwargs))
     names._obj_to_name[node] = name
     return node
@@ -117,6 +117,23 @@ def _inserted(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return node
 
 
+_snake_case = functools.lru_cache(maxsize=4096)(fx.graph._snake_case)  # the name that a call of a function wishes
+
+
+def _free(names: Any, wanted: str) -> str:
+    """Take the name, or the next free one with a number, as `create_name` does."""
+    if _take(names, wanted):
+        return wanted
+    if (parts := _parts(wanted)) is None or parts[1] is not None:
+        return names.create_name(wanted, None)
+    number = names._base_count.get(wanted, 0)
+    while (name := f"{wanted}_{number}" if number else wanted) in names._used_names:
+        number += 1
+    names._used_names.add(name)
+    names._base_count[wanted] = number
+    return name
+
+
 def _take(names: Any, wanted: str) -> bool:
     """Take a name that is free, as `create_name` does; False where it is not, or may be no name."""
     if wanted in names._used_names or (parts := _parts(wanted)) is None:
@@ -149,7 +166,6 @@ def rename(graph: fx.Graph, wanted: Callable[[fx.Node], str]) -> None:
     graph.set_codegen(fx.graph.CodeGen())
     names = graph._graph_namespace = type(graph._graph_namespace)()
     for node in graph.nodes:
-        wish = wanted(node)
-        name = wish if _take(names, wish) else names.create_name(wish, None)
+        name = _free(names, wanted(node))
         names._obj_to_name[node] = name
         object.__setattr__(node, "name", name)  # Node's own files the node anew, behind those that keep their names

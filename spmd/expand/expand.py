@@ -191,12 +191,14 @@ class _Expander:
         """An op of torch's. Where one of the same arguments was lowered without moves, that is how it is written."""
         if node.target is MARK:
             self.local[node] = self._current(node.args[0])
-        elif not any(self._spec(n) is not None for n in _torch.operands_of(node)):
+            return
+        current = {n: self._current(n) for n in _torch.operands_of(node)}
+        if all([n.meta["spec"] is None for n in current.values()]):
             self._factory(node)
         elif node.target in READS_VALUE:
             self._read_value(node)
-        elif (known := self.known.get(key := self._key(node))) is not None:
-            self._written(node, *known, *in_schema_order(node, self._current))
+        elif (known := self.known.get(key := self._key(node, current))) is not None:
+            self._written(node, *known, *in_schema_order(node, current.__getitem__))
         else:
             with self._arriving(node):
                 made = len(self.decomposition_graph.nodes)
@@ -205,19 +207,19 @@ class _Expander:
                     if key is not None and made == len(self.decomposition_graph.nodes) and _is_plain(lowering):
                         self.known[key] = lowering, self.chosen[node]
 
-    def _key(self, node: fx.Node) -> Hashable:
+    def _key(self, node: fx.Node, current: Mapping[fx.Node, fx.Node]) -> Hashable:
         """What decides how an op is written: its arguments, the specs of its operands, and which of these are one. None
-        where more does: a choice, or a reader."""
+        where more does: a choice, or a reader. current: what has the values of its operands."""
         if node in self.choice.pins or node.target in MADE_IN_SHARDS or widened(node):
             return None
         met: list[fx.Node] = []
 
         def spec(n: fx.Node) -> ResultSpecs:
             met.append(n)
-            return self._spec(n)
+            return current[n].meta["spec"]
 
         key = described_call(node, spec)
-        return key, first_positions(met) if len(met) > len(_torch.operands_of(node)) else None
+        return key, first_positions(met) if len(met) > len(current) else None
 
     @contextlib.contextmanager
     def _arriving(self, node: fx.Node) -> Iterator[None]:

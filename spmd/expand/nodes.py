@@ -104,6 +104,8 @@ def source_of(node: fx.Node) -> str:
 def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[tuple, dict]:
     """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""
     args = fx.map_arg(node.args, operand)
+    if not node.kwargs:
+        return args, {}
     order = sorted(node.kwargs, key=lambda name: _torch.argument_index(node.target, name))
     return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
 
