@@ -45,13 +45,21 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
             _update_in_place(graph, node, last_read)
             changed += 1
             continue
-        variant = _variant(node, writable)
-        if variant is None or last_read[node.args[0]] > order[node]:
-            continue
-        node.target = variant
-        writable.add(node)
-        changed += 1
+        variant = _variant(node) if _is_last_reader(node, writable, last_read, order) else None
+        if variant is not None:
+            node.target = variant
+            writable.add(node)
+            changed += 1
     return changed
+
+
+def _is_last_reader(
+    node: fx.Node, writable: set[fx.Node], last_read: dict[fx.Node, int], order: dict[fx.Node, int]
+) -> bool:
+    """Whether a node is an op whose first operand has memory of its own, which nothing reads later."""
+    if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in writable:
+        return False
+    return last_read[node.args[0]] <= order[node]
 
 
 def _updates_alone(
@@ -79,10 +87,9 @@ def _makes_elements(op: _torch.OpOverload) -> bool:
     return is_pointwise(op) and not (_torch.is_composite(op) or may_alias(op) or _torch.returns_many(op))
 
 
-def _variant(node: fx.Node, writable: set[fx.Node]):
-    """The in-place variant of the op, if its first operand is writable and has the spec of the result."""
-    if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in writable:
-        return None
+def _variant(node: fx.Node) -> _torch.OpOverload | None:
+    """The in-place variant of the op, if its first operand has the spec of the result, and no other shares memory with
+    it."""
     target = node.args[0]
     same = target.meta.get("spec") is node.meta.get("spec")
     variant = _torch.in_place_variant(node.target) if same and is_pointwise(node.target) else None
