@@ -24,7 +24,7 @@ from spmd.expand.choose.classes import Classes
 from spmd.expand.choose.following import Following
 from spmd.expand.choose.layouts import Layouts, sums_only
 from spmd.expand.choose.options import Op, Options, Way, combined, rows_worth_taking
-from spmd.expand.choose.work import Roofline
+from spmd.expand.choose.work import FLOPS, Roofline
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.lowered import made_rows
@@ -39,6 +39,9 @@ from spmd.tensor.recipes.random import Draw
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.rule import Row, rows
 from spmd.tensor.spec import Spec
+
+TIMES_MOVED = 4
+"""How often words are moved that come to a weight: gathered and reduced, forward and backward."""
 
 
 @dataclass(eq=False)
@@ -240,6 +243,26 @@ class Choosers:
             for size, order in given:
                 layouts.admit_order(size, order)
 
+    def admit_inside(self, choosers: Sequence[Chooser], given: Iterable[Spec]) -> None:
+        """Let an earlier axis of the mesh shard a dim inside of what a later one shards of a tensor that is given: that
+        is a slice of what a rank has, where the order of the mesh would be an exchange.
+
+        It pays where few words come to a large weight: they are gathered and reduced, forward and backward, where else
+        its gradient would be. Elsewhere there would be twice as many options, of which none was better.
+        """
+        words = dict(sorted([each for chooser in choosers for each in _words(chooser)], reverse=True))
+        orders = [(spec.shape[d], (*axes, axis)) for spec in given
+                  if spec.local_nbytes > TIMES_MOVED * words.get(tuple(sorted(spec.shape)), spec.nbytes)
+                  for d, axes in enumerate(spec.dims) for axis in self._earlier(spec, axes)]  # fmt: skip
+        for layouts in list(self.kinds.values()):
+            for size, order in dict.fromkeys(orders):
+                layouts.admit_order(size, order)
+
+    def _earlier(self, spec: Spec, axes: Sequence[int]) -> list[int]:
+        """The axes that shard nothing of a tensor, and come before one of these."""
+        taken = {axis for each in spec.dims for axis in each}
+        return [axis for axis in self.axes if axis not in taken and any(axis < other for other in axes)]
+
     def find_packings(self, choosers: Sequence[Chooser], given: Iterable[Spec]) -> None:
         """The dims that are packed: in a layout that is given, or cut into blocks by the graph where a tensor that is
         given has a dim as long. Ops that cut such dims, or join their blocks, may do so in shards."""
@@ -301,6 +324,14 @@ class Choosers:
             share = share * np.array([op.fraction(layouts, w.row.outs[0], axis) for w in each])[d]
         found.us = np.array([self.roofline.us(0, chooser.nbytes * s, layouts.dtype) for s in share])
         return found.beside(op, self.packings, self.orders)
+
+
+def _words(chooser: Chooser) -> list[tuple[tuple[int, ...], int]]:
+    """The sizes of the largest tensor of a product, and the bytes of the smallest one, which is moved to it."""
+    if chooser.op is None or chooser.op.call.name not in FLOPS:
+        return []
+    least, *_, most = sorted([(layouts.nbytes(), layouts.shape) for layouts in chooser.op.tensors])
+    return [(tuple(sorted(most[1])), least[0])]
 
 
 def _said(node: fx.Node, axis: int) -> list[Way]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from torch import fx
 
-from spmd.expand.choose.alive import FREE, Prices, Rates
+from spmd.expand.choose.alive import FREE, Moment, Prices, Rates
 from spmd.expand.choose.cells import Cells, cells_of, is_tensor
 from spmd.expand.choose.choice import Choice, Pin
 from spmd.expand.choose.choosers import Chooser, Choosers
@@ -95,6 +95,7 @@ class Model:
         for value, spec in self.following.reordered(self.sources, lambda *of: lower(self.ways.call(*of)[0]).outs[0]):
             self.ways.layouts(value).admit(spec)
         self.ways.admit_orders()
+        self.ways.admit_inside(self.choosers, self.sources.values())
 
     def _read_places(self, value: fx.Node) -> tuple[Spec, ...]:
         """Where ops that update read a parameter that is stored elsewhere; else nothing."""
@@ -157,6 +158,10 @@ class Model:
         """The values, by name, that are made where the assignment says."""
         groups = [g for g in self.classes.groups if g.maker and self.variable[g.maker[0]] != FIXED]
         return frozenset([member.value.name for group in groups for member in group.members])
+
+    def rest(self, moment: Moment) -> int:
+        """The bytes of a moment that no assignment changes."""
+        return moment.peak - sum([h.nbytes for h in moment.held if h.readers is not None or h.value in self.made])
 
     def _rates(self) -> dict[int, Rates]:
         """What a byte of the values of each kind costs: their mean, for no class can tell them apart."""

@@ -13,9 +13,11 @@ from examples.gpt import GPT, GPTConfig
 from spmd import MeshTopoInfo, Shard
 from spmd.expand.choose import classes
 from spmd.expand.choose import program as choosing
+from spmd.expand.choose.choosers import Choosers
 from spmd.expand.choose.layouts import Layouts
 from spmd.expand.choose.price import program_cost
 from spmd.expand.choose.solve import Solved
+from spmd.tensor.spec import Spec
 from tests.expand.choose.test_depth import certificate
 from tests.expand.side_by_side import GPT_PLAN, seeded, train_step
 
@@ -73,6 +75,37 @@ def test_the_program_of_a_choice_costs_no_more_than_foreseen(net, tp):
     found = compiled.program_for(model, torch.randn(8, 64, 64))
     assert found.certificate.taken
     assert program_cost(found).us <= found.certificate.solved * (1 + 1e-6)
+
+
+class Huge(nn.Module):
+    """A layer that is much larger than the words that come to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 16384), nn.Linear(16384, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_few_words_come_to_a_weight_that_both_axes_share(monkeypatch):
+    """What tp shards, dp shards inside of that, by a slice, though nothing that is given lies so. The program costs
+    what is foreseen, and less than without such layouts."""
+    found = of_huge()
+    specs = [node.meta.get("spec") for node in found.graph.nodes]
+    assert any(isinstance(spec, Spec) and spec.is_reordered for spec in specs)
+    assert program_cost(found).us <= found.certificate.solved * (1 + 1e-6)
+    monkeypatch.setattr(Choosers, "admit_inside", lambda *given: None)
+    assert program_cost(found).us < 0.98 * program_cost(of_huge()).us
+
+
+def of_huge() -> spmd.Program:
+    """The program of a huge layer with tensor parallelism."""
+    near = mesh(2, 2)
+    near = near.with_topology(MeshTopoInfo.from_mesh(near, machine="textbook"))
+    params = {"model.up.*": {"tp": Shard(0)}, "model.down.weight": {"tp": Shard(1)}}
+    compiled = spmd.compile(step, near, choose="program", params=params, **GIVEN)
+    return compiled.program_for(Huge(), torch.randn(256, 256))
 
 
 @pytest.mark.parametrize(
