@@ -28,6 +28,9 @@ from spmd.expand.timeline.replay import step_us
 Rank = tuple[bool, float, float]
 """Of a program: whether it costs more or takes longer than by op, its microseconds in all, those of a step."""
 
+DEARER = 0.02
+"""The part by which a program may cost less than the model says: what is moved for one reader stays for the next."""
+
 NEVER: Rank = True, float("inf"), float("inf")
 """That of no program."""
 
@@ -65,15 +68,16 @@ def chosen_within(first: Chosen, budget: Budget) -> Taken:
 def cheapest(path: Path, budget: Budget) -> Taken:
     """The cheapest program that some program of a path becomes within a budget. BudgetError where there is none.
 
-    The path is walked until what is solved costs as much as the best program so far: prices rise, and costs with them.
+    Each walk of the path ends where what comes next costs clearly more than the best program so far, for costs rise.
     """
     trials = _Trials(path.first, budget)
     for each in path.known[: path.unpriced]:
         trials.weigh(each)
-    k = 0
-    while (turn := path.turn(k)) is not None and trials.may_be_better(turn.us):
-        trials.weigh(path.program(k))
-        k += 1
+    for walk in path.walks:
+        k = 0
+        while (us := walk.us(k)) is not None and trials.may_be_better(us):
+            trials.weigh(walk.program(k))
+            k += 1
     return trials.taken(path)
 
 
@@ -97,8 +101,9 @@ class _Trials:
             self.errors[id(lighter)] = error.smallest, lighter.candidate.cost.us, error
 
     def may_be_better(self, us: float) -> bool:
-        """Whether a program that costs so much may be better than the best, if its step is short."""
-        return self.best is None or (us > self.first.by_op.cost.us, us, 0.0) < self.best.rank
+        """Whether a program that the model thinks to cost so much may be better than the best, if its step is short."""
+        least = us * (1 - DEARER)
+        return self.best is None or (least > self.first.by_op.cost.us, least, 0.0) < self.best.rank
 
     def taken(self, path: Path) -> Taken:
         """The best program, with its certificate."""

@@ -21,7 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from spmd.expand.choose.alive import Moment, Prices
+from spmd.expand.choose.choice import Choice
+from spmd.expand.choose.front import Front
 from spmd.expand.choose.model import Model
 from spmd.expand.choose.program import ROUNDING, AsRun, ByOp, Candidate, Chosen, Expansion, chosen
 from spmd.expand.choose.solve import Solved, solve
@@ -34,6 +38,9 @@ RATES = tuple([3.0**k for k in range(-3, 5)])
 
 TURNS = 2
 """How often the choice is solved for each price, at most."""
+
+MOST_WRITTEN = 256
+"""Of a small problem so many of the cheapest assignments are written, at most: ten milliseconds each."""
 
 FRESH = 0.5
 """The share of the price that the last moment gets, of what all before it had."""
@@ -58,6 +65,15 @@ class Lighter:
     def moment(self) -> Moment:
         """What is alive where it needs the most."""
         return Moment.of(self.candidate.run, self.candidate.memory, self.candidate.values)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Programs one after the other. us: what the k-th costs in the model, once those before are written, in rising
+    order; None behind the last. program: it."""
+
+    us: Callable[[int], float | None]
+    program: Callable[[int], Lighter]
 
 
 class Path:
@@ -107,10 +123,14 @@ class Path:
     def _program(self, turn: Turn) -> Lighter:
         """The program of what was solved. One that was written before is not written again."""
         choice = turn.model.choice(turn.solved.x)
-        key = turn.solved.x, tuple(choice.held.values())
+        return self._lighter(turn.solved.x, choice, functools.partial(_again, prices=turn.prices))
+
+    def _lighter(self, x: tuple[int, ...], choice: Choice, again: Callable[..., Program]) -> Lighter:
+        """The program of an assignment; as it is known, if it was written before."""
+        key = x, tuple(choice.held.values())
         if key not in self._written:
-            again = functools.partial(_again, as_run=self.start.candidate.as_run, prices=turn.prices)
-            self._written[key] = Lighter(self.start.with_choice(choice), again, turn.solved.x)
+            again = functools.partial(again, as_run=self.start.candidate.as_run)
+            self._written[key] = Lighter(self.start.with_choice(choice), again, x)
             self.known.append(self._written[key])
         return self._written[key]
 
@@ -120,15 +140,72 @@ class Path:
         What is alive is alive in one program, and an assignment far from that may be thought to need more than it does.
         So the bytes are taken for less by as much as they are too many for any program that was written.
         """
-        fixed = sum([share * self._rest(moment) for moment, share in turn.prices.shares])
+        fixed = sum([share * self.model.rest(moment) for moment, share in turn.prices.shares])
         known = [each for each in self.known if each.x is not None]
         excess = [fixed + turn.nbytes(each.x) - each.candidate.memory.peak for each in known]
         return turn.solved.at_least + turn.prices.us * (fixed - max([0.0, *excess]))
 
-    def _rest(self, moment: Moment) -> int:
-        """The bytes of a moment that no assignment changes."""
-        held = [h.nbytes for h in moment.held if h.readers is not None or h.value in self.model.made]
-        return moment.peak - sum(held)
+    @property
+    def walks(self) -> tuple[Walk, ...]:
+        """All there is beside what is unpriced: the programs of prices, and those of a small problem."""
+        return Walk(self._turn_us, self.program), *(self._few.walks if self._few else ())
+
+    def _turn_us(self, k: int) -> float | None:
+        turn = self.turn(k)
+        return None if turn is None else turn.us
+
+    @cached_property
+    def _few(self) -> Few | None:
+        front = Front.of(self.model)
+        return None if front is None else Few(self, front)
+
+    def assigned(self, x: tuple[int, ...], moments: tuple[Moment, ...], limit: float) -> Lighter:
+        """The program of an assignment of the model, which is the cheapest within a limit at some moments."""
+        return self._lighter(x, self.model.choice(x), functools.partial(_again_within, moments=moments, limit=limit))
+
+
+class Few:
+    """The programs of a small problem, of which all assignments are known: those that seem lighter than all that cost
+    less, and the cheapest, one after the other. Neither depends on a budget, or on how far the other was walked."""
+
+    def __init__(self, path: Path, front: Front) -> None:
+        self.path, self.front = path, front
+        self.front.note(path.known[0].moment)
+        self._lights: list[tuple[int, Lighter | None]] = []
+        self.walks = Walk(self._light_us, self._light), Walk(self._cheap_us, self._program)
+
+    def _light_us(self, k: int) -> float | None:
+        if k == len(self._lights):
+            after = self._lights[-1][0] + 1 if self._lights else 0
+            n = self.front.next(after, self._limits)
+            if n is None:
+                return None
+            self._lights.append((n, None))
+        return float(self.front.us[self._lights[k][0]])
+
+    def _light(self, k: int) -> Lighter:
+        n, found = self._lights[k]
+        if found is None:
+            found = self._program(n)
+            self.front.note(found.moment, n)
+            self._lights[k] = n, found
+        return found
+
+    def _cheap_us(self, k: int) -> float | None:
+        return float(self.front.us[k]) if k < min(MOST_WRITTEN, len(self.front.us)) else None
+
+    def _program(self, n: int) -> Lighter:
+        """The program of an assignment, by its number."""
+        return self.path.assigned(self.front.x(n), tuple(self.front.moments), float(self.front.needs[n]))
+
+    def _limits(self, us: np.ndarray) -> np.ndarray:
+        """The bytes that assignments have to be below, by their costs, so that their programs are lighter than all
+        that come before them: those that are dearer than by op come behind all others."""
+        by_op, first = self.path.first.by_op, self.path.first.end
+        found, most = [first, *[each.candidate for _, each in self._lights if each]], by_op.cost.us * (1 + ROUNDING)
+        ahead = [c.memory.peak for c in found if c.cost.us <= most and c.is_no_longer_than(by_op)]
+        every = [by_op.memory.peak, *[c.memory.peak for c in found]]
+        return np.where(us <= most, min(ahead, default=np.inf), min(every))
 
 
 @dataclass(frozen=True)
@@ -155,6 +232,19 @@ class Turn:
     def nbytes(self, x: tuple[int, ...]) -> float:
         """The bytes of an assignment at the moments that have a price, in the mean."""
         return (self.model.problem.cost(x) - self.free.problem.cost(x)) / self.prices.us
+
+
+def _again_within(given: Expansion, as_run: AsRun, moments: tuple[Moment, ...], limit: float) -> Program:
+    """The cheapest program of which no more is needed at these moments; the lightest where all need more."""
+    start = ByOp.of(given, as_run)
+    front = Front.of(start.model())
+    if front is None:
+        return Chosen.of(given, as_run).program
+    for moment in moments:
+        front.note(moment)
+    fits = np.flatnonzero(front.needs <= limit)
+    n = int(fits[0]) if len(fits) else int(front.needs.argmin())
+    return start.with_choice(front.model.choice(front.x(n))).program
 
 
 def _again(given: Expansion, as_run: AsRun, prices: Prices) -> Program:

@@ -35,6 +35,12 @@ class End:
         return int(self.layouts[0 if self.variable == FIXED else x[self.variable]])
 
 
+    def among(self, every: np.ndarray) -> np.ndarray:
+        """The layout under each of many assignments: [variable, assignment]."""
+        chosen = self.layouts[:1] if self.variable == FIXED else self.layouts[every[self.variable]]
+        return np.broadcast_to(chosen, every.shape[1])
+
+
 @dataclass(frozen=True, eq=False)
 class Value:
     """A value, or `weight` equal ones. costs: microseconds, [from, to].
@@ -59,6 +65,16 @@ class Value:
     def cost(self, x: Sequence[int]) -> float:
         """Microseconds of its moves under an assignment."""
         return self.weight * float(self._served(self.maker.at(x), {end.at(x) for end in self.readers}).min())
+
+    def costs_in(self, every: np.ndarray) -> np.ndarray:
+        """Microseconds of its moves under many assignments: [variable, assignment]."""
+        made, *needs = [end.among(every) for end in (self.maker, *self.readers)]
+        from_ = made if self.held is None else np.arange(len(self.costs))[:, None]  # [held in, assignment]
+        found = 0.0 if self.held is None else self.held.T[:, made]
+        for k, need in enumerate(needs):
+            paid = np.any([need == other for other in needs[:k]], axis=0) if k else False
+            found = found + np.where(paid, 0.0, self.costs[from_, need])
+        return self.weight * (found if self.held is None else found.min(0))
 
     def held_at(self, x: Sequence[int]) -> int:
         """The layout in which it is held under an assignment."""
@@ -131,6 +147,15 @@ class Problem:
         """The objective, in microseconds: one option for each variable."""
         work = sum([float(w[i]) for w, i in zip(self.work, x, strict=True)])
         return self.constant + work + sum([value.cost(x) for value in self.values])
+
+    def costs(self, every: np.ndarray) -> np.ndarray:
+        """The objective of many assignments: [variable, assignment]."""
+        found = np.full(every.shape[1], self.constant)
+        for work, x in zip(self.work, every, strict=True):
+            found += work[x]
+        for value in self.values:
+            found += value.costs_in(every)
+        return found
 
     def costs_of(self, i: int, x: Sequence[int]) -> np.ndarray:
         """For each option of a variable the part of the objective that depends on it, all else as in x."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,6 +45,18 @@ def test_small_problems_are_solved_to_the_end(seed):
     solved, best = solve(problem), least(problem)
     assert solved.us == pytest.approx(best) and problem.cost(solved.x) == pytest.approx(best)
     assert solved.at_least <= best + 1e-6 and solved.gap < 1e-6
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_many_assignments_cost_what_each_of_them_does(seed, is_held):
+    """Also where values are held elsewhere than they are made, and where ends are fixed."""
+    problem, rng = random_problem(seed), np.random.default_rng(seed)
+    if is_held:
+        values = [replace(v, held=rng.integers(0, 20, v.costs.shape).astype(float)) for v in problem.values]
+        problem = Problem(problem.work, values, constant=3.0)
+    every = np.array([[rng.integers(len(w)) for w in problem.work] for _ in range(50)]).T
+    assert problem.costs(every) == pytest.approx([problem.cost(x) for x in every.T.tolist()])
 
 
 @pytest.mark.parametrize("seed", range(5))
