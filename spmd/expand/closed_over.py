@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dis
 import functools
 import inspect
 import random
@@ -35,6 +34,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from spmd.expand.bytecode import instructions
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
@@ -89,11 +89,11 @@ class Names(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def names_in(code: types.CodeType) -> Names:
     globals_, attributes = set(), set()
-    for i in dis.get_instructions(code):
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            globals_.add(i.argval)
-        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            attributes.add(i.argval)
+    for name, value, _ in instructions(code):
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            globals_.add(value)
+        elif name == "LOAD_ATTR":
+            attributes.add(value)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             globals_.update(names_in(inner).globals)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextvars
 import dataclasses
-import dis
 import enum
 import functools
 import types
@@ -29,6 +28,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MOST_ITEMS, is_installed, package_of
 from spmd.expand.python_state import is_set
 from spmd.expand.reads import Reads
@@ -51,17 +51,17 @@ def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
     found: dict[Chain, None] = {}
     chain: Chain = ()
     key: Chain = ()
-    for i in dis.get_instructions(code):
-        if i.opname == "LOAD_CONST" and chain and not key:
-            key = (("key", i.argval),)
+    for name, value, _ in instructions(code):
+        if name == "LOAD_CONST" and chain and not key:
+            key = (("key", value),)
             continue
-        if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and chain and not key:
-            chain += (("attribute", i.argval),)
-        elif key and (i.opname == "BINARY_SUBSCR" or (i.opname == "BINARY_OP" and i.argrepr == "[]")):
+        if name == "LOAD_ATTR" and chain and not key:
+            chain += (("attribute", value),)
+        elif name == "BINARY_SUBSCR" and key:
             chain += key
         else:
             found[chain] = None
-            chain = ((_VARIABLES[i.opname], i.argval),) if i.opname in _VARIABLES else ()
+            chain = ((_VARIABLES[name], value),) if name in _VARIABLES else ()
         key = ()
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -117,7 +117,7 @@ NOTHING = object()
 
 def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: Reads) -> Any:
     code = fn.__code__
-    if kind == "local":
+    if kind == "local" or name in code.co_cellvars:  # which lambdas, and loops in brackets, share
         is_self = owner is not None and code.co_argcount and code.co_varnames[0] == name
         return owner if is_self else NOTHING
     if kind == "global":

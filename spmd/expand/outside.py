@@ -12,7 +12,6 @@ is where the capture ends with any other error. What code finds by names is seen
 from __future__ import annotations
 
 import contextvars
-import dis
 import random
 import sys
 import types
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import Search, is_generator, search_of
 from spmd.expand.python_state import Container, Contents, copied, differs, is_set, put
 from spmd.expand.user_code import is_users
@@ -189,7 +189,7 @@ def _attributes(kind: type) -> dict[str, Any]:
 def _assigned(search: Search) -> Iterator[tuple[str, _Global | _Cell]]:
     """The variables around the functions of the user that they assign to."""
     for fn in search.functions:
-        stored = {i.argval for i in dis.get_instructions(fn.__code__) if i.opname in ("STORE_GLOBAL", "STORE_DEREF")}
+        stored = {i.value for i in instructions(fn.__code__) if i.name in ("STORE_GLOBAL", "STORE_DEREF")}
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
         for name in sorted(stored):
             if name in cells:
@@ -213,11 +213,9 @@ def line_naming(functions: Iterable[types.FunctionType], names: Collection[str])
     for fn in functions:
         if not is_users(fn.__code__.co_filename):
             continue
-        line = fn.__code__.co_firstlineno
-        for i in dis.get_instructions(fn.__code__):
-            line = i.starts_line or line
-            if isinstance(i.argval, str) and i.argval in names:
-                return _at(fn, line)
+        for i in instructions(fn.__code__):
+            if isinstance(i.value, str) and i.value in names:
+                return _at(fn, i.line)
     return ""
 
 

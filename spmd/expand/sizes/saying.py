@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dis
 import inspect
 import re
 import types
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from spmd.expand.bytecode import instructions
 from spmd.expand.state import Slot
 
 Guards = Mapping[Any, Hashable]
@@ -98,12 +98,9 @@ def _codes_of(kind: type) -> Iterator[types.CodeType]:
 
 def _read_at(code: types.CodeType, name: str) -> str:
     """The first line of a function that reads a variable or an attribute of this name; empty if there is none."""
-    line = code.co_firstlineno
-    starts = dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = starts.get(instruction.offset) or line
-        if instruction.argval == name and instruction.opname.startswith("LOAD"):
-            return f", read at {code.co_filename}:{line}, in {code.co_name}"
+    for i in instructions(code):
+        if i.value == name and i.name.startswith("LOAD"):
+            return f", read at {code.co_filename}:{i.line}, in {code.co_name}"
     return ""
 
 

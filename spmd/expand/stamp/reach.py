@@ -15,7 +15,6 @@ computes names. Torch's own objects are taken to be what they are.
 from __future__ import annotations
 
 import _abc
-import dis
 import functools
 import re
 import sys
@@ -35,6 +34,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
+from spmd.expand.bytecode import instructions
 from spmd.expand.guards import GUARDED_APART, ById
 from spmd.expand.python_state import Contents, copied, differs, is_set, put
 
@@ -72,13 +72,13 @@ class Names(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> Names:
     globals_, attributes, imports = set(), {code.co_name}, set()
-    for i in dis.get_instructions(code):
-        if i.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
-            globals_.add(i.argval)
-        elif i.opname == "IMPORT_NAME":
-            imports.add(i.argval)
-        elif i.opname.endswith(("_ATTR", "_METHOD")) or i.opname == "IMPORT_FROM":
-            attributes.add(i.argval)
+    for name, value, _ in instructions(code):
+        if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"):
+            globals_.add(value)
+        elif name == "IMPORT_NAME":
+            imports.add(value)
+        elif name.endswith("_ATTR") or name == "IMPORT_FROM":
+            attributes.add(value)
     for x in code.co_consts:
         if isinstance(x, types.CodeType):
             inner = names_of(x)
