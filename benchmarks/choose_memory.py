@@ -28,19 +28,17 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path as File
-from unittest import mock
 
 sys.path.insert(0, str(File(__file__).resolve().parents[1]))
 
 from _table import table
 from choose import CASES, MESHES, PLANNED, Row, cases, plans, row_of
 
-from spmd.expand import write
 from spmd.expand.choose.budget import NEVER, Budget, Rank, Taken, Weighed, cheapest
 from spmd.expand.choose.lighter import Lighter, Path
 from spmd.expand.choose.program import Chosen
 from spmd.expand.passes.memory_budget import BudgetError
-from tests.expand.choose.small_budgets import small_budgets
+from tests.expand.choose.small_budgets import choices, small_budgets
 
 PARTS = (0.9, 0.75, 0.6)
 MODELS, PLANS = ("huge", "convnet", "gpt", "llama"), ("nothing", "dp", "zero 3", "tp")
@@ -51,13 +49,7 @@ ROUNDING = 1e-9
 
 def first_choice(row: Row) -> Chosen:
     """The choice for a row where nothing is said of memory."""
-    found: list[Chosen] = []
-
-    def watched(given, as_run):
-        found.append(Chosen.of(given, as_run))
-        return found[-1].program
-
-    with mock.patch.object(write, "chosen", watched):
+    with choices() as found:
         row.program("program", "textbook")
     return found[0]
 

@@ -98,8 +98,9 @@ def best_dim(spec: Spec, axes: Sequence[int]) -> int | None:
     n = prod(spec.mesh.shape[a] for a in axes)
     if n == 1:
         return None
-    ranked = [(padding(spec, d, axes), -spec.local_shape((0,) * spec.mesh.ndim)[d], d) for d in range(spec.ndim)]
-    return min([(p, size, d) for p, size, d in ranked if -size >= n], default=(0, 0, None))[-1]
+    local = spec.local_shape((0,) * spec.mesh.ndim)
+    ranked = [(padding(spec, d, axes), -local[d], d) for d in range(spec.ndim) if local[d] >= n]
+    return min(ranked, default=(0, 0, None))[-1]
 
 
 def padding(spec: Spec, dim: int, axes: Sequence[int]) -> float:

@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from unittest import mock
 
 import torch
 
 import spmd
-from spmd.expand import write
 from spmd.expand.choose.budget import Budget, Taken, chosen_within
-from spmd.expand.choose.program import Chosen
+from spmd.expand.choose.program import AsRun, Chosen, Expansion
 from spmd.expand.passes.memory_budget import BudgetError
 from tests.expand.choose.small_graphs import random_placements, random_step
 
@@ -42,6 +42,19 @@ def small_budgets(seed: int, shape: tuple[int, ...] = (2,)) -> Iterator[tuple[fl
             yield least, error
 
 
+@contextmanager
+def choices() -> Iterator[list[Chosen]]:
+    """Inside, what is chosen for a program is noted, in a list."""
+    found, choose = [], Chosen.of
+
+    def watched(given: Expansion, as_run: AsRun) -> Chosen:
+        found.append(choose(given, as_run))
+        return found[-1]
+
+    with mock.patch.object(Chosen, "of", watched):
+        yield found
+
+
 def _same(program):
     return program
 
@@ -51,13 +64,7 @@ def first_choice(seed: int, shape: tuple[int, ...]) -> Chosen:
     rng = random.Random(seed)
     step = random_step(rng, MOST_OPS)
     places = {name: random_placements(rng, len(shape), False) for name in "xab"}
-    found: list[Chosen] = []
-
-    def watched(given, as_run):
-        found.append(Chosen.of(given, as_run))
-        return found[-1].program
-
-    with mock.patch.object(write, "chosen", watched), spmd.LocalTensorMode(prod(shape)):
+    with choices() as found, spmd.LocalTensorMode(prod(shape)):
         mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
         given = [torch.randn(SIZE, SIZE) for _ in "xab"]
         spmd.compile(step, mesh, choose="program", inputs=places).program_for(*given)

@@ -13,15 +13,13 @@ import ways
 from torch import nn
 
 import spmd
-from spmd.expand import write
 from spmd.expand.choose import lighter
 from spmd.expand.choose.alive import Moment
 from spmd.expand.choose.budget import Budget, Weighed, cheapest
 from spmd.expand.choose.lighter import Path
-from spmd.expand.choose.program import Chosen
 from spmd.expand.passes.memory_budget import BudgetError
 from spmd.mesh import MeshTopoInfo
-from tests.expand.choose.small_budgets import first_choice, small_budgets
+from tests.expand.choose.small_budgets import choices, first_choice, small_budgets
 from tests.expand.side_by_side import INPUTS, Net, rows, seeded, train_step
 from tests.expand.test_memory import counted_beside
 
@@ -85,13 +83,7 @@ def program_of(name: str, **settings) -> spmd.Program:
 @functools.cache
 def path_of(name: str) -> Path:
     """The path of a case."""
-    found: list[Chosen] = []
-
-    def watched(given, as_run):
-        found.append(Chosen.of(given, as_run))
-        return found[-1].program
-
-    with mock.patch.object(write, "chosen", watched):
+    with choices() as found:
         program_of(name)
     return Path(found[0])
 

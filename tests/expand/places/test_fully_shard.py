@@ -21,6 +21,8 @@ MESH = DeviceMesh("cpu", [[0, 1], [2, 3], [4, 5], [6, 7]], mesh_dim_names=("dp",
         ("f32[3]", "f32[3]"),  # not every rank would have something
         ("f32[]", "f32[]"),
         ("f32[5]", "f32[5@dp]"),
+        ("f32[0, 4]", "f32[0, 4@dp]"),  # a table of no rows
+        ("f32[0]", "f32[0]"),
     ],
 )
 def test_the_dim_is_chosen(computed, stored):
