@@ -68,12 +68,17 @@ def create_node(
     if graph._owning_module is not None:  # which may have hooks
         return graph.create_node(op, target, args, kwargs, wanted)
     if wanted is None:
-        wanted = _snake_case(target.__name__) if callable(target) else graph._target_to_str(target)
+        wanted = _snake_case(target.__name__) if callable(target) else _method_name(target)
     names = graph._graph_namespace
     name = _free(names, wanted)
     node = _inserted(graph, fx.Node(graph, name, op, target, args, kwargs))
     names._obj_to_name[node] = name
     return node
+
+
+@functools.lru_cache(maxsize=4096)
+def _method_name(method: str) -> str:
+    return fx.Graph()._target_to_str(method)
 
 
 def node_again(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:

@@ -144,7 +144,7 @@ class _Binder:
             for earlier in self.scattered:  # what comes is freed: the terms of all ranks
                 self._ready(earlier)
             self.scattered = [node]
-        blocks = fx.map_arg(node.args[0], lambda n: fx.Proxy(self._ready(n), self.tracer))
+        blocks = fx.map_arg(node.args[0], lambda n: _Recorded(self._ready(n), self.tracer))
         self.transport.move = node.name
         handle = node.target.start(blocks, self.coordinate, self.transport)
         self.transport.move = None
@@ -159,7 +159,7 @@ class _Binder:
         return _with_spec(cut.node, of.target.after[index])
 
     def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
-        blocks = [fx.Proxy(self._ready(n), self.tracer) for n in _operands(node)]
+        blocks = [_Recorded(self._ready(n), self.tracer) for n in _operands(node)]
         outs = zip(node.target(self.coordinate, blocks), node.target.made, strict=True)
         results = [None if spec is None else _with_spec(p.node, spec) for p, spec in outs]
         return results if len(results) > 1 else results[0]
@@ -288,7 +288,7 @@ class _Kernel:
 
         def operand(n: fx.Node) -> fx.Proxy:
             inputs.append(added(graph, "placeholder", n.name, (), {}, n.name))
-            return fx.Proxy(inputs[-1], tracer)
+            return _Recorded(inputs[-1], tracer)
 
         tracer = _Tracer(graph)
         made = KERNELS[node.target](*fx.map_arg(node.args, operand))
@@ -319,12 +319,26 @@ class _Tracer(fx.proxy.GraphAppendingTracer):
     ) -> fx.Proxy:
         """The same proxy as torch makes, in half of the time: arguments are tuples, lists, proxies and values."""
         args, kwargs = fx.node.map_aggregate((args, kwargs), _node_of)
-        return fx.Proxy(self.create_node(kind, target, args, kwargs, name, *more), self)
+        return _Recorded(self.create_node(kind, target, args, kwargs, name, *more), self)
 
     def create_node(
         self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None, type_expr: Any = None
     ) -> fx.Node:
         return added(self.graph, kind, target, args, kwargs, name)
+
+
+class _Recorded(fx.Proxy):
+    """A proxy of whose functions torch is not asked again which tracer records them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> fx.Proxy:
+        first = args[0] if args else None
+        first = first[0] if isinstance(first, (list, tuple)) and first else first
+        if not isinstance(first, fx.Proxy) or torch.overrides.is_tensor_method_or_property(function):
+            return super().__torch_function__(function, types, args, kwargs)
+        return first.tracer.create_proxy("call_function", function, args, kwargs or {})
 
 
 def _node_of(x: Any) -> Any:

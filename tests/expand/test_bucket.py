@@ -11,13 +11,13 @@ import ways
 from torch import fx, nn, optim
 
 import spmd
-from spmd import MeshTopoInfo, Shard
+from spmd import MeshTopoInfo, Replicate, Shard
 from spmd.expand.nodes import is_backward
 from spmd.expand.passes.bucket import KINDS, bucketed
 from spmd.expand.passes.packed import NO_BUCKET, NO_OTHER, TOO_EARLY, in_buckets
 from spmd.expand.passes.passes import Buckets, usual_passes, with_passes
 from spmd.expand.program import Program
-from spmd.mesh import as_rank
+from spmd.mesh import Link, Machine, Way, as_rank
 from spmd.mesh.layout import HostGrid
 from spmd.tensor.redistribute.bucket import bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather, ReduceScatter
@@ -296,3 +296,97 @@ def test_what_was_gathered_together_is_there_once():
         assert [c.tensors for c in program.collectives if c.kind == "all_gather"] == [8]
         came, one, given = 8 * 64 * 64 * 4, 64 * 64 * 4, 8 * 16 * 64 * 4
         assert program.memory().peak <= given + came + max(given, one) + 8 * 64 * 4
+
+
+def test_sums_and_shards_are_sent_in_buckets_by_one_pass():
+    """Of the kinds that two of `Buckets` name, the first are joined as if there was no second, and all in one pass."""
+    mesh = spmd.DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+    case = Case(model=lambda: Net(hidden=8), batches=rows(8), params={})
+    model, optimizer = case.begin()
+    said = {"inputs": case.inputs, "fully_shard": "tp"}
+    program = spmd.compile(case.step, mesh, **said).program_for(model, optimizer, *case.batches[0])
+    sums, shards = Buckets(25.0, 1.0, ("all_reduce",)), Buckets(25.0, 25.0, ("all_gather", "reduce_scatter"))
+    one_by_one = "numbers_late", sums, shards
+    apart = spmd.compile(case.step, mesh, **said, passes=one_by_one).program_for(model, optimizer, *case.batches[0])
+    assert [r.name for r in program.reports].count("buckets") == 1
+    assert Counter(c.kind for c in program.collectives).keys() == Counter(c.kind for c in apart.collectives).keys()
+    assert max(c.tensors for c in program.collectives if c.kind == "all_reduce") > 1
+    assert max(c.tensors for c in program.collectives if c.kind == "all_gather") > 1
+
+
+# ---- exchanges that gather ----------------------------------------------------------------------
+
+
+def whole_and_twice(*xs):
+    """Each tensor is whole on every rank."""
+    return [spmd.constrain(x, {"dp": Replicate()}) * torch.ones((), dtype=x.dtype) for x in xs]
+
+
+def uneven(ranks):
+    """Blocks of which some ranks have less, and some have none, along the first dim and along the last; two dtypes."""
+    drawn = torch.Generator().manual_seed(0)
+    shapes = [(ranks - 1, 3), (1,), (2 * ranks + 1, 2, 2), (ranks // 2 + 1,), (2, ranks - 1), (2, 3, ranks + 1)]
+    found = [torch.randn(shape, generator=drawn) for shape in shapes]
+    return found + [x.double() for x in found[:3]]
+
+
+def gathered(ranks, passes):
+    """What a rank has of tensors that were gathered, and what was sent for them."""
+    xs = uneven(ranks)
+    mesh = spmd.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    given = {f"xs.{i}": {"dp": Shard(0 if i not in (4, 5) else x.ndim - 1)} for i, x in enumerate(xs)}
+    step = spmd.compile(whole_and_twice, mesh, inputs=given, passes=passes)
+    found = [r.to_local() for r in step(*xs)]
+    step.program.verify()
+    return found, [(c.kind, c.tensors) for c in step.program.collectives]
+
+
+def check_gathered(ranks, alone, packed):
+    """Bits are those of the tensors; each dtype travels by itself."""
+    for (one, sent), (other, sent_packed) in zip(alone, packed, strict=True):
+        assert ways.same(one, uneven(ranks)) and ways.same(other, uneven(ranks))
+        assert ("exchange", 1) in sent
+        assert sorted(sent_packed) == [("all_gather", 3), ("all_gather", 6)]
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_exchanges_that_gather_travel_as_gathers(way, gloo4):
+    """One gather for each dtype takes the place of the exchanges."""
+    check_gathered(4, *[ways.run(way, gloo4, gathered, 4, passes) for passes in ((), (Buckets(100.0),))])
+
+
+@pytest.mark.parametrize("ranks", [3, 40])
+def test_exchanges_of_few_and_of_many_ranks_travel_as_gathers(ranks):
+    """The blocks of forty ranks are counted in runs."""
+    each = (), (Buckets(100.0),)
+    check_gathered(ranks, *[ways.on_ranks(lambda passes=passes: gathered(ranks, passes), ranks) for passes in each])
+
+
+def weights(hop_us, gb_per_s):
+    """A program of 64 ranks that gathers four weights of which most of them have nothing."""
+    link = Link(hop_us, gb_per_s)
+    topology = MeshTopoInfo(HostGrid((64,)), Machine("links", (Way("ring", 0.0, (link,)),)))
+    mesh = spmd.DeviceMesh("cpu", list(range(64)), mesh_dim_names=("dp",)).with_topology(topology)
+    compiled = spmd.compile(whole_and_twice, mesh, inputs={"*": {"dp": Shard(0)}}, passes=())
+    return compiled.program_for(*[torch.empty(3, 1 << 14, device="meta") for _ in range(4)])
+
+
+@pytest.mark.parametrize("hop_us, gb_per_s, kinds", [(100.0, 100.0, ["all_gather"]), (0.01, 1.0, ["exchange"] * 4)])
+def test_a_bucket_of_exchanges_is_never_slower(hop_us, gb_per_s, kinds):
+    """Where its padding takes longer than the latencies that it saves, each stays an exchange."""
+    program = weights(hop_us, gb_per_s)
+    packed = bucketed(program, 100.0)
+    assert [c.kind for c in program.collectives] == ["exchange"] * 4
+    assert [c.kind for c in packed.collectives] == kinds
+    assert packed.comm_time() <= program.comm_time()
+
+
+def test_a_bucket_of_exchanges_needs_no_more_memory():
+    """Where that is asked for; and what is cut out of a bucket keeps none of its padding alive."""
+    program = weights(100.0, 100.0)
+    assert bucketed(program, 100.0, keeps_memory=True).memory().peak <= program.memory().peak
+    packed = bucketed(program, 100.0)
+    after = dict(packed.memory().timeline)
+    whole = sum(spec.local_nbytes for _, spec in program.outputs)
+    last = [after[name] for name in after if name.startswith("mul")][-1]
+    assert last < 3 * whole

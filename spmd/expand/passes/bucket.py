@@ -146,8 +146,8 @@ class _Packer:
 
     def pack(self) -> None:
         for node in list(self.graph.nodes):
-            key = self._key(node)
-            if key is None or any(self._is_behind(read, key) for read in self._read(node)):
+            key = self._key(node) if isinstance(node.target, Step) else None
+            if self.waiting and (key is None or any(self._is_behind(read, key) for read in self._read(node))):
                 self._close_read(node)
             if key is not None:  # what it reads may wait as long as it does
                 self._add(key, node)
@@ -155,9 +155,8 @@ class _Packer:
             self._close(key)
 
     def _key(self, node: fx.Node) -> Hashable | None:
-        """What a node must have in common with others to wait for them; None if it cannot wait."""
-        is_kind = isinstance(node.target, Step) and node.target.kind in self.kinds
-        return bucket_key(node.target) if is_kind else None
+        """What a move must have in common with others to wait for them; None if it cannot wait."""
+        return bucket_key(node.target) if node.target.kind in self.kinds else None
 
     def _is_behind(self, key: Hashable, other: Hashable) -> bool:
         return key == other or any(self._is_behind(each, other) for each in self.open[key].behind)

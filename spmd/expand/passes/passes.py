@@ -71,6 +71,28 @@ class Buckets:
 
 
 @dataclass(frozen=True)
+class BucketsByKind:
+    """`Buckets` of several sizes as one pass, so that what all of them have written is checked once: the kinds of the
+    first are sent in their buckets, then those of the next."""
+
+    parts: tuple[Buckets, ...]
+    name: ClassVar[str] = "buckets"
+    same_bits: ClassVar[bool] = True
+    judged: ClassVar[bool] = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of all of its parts."""
+        return tuple([kind for part in self.parts for kind in part.kinds])
+
+    def __call__(self, program: Program, own: bool = False) -> Program:
+        for part in self.parts:
+            new = part(program, own)
+            own, program = own or new.graph is not program.graph, new
+        return program
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Orders ops and launches. memory: bytes that may be alive; by default what the program needs as it comes."""
 
@@ -222,8 +244,8 @@ NO_DIFFERENCE = 5e-3
 """Of two programs whose times differ by less than this part, the one that sends fewer collectives is taken."""
 
 Pass = (
-    FewerMoves | Chunks | NumbersLate | Buckets | Schedule | Overlap | FusedUpdates | FusedNorms | Offload
-    | Callable[[Program], Program]
+    FewerMoves | Chunks | NumbersLate | Buckets | BucketsByKind | Schedule | Overlap | FusedUpdates | FusedNorms
+    | Offload | Callable[[Program], Program]
 )  # fmt: skip
 
 NAMED = (FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, FusedNorms, Offload)
@@ -262,10 +284,10 @@ def usual_passes(device_type: str, bucket_mb: float | None, keeps_memory: bool =
         return (Overlap(),)
     sums = Buckets(bucket_mb, 1.0, ("all_reduce",), keeps_memory)
     shards = Buckets(bucket_mb, bucket_mb, ("reduce_scatter", "all_gather"), keeps_memory=True)
-    return NumbersLate(), sums, shards, FusedUpdates(asked=True)
+    return NumbersLate(), BucketsByKind((sums, shards)), FusedUpdates(asked=True)
 
 
-OURS = (NumbersLate, Buckets, Schedule, Overlap, _Noting)
+OURS = (NumbersLate, Buckets, BucketsByKind, Schedule, Overlap, _Noting)
 """Passes that leave the graph that they are given alone."""
 
 
@@ -284,10 +306,10 @@ def with_passes(program: Program, passes: Sequence[Pass], own: bool = False) -> 
 def _noted(program: Program, one: Pass, own: bool) -> Noted:
     if isinstance(one, _Noting):
         return one.noted(program)
-    new = one(program, own) if isinstance(one, (NumbersLate, Buckets)) else one(program)
-    if not isinstance(one, (Buckets, Overlap)) or new is program:
+    new = one(program, own) if isinstance(one, (NumbersLate, Buckets, BucketsByKind)) else one(program)
+    if not isinstance(one, (Buckets, BucketsByKind, Overlap)) or new is program:
         return Noted(new)
-    return Noted(new, *in_buckets(new, one.kinds if isinstance(one, Buckets) else KINDS))
+    return Noted(new, *in_buckets(new, KINDS if isinstance(one, Overlap) else one.kinds))
 
 
 def _after(program: Program, one: Pass, own: bool) -> Program:

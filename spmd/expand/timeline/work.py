@@ -143,13 +143,18 @@ class _Reader:
         self.places = {node: i for i, node in enumerate(nodes)}
         for node in nodes:
             self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
+            if isinstance(node.target, _torch.OpOverload):  # most nodes: they send nothing
+                continue
             if _sends(node):
                 self.sent[node] = self.places[node]
             elif _is_piece(node) and not is_cut(node):
                 self.sent[node] = self.places[node.args[0]]
         self._find_overwriting(nodes)
-        barriers = list(self._barriers(nodes)) if self.timed else [()] * len(nodes)
-        tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
+        barriers = list(self._barriers(nodes)) if self.timed else []
+        if self.timed:
+            tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
+        else:
+            tasks = tuple([self._memory_task(node, prices) for node in nodes])
         held = sum([_made(n) for n in self._held(nodes)])
         return Work(tasks, held, self.program.mesh.device_type != "cpu")
 
@@ -162,19 +167,23 @@ class _Reader:
                 yield node
 
     def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
-        places, shown, target = self.places, self.shows[node], node.target
-        reads = tuple([places[n] for n in _torch.operands_of(node)])
-        is_called = node.op.startswith("call")
+        task, places = self._memory_task(node, prices), self.places
+        follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
+        us, line = prices.compute_us(node) if task.is_op else 0.0, line_of(node)
+        return task._replace(follows=follows, us=us, line=line)
+
+    def _memory_task(self, node: fx.Node, prices: Prices) -> Task:
+        """A task as memory asks for it."""
+        places, shown, target, operands = self.places, self.shows[node], node.target, _torch.operands_of(node)
+        reads = tuple([places[n] for n in operands])
+        is_usual = isinstance(target, _torch.OpOverload)
+        is_called = is_usual or node.op.startswith("call")
         is_op = is_called and (target is not operator.getitem or is_cut(node))
         waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
-        follows, us, line = (), 0.0, ""
-        if self.timed:
-            follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
-            us, line = prices.compute_us(node) if is_op else 0.0, line_of(node)
+        makes = _made(node) if is_called and shown is node and (is_usual or not self._is_away(node)) else 0
         return Task(
-            node.name, reads, waits, follows, us,
-            _made(node) if is_called and shown is node and not self._is_away(node) else 0, places[shown],
-            prices.sending(node), line, is_op, target is on_host,
+            node.name, reads, waits, (), 0.0, makes, places[shown],
+            None if is_usual else prices.sending(node), "", is_op, target is on_host,
         )  # fmt: skip
 
     def _is_away(self, node: fx.Node) -> bool:
@@ -207,7 +216,7 @@ class _Reader:
         for node in nodes:
             if node.target is adamw:
                 self._find_update(node, writable)
-            if (target := self._overwritten(node, writable)) is None:
+            if writable.isdisjoint(_torch.operands_of(node)) or (target := self._overwritten(node, writable)) is None:
                 continue
             readers = [r for r in self._readers(target) if r is not node]
             if all(self.places[r] < self.places[node] for r in readers):
@@ -238,11 +247,11 @@ class _Reader:
         if not isinstance(op, _torch.OpOverload) or not node.args or node.args[0] not in writable:
             return None
         target = node.args[0]
-        if target.meta.get("spec") is not node.meta.get("spec") or torch.Tag.pointwise not in op.tags:
+        if target.meta.get("spec") is not node.meta.get("spec") or not _may_overwrite(op):
             return None
-        if any(self.shows[n] is self.shows[target] for n in _torch.operands_of(node) if n is not target):
-            return None
-        return target if _torch.in_place_variant(op) is not None else None
+        shown = self.shows[target]
+        others = [n for n in _torch.operands_of(node) if n is not target and self.shows[n] is shown]
+        return None if others else target
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
         """The readers of a value and of its views; of what is sent, those that wait for it, too."""
@@ -291,6 +300,11 @@ def _shows_operand(node: fx.Node) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def _may_overwrite(op: _torch.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags and _torch.in_place_variant(op) is not None
+
+
+@lru_cache(maxsize=4096)
 def _shows_first(op: _torch.OpOverload) -> bool:
     return _torch.is_view(op) or op in SAFE_LOCALLY.values()
 
@@ -300,4 +314,6 @@ def _made(node: fx.Node) -> int:
     if isinstance(node.target, Bucket):
         return node.target.arriving
     specs = node.meta.get("spec")
-    return sum([s.local_nbytes for s in (specs if isinstance(specs, tuple) else (specs,)) if isinstance(s, Spec)])
+    if isinstance(specs, Spec):
+        return specs.local_nbytes
+    return sum([s.local_nbytes for s in specs if isinstance(s, Spec)]) if isinstance(specs, tuple) else 0

@@ -21,6 +21,7 @@ fewest moves is the cheapest: data-parallel gradients are reduced, and activatio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
 
@@ -139,6 +140,7 @@ def _sent_us(spec: Spec, axis: int, want: Placement, nbytes: float, n: int) -> f
     return _bytes_us(cost.all_to_all_cost, sent * n / (n - 1), axis, topology)
 
 
+@lru_cache(maxsize=4096)
 def fullest(size: int, unit: Unit, n: int) -> float:
     """The share of a dim that the fullest of n ranks has.
 

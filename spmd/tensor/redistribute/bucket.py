@@ -216,7 +216,7 @@ class _Scattered:
     def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         n, rows = group_size(move.axes, steps[0].before), [move.row_sent(ctx) for ctx in ctxs]
-        flat = torch.cat([move.packed(xs[i], ctx).view(n, rows[i]) for i, ctx in enumerate(ctxs)], 1)
+        flat = torch.cat([move.rows_of(xs[i], ctx).view(n, rows[i]) for i, ctx in enumerate(ctxs)], 1)
         return move.sent(flat.view(-1), sum(rows), ctxs[0])
 
     @staticmethod

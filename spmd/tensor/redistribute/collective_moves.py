@@ -290,13 +290,17 @@ class ReduceScatter(_Reduction):
 
     def packed(self, x, ctx: MoveContext):
         """What this rank sends: a row for each rank."""
+        return self.rows_of(x, ctx).contiguous()
+
+    def rows_of(self, x, ctx: MoveContext):
+        """The items that this rank sends, which need not lie one behind the other."""
         pieces = self._pieces(ctx)
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
         flat = pieces.cut_rows(x, ctx.shape_before())
         if wire.marks_nan(ctx.before.dtype, op):
             rows = flat.split([pieces.largest] * len(pieces.sizes), 0)
             flat = torch.cat([wire.with_marks(rows[i], ctx.before.dtype, op) for i in range(len(pieces.sizes))], 0)
-        return _cast(flat, ctx.before.dtype, dtype).contiguous()
+        return _cast(flat, ctx.before.dtype, dtype)
 
     def sent(self, flat, row: int, ctx: MoveContext):
         """Launch the reduction of rows of this length, one for each rank."""
