@@ -84,7 +84,7 @@ PLANS = {
     "dp 4, no buckets": ("gpt", (4, 1), {"passes": ()}),
     "dp 4, buckets of 0.1 MB": ("gpt", (4, 1), {"bucket_mb": 0.1}),
     "ZeRO-3": ("gpt", (4, 1), {"fully_shard": "dp"}),
-    "ZeRO-3, buckets": ("gpt", (4, 1), {"fully_shard": "dp", "passes": ("buckets",)}),
+    "ZeRO-3, no buckets": ("gpt", (4, 1), {"fully_shard": "dp", "passes": ()}),
     "tp 4": ("gpt", (1, 4), {"params": GPT_PLAN}),
     "dp 2 x tp 2": ("gpt", (2, 2), {"params": GPT_PLAN}),
     "dp 2 x tp 2, no buckets": ("gpt", (2, 2), {"params": GPT_PLAN, "passes": ()}),
