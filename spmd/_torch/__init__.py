@@ -209,6 +209,7 @@ from spmd._torch.traces import (
     code_when_called,
     forget_constant,
     known_constant,
+    node_of,
     not_traced,
     proxy_mode,
     proxy_of,

@@ -40,6 +40,11 @@ def proxy_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Ten
     return proxy_tensor.get_proxy_slot(x, by, x, lambda slot: slot.proxy)
 
 
+def node_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Node | None:
+    """The node that gives x in the graph; None where the trace has not met it."""
+    return proxy_tensor.get_proxy_slot(x, by, None, lambda slot: slot.proxy.node)
+
+
 def known_constant(x: torch.Tensor, by: torch.fx.Tracer) -> torch.Tensor | None:
     """The value of x where the trace knows it, as of `torch.tensor(1.0)`: `.item()` of it is a constant."""
     return proxy_tensor.get_proxy_slot(x, by, None, lambda slot: slot.constant)

@@ -564,8 +564,7 @@ class _FlatFunction:
         values = [leaves[i] for i in traced] + list(after.values())
         values = [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
         tracer = _torch.proxy_mode().tracer
-        proxies = [_torch.proxy_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
-        self.nodes = [p.node if isinstance(p, fx.Proxy) else None for p in proxies]
+        self.nodes = [_torch.node_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
         return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
 
     def finish(self, graph: fx.Graph) -> None:

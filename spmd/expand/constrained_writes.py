@@ -116,8 +116,7 @@ def _place(node: fx.Node, order: dict[fx.Node, int]) -> int:
 
 
 def _node(x: torch.Tensor) -> fx.Node | None:
-    proxy = _torch.proxy_of(_torch.from_functional(x), _torch.proxy_mode().tracer)
-    return proxy.node if isinstance(proxy, fx.Proxy) else None
+    return _torch.node_of(_torch.from_functional(x), _torch.proxy_mode().tracer)
 
 
 def _share_memory(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -70,12 +70,12 @@ def _node_like(gradient: torch.Tensor, path: str, before: Callable[[], None]) ->
     """The marked gradient in a trace: its op, written without being dispatched. None where that may differ."""
     mode = _torch.proxy_mode() if isinstance(gradient, _torch.FunctionalTensor) else None
     value = None if mode is None else _torch.from_functional(gradient)
-    proxy = value if value is None else _torch.proxy_of(value, mode.tracer)
-    if not isinstance(proxy, fx.Proxy) or not _is_dense(value):
+    given = None if value is None else _torch.node_of(value, mode.tracer)
+    if given is None or not _is_dense(value):
         return None
     before()
     op = torch.ops.spmd.gradient.default
-    node = added(mode.tracer.graph, "call_function", op, (proxy.node, path), {}, "gradient")
+    node = added(mode.tracer.graph, "call_function", op, (given, path), {}, "gradient")
     (new,) = _torch.stand_ins([value], [node], mode.tracer)
     node.meta["val"] = new
     return new
@@ -101,9 +101,9 @@ def new_values_noted(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
     def note(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         mode = _torch.proxy_mode() if threading.get_ident() == thread else None
         for p in (p for group in optimizer.param_groups for p in group["params"] if mode is not None):
-            proxy = _torch.proxy_of(_torch.from_functional(p), mode.tracer) if id(p) in paths else None
-            if isinstance(proxy, fx.Proxy):
-                proxy.node.meta[NEW_VALUE] = paths[id(p)]
+            node = _torch.node_of(_torch.from_functional(p), mode.tracer) if id(p) in paths else None
+            if node is not None:
+                node.meta[NEW_VALUE] = paths[id(p)]
 
     handle = register_optimizer_step_post_hook(note)
     try:

@@ -73,7 +73,4 @@ def _is_known(x: torch.Tensor, tracer: fx.Tracer) -> bool:
 
 
 def node_of(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
-    if not isinstance(x, _torch.FunctionalTensor):
-        return None
-    proxy = _torch.proxy_of(_torch.from_functional(x), tracer)
-    return proxy.node if isinstance(proxy, fx.Proxy) else None
+    return _torch.node_of(_torch.from_functional(x), tracer) if isinstance(x, _torch.FunctionalTensor) else None

@@ -120,15 +120,6 @@ def _tensors(optimizer: Optimizer, p: torch.Tensor) -> dict[str, torch.Tensor]:
     return {".": p, ".grad": p.grad} | {k: x for k, x in state.items() if isinstance(x, torch.Tensor)}
 
 
-def _node(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
-    return _node_of_value(_torch.from_functional(x), tracer)
-
-
-def _node_of_value(x: torch.Tensor, tracer: fx.Tracer) -> fx.Node | None:
-    proxy = _torch.proxy_of(x, tracer)
-    return proxy.node if isinstance(proxy, fx.Proxy) else None
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Parameters of one kind. traced: how many of them. like: the kind of which two show that parameters are apart."""
@@ -229,7 +220,7 @@ class _Traced:
     @classmethod
     def of(cls, own: _Own, optimizer: Optimizer, tracer: fx.Tracer) -> _Traced:
         now = _tensors(optimizer, own.parameter)
-        nodes = {name: _node(x, tracer) for name, x in now.items() if x is not None}
+        nodes = {name: _torch.node_of(_torch.from_functional(x), tracer) for name, x in now.items() if x is not None}
         replaced = any(now.get(name) is not x for name, x in own.tensors.items())
         if replaced or None in nodes.values():
             raise Coupled("the step gave a parameter another gradient or other tensors of state")
@@ -274,7 +265,7 @@ def _kinds(optimizer: Optimizer, tracer: fx.Tracer, counts: EqualCounts, by_fami
                 continue
             tensors = _tensors(optimizer, p)
             values = {name: _torch.from_functional(x) for name, x in tensors.items()}
-            nodes = {name: _node_of_value(x, tracer) for name, x in values.items()}
+            nodes = {name: _torch.node_of(x, tracer) for name, x in values.items()}
             if None in nodes.values():
                 return []
             own = _Own(p, tensors, values, nodes)
