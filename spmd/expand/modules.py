@@ -6,6 +6,8 @@ here call one function for each module, and give what torch's give: where a clas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -57,6 +59,11 @@ def _is_plain(kind: type) -> bool:
     if len(_plain) < MOST_CLASSES:
         _plain[kind] = None
     return True
+
+
+def named_within(roots: Mapping[str, nn.Module]) -> Named:
+    """The modules of several roots, and all within them, with paths that begin with the names of the roots."""
+    return [(f"{name}.{path}".rstrip("."), m) for name, root in roots.items() for path, m in named_modules(root)]
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spmd import _torch
 from spmd.comm.user_line import is_library
-from spmd.expand.modules import named_modules
+from spmd.expand.modules import named_within
 from spmd.expand.state import named_leaves
 
 ORIGIN, SITES, GRADIENT_OF = "origin", "sites", "gradient of"
@@ -114,8 +114,7 @@ class Origins:
     @classmethod
     def of(cls, modules: Mapping[str, nn.Module], outermost: CodeType) -> Origins:
         """For a step that uses these modules."""
-        named = [(f"{root}.{name}".rstrip("."), m) for root, top in modules.items() for name, m in named_modules(top)]
-        return cls({id(m): path for path, m in reversed(named)}, outermost)
+        return cls({id(m): path for path, m in reversed(named_within(modules))}, outermost)
 
     # ---- ops ------------------------------------------------------------------------------------
     def note(self) -> None:
@@ -242,8 +241,7 @@ def _node_of(x: Any, mode: Any) -> fx.Node | None:
     """The node of a traced tensor; None for anything else."""
     if mode is None or not isinstance(x, _torch.FunctionalTensor):
         return None
-    proxy = _torch.proxy_of(_torch.from_functional(x), mode.tracer)
-    return proxy.node if isinstance(proxy, fx.Proxy) else None
+    return _torch.node_of(_torch.from_functional(x), mode.tracer)
 
 
 def moved_to(node: fx.Node, other: fx.Node, keys: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from spmd._torch import pytree
 from spmd.expand.attributes import note_attributes
 from spmd.expand.guards import guard_key, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
-from spmd.expand.modules import modules_of, named_buffers, named_modules, named_parameters
+from spmd.expand.modules import modules_of, named_buffers, named_parameters, named_within
 from spmd.expand.objects import NAMED, PLAIN
 from spmd.expand.reads import Reads
 
@@ -154,14 +154,14 @@ class State:
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
         found |= {path: module_guard(m, reads) for path, m in self.named_submodules().items()}
-        path_of = {}
-        for path, p in self.parameters().items():
+        path_of, parameters = {}, self.parameters()
+        for path, p in parameters.items():
             path_of[id(p)] = path
             found[f"{path}.requires_grad"] = p.requires_grad
             found[f"{path} hooks"] = guard_key(hooks_of([p]))
             if reads is not None:
                 note_hooks(p, reads)
-        for path, x in (*self.parameters().items(), *self.buffers().items()):
+        for path, x in (*parameters.items(), *self.buffers().items()):
             attributes = _torch.user_attributes(x)
             found |= {f"{ATTRIBUTE}{path}.{k}": guard_key(v, reads=reads) for k, v in attributes.items()}
             if attributes and reads is not None:
@@ -184,8 +184,7 @@ class State:
 
     def named_submodules(self) -> dict[str, nn.Module]:
         """Every module by path, with all that are in it."""
-        roots = self.modules.items()
-        return {f"{root}.{name}".rstrip("."): m for root, module in roots for name, m in named_modules(module)}
+        return dict(named_within(self.modules))
 
     def is_of_module(self, path: str) -> bool:
         """Whether a path of `constants` names the attributes of a module, not an optimiser's values."""

@@ -16,6 +16,7 @@ from torch import nn
 
 from spmd.expand.guards import GUARDED_APART, MAX_DEPTH
 from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.modules import named_within
 from spmd.expand.python_state import Container, Contents, boxes
 
 Changes = list[tuple[str, tuple, Any, tuple | None]]
@@ -35,8 +36,7 @@ def contents_of(value: Changes, modules: Mapping[str, nn.Module]) -> Contents:
 
 
 def _places(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, tuple], Container]]:
-    every = ((root, *each) for root, module in modules.items() for each in module.named_modules())
-    named = [(f"{root}.{name}".rstrip("."), m) for root, name, m in every]
+    named = named_within(modules)
     seen = {id(vars(m)[name]) for _, m in named for name in GUARDED_APART if name in vars(m)}
     for path, m in named:
         for steps, box in boxes(vars(m), seen, MAX_DEPTH):
