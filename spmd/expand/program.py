@@ -147,16 +147,17 @@ class Program:
     def _sent_by(self, node: fx.Node) -> tuple[Collective, ...]:
         step = node.target
         if isinstance(step, (Step, Bucket)):
-            at, said = self._axes_text(step.axes), (step.nbytes, step.cost, step.tensors, step.before)
+            at, said = self.axes_text(step.axes), (step.nbytes, step.cost, step.tensors, step.before)
             return (Collective(step.kind, at, *said, node.name),) if step.sends else ()
         if not isinstance(step, (LocalMapOp, LocalMapGradientOp)):
             return ()
         return tuple(
-            Collective(s.kind, self._axes_text(s.axes), s.nbytes, s.us(self.mesh.topology), s.tensors, None, node.name)
+            Collective(s.kind, self.axes_text(s.axes), s.nbytes, s.us(self.mesh.topology), s.tensors, None, node.name)
             for s in sent_by(step)
         )
 
-    def _axes_text(self, axes: Iterable[int]) -> str:
+    def axes_text(self, axes: Iterable[int]) -> str:
+        """The names of some axes of the mesh."""
         return ",".join(map(self.mesh.axis_name, axes))
 
     def comm_time(self, topology: MeshTopoInfo | None = None) -> float:

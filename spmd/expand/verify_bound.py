@@ -160,7 +160,7 @@ class _Bound:
             if "move" in node.meta:
                 axes = moves[node.meta["move"]].axes
                 if node.args[-1] != self.transport.group(self.program.mesh, axes):
-                    names = ",".join(map(self.program.mesh.axis_name, axes))
+                    names = self.program.axes_text(axes)
                     yield "group", node, f"its group is {node.args[-1]!r}, and the program's move goes over {names}"
 
     # ---- sizes --------------------------------------------------------------------------------

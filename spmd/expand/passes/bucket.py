@@ -199,13 +199,12 @@ class _Packer:
                 each.behind.discard(key)
             for node in members:
                 self._close_read(node)
+            last = max(members[-1], *[node.args[0] for node in members])  # nodes compare by their places
             if len(members) > 1:
                 self._note_sent(bucket)
-            last = max(members[-1], *[node.args[0] for node in members])  # nodes compare by their places
-            if len(members) == 1 and last is not members[0]:
-                last.append(members[0])
-            if len(members) > 1:
                 _join(self.graph, members, Bucket(tuple([n.target for n in members])), after=last)
+            elif last is not members[0]:
+                last.append(members[0])
 
     def _note_sent(self, bucket: _OpenBucket) -> None:
         """Note that a bucket is filled, and that it waits for the terms of the one before, which are gone then."""

@@ -24,8 +24,8 @@ def in_buckets(program: Program, kinds: Collection[str]) -> tuple[tuple[str, ...
     alone: dict[str, list[Step]] = defaultdict(list)
     for _, sent in program.steps():
         if sent.sends and sent.kind in kinds:
-            over = ",".join(map(program.mesh.axis_name, sent.axes))
-            (buckets if isinstance(sent, Bucket) else alone)[f"{sent.kind} over {over}"].append(sent)
+            found = buckets if isinstance(sent, Bucket) else alone
+            found[f"{sent.kind} over {program.axes_text(sent.axes)}"].append(sent)
     did = [_in_buckets(what, found) for what, found in buckets.items()]
     packed = {bucket_key(bucket.steps[0]) for found in buckets.values() for bucket in found}
     reasons = [(what, _reasons(found, packed)) for what, found in alone.items()]

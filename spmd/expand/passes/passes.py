@@ -171,6 +171,7 @@ class Overlap:
     """
 
     memory: int | None = None
+    kinds: ClassVar[tuple[str, ...]] = KINDS
     name: ClassVar[str] = "overlap"
     same_bits: ClassVar[bool] = True
     judged: ClassVar[bool] = True
@@ -307,9 +308,8 @@ def _noted(program: Program, one: Pass, own: bool) -> Noted:
     if isinstance(one, _Noting):
         return one.noted(program)
     new = one(program, own) if isinstance(one, (NumbersLate, Buckets, BucketsByKind)) else one(program)
-    if not isinstance(one, (Buckets, BucketsByKind, Overlap)) or new is program:
-        return Noted(new)
-    return Noted(new, *in_buckets(new, KINDS if isinstance(one, Overlap) else one.kinds))
+    packs = isinstance(one, (Buckets, BucketsByKind, Overlap)) and new is not program
+    return Noted(new, *in_buckets(new, one.kinds)) if packs else Noted(new)
 
 
 def _after(program: Program, one: Pass, own: bool) -> Program:
