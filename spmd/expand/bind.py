@@ -154,7 +154,7 @@ class _Binder:
         """A tensor of a bucket, cut out here if it has memory of its own."""
         if not of.target.copies_out:
             return _BucketItem(of, index)
-        piece = fx.Proxy(self._ready(of)[index], self.tracer)
+        piece = _Recorded(self._ready(of)[index], self.tracer)
         cut = of.target.cut(index, piece, self.coordinate, self.transport)
         return _with_spec(cut.node, of.target.after[index])
 

@@ -34,7 +34,6 @@ class End:
         """The layout under an assignment."""
         return int(self.layouts[0 if self.variable == FIXED else x[self.variable]])
 
-
     def among(self, every: np.ndarray) -> np.ndarray:
         """The layout under each of many assignments: [variable, assignment]."""
         chosen = self.layouts[:1] if self.variable == FIXED else self.layouts[every[self.variable]]

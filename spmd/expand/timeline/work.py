@@ -150,8 +150,8 @@ class _Reader:
             elif _is_piece(node) and not is_cut(node):
                 self.sent[node] = self.places[node.args[0]]
         self._find_overwriting(nodes)
-        barriers = list(self._barriers(nodes)) if self.timed else []
         if self.timed:
+            barriers = list(self._barriers(nodes))
             tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
         else:
             tasks = tuple([self._memory_task(node, prices) for node in nodes])

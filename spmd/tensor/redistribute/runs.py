@@ -132,7 +132,7 @@ class Boxes:
     # ---- joining --------------------------------------------------------------------------------
     def joined(self, y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The tensor of this shape that the boxes tile. In y they are one after the other, as `cut` leaves them."""
-        if not self.is_short:
+        if not self._is_short:
             return one_by_one.joined(y, self.one_by_one, shape)
         if not prod(shape):
             return y.new_zeros(shape)
@@ -142,7 +142,7 @@ class Boxes:
 
     def joined_rows(self, y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """The same, if each box is padded in y to a row as long as the largest."""
-        if not self.is_short:
+        if not self._is_short:
             return one_by_one.joined_padded(y, self.one_by_one, shape, self.largest)
         at, row, tiles = 0, self.largest, []
         for run in self.runs:
@@ -154,7 +154,7 @@ class Boxes:
     def joined_table(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """As `joined_rows`, of a table with a row for each rank that may be columns of a larger one. What is made keeps
         nothing of it alive, and rows that are only padding are left there."""
-        if not self.is_short:
+        if not self._is_short:
             return one_by_one.joined_table(rows, self.one_by_one, shape, self.largest)
         at, tiles = 0, []
         for run in self.runs:
@@ -166,7 +166,7 @@ class Boxes:
         return tiled(tiles, 0) if tiles else rows.new_zeros(shape)
 
     @cached_property
-    def is_short(self) -> bool:
+    def _is_short(self) -> bool:
         """Whether runs say more than single boxes, and each can be joined at once."""
         filled = [run for run in self.runs if run.volume]
         return any([run.count > 1 for run in self.runs]) and all([run.is_tiling for run in filled])
