@@ -18,10 +18,10 @@ from spmd import _torch
 from spmd.comm import launch, wire
 from spmd.comm.async_tensor import wait
 from spmd.comm.check import compare_call, comparing
+from spmd.comm.chunk import blocks
 from spmd.comm.functional import all_gather_tensor, all_to_all_single
 from spmd.comm.group import Members, members
 from spmd.comm.packing import checked_dim
-from spmd.comm.padding import chunks
 from spmd.comm.transport import Transport, transport
 from spmd.mesh import DeviceMesh, per_rank
 
@@ -114,6 +114,15 @@ def shard_dim_alltoall(
     expected = [prod(shape) for shape in shapes]
     pieces = all_to_all_single(flat, expected, [part.numel() for part in parts], to.name).split(expected)
     return torch.cat([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)], gather)
+
+
+def chunks(tensor: torch.Tensor, dim: int, n: int) -> list[torch.Tensor]:
+    """n parts with the sizes of torch.chunk; the trailing empty parts, which torch.chunk omits, are included.
+
+    >>> [len(part) for part in chunks(torch.arange(5), 0, 4)]
+    [2, 2, 1, 0]
+    """
+    return list(tensor.split([length for _, length in blocks(tensor.shape[dim], 1, (n,))], dim))
 
 
 def _broadcast_into(carrier: Transport, x: torch.Tensor, src: int, to: Members) -> Callable[[], object]:

@@ -17,18 +17,17 @@ _WALKS = ("modules", "named_modules", "parameters", "named_parameters", "buffers
 """The methods of torch's that a class may have in its own way."""
 
 
-def named_modules(root: nn.Module, repeated: bool = False) -> Named:
-    """The module and all within it, with paths: each once, or, where it is repeated, under each of its paths.
+def named_modules(root: nn.Module) -> Named:
+    """The module and all within it, with paths: each once, where it is met first.
 
     >>> inner = nn.Linear(2, 2)
-    >>> root = nn.Sequential(inner, inner)
-    >>> [path for path, _ in named_modules(root)], [path for path, _ in named_modules(root, repeated=True)]
-    (['', '0'], ['', '0', '1'])
+    >>> [path for path, _ in named_modules(nn.Sequential(inner, inner))]
+    ['', '0']
     """
     found: Named = []
-    if _note(root, "", found, None if repeated else set()):
+    if _note(root, "", found, set()):
         return found
-    return list(root.named_modules(remove_duplicate=not repeated))
+    return list(root.named_modules())
 
 
 def _note(module: nn.Module, path: str, found: Named, seen: set[int] | None) -> bool:

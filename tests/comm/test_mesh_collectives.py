@@ -12,7 +12,7 @@ import spmd
 from spmd import _torch
 from spmd.comm import all_reduce, checked, members
 from spmd.comm.chunk import chunk
-from spmd.comm.padding import chunks, fill_empty_tensor_to_shards, pad_tensor, unpad_tensor
+from spmd.comm.mesh_collectives import chunks
 from spmd.mesh import DeviceMesh, as_rank, init_device_mesh
 from spmd.sim import run_ranks
 
@@ -211,9 +211,6 @@ def test_nothing_is_done_to_meta_tensors() -> None:
         (lambda: spmd.mesh_scatter(torch.ones(2), [torch.ones(3)] * 4, LINE), "does not fit the output"),
         (lambda: spmd.mesh_scatter(torch.ones(2), [torch.ones(2).int()] * 4, LINE), "int32"),
         (lambda: spmd.mesh_broadcast(torch.ones(2), DeviceMesh("cpu", [1, 2])), "rank 0 is not in"),
-        (lambda: pad_tensor(torch.ones(2), 1, 1), "pad_dim 1 is not in"),
-        (lambda: pad_tensor(torch.ones(2), 0, -1), "must be at least 0"),
-        (lambda: unpad_tensor(torch.ones(2), 0, 3), "no 3 entries to take off"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_before_anything_is_sent(wrong: Callable, message: str) -> None:
@@ -235,25 +232,3 @@ def test_ranks_that_broadcast_other_shapes_learn_it_in_debug_mode(gloo4: Pool) -
     for said in gloo4.run(unlike_broadcast):
         assert "rank 0 calls mesh_broadcast(0) of float32 [2] on cpu" in said
         assert "rank 2 calls mesh_broadcast(0) of float32 [3] on cpu" in said
-
-
-# Padding
-
-
-@pytest.mark.parametrize("shape, dim", [((2, 3), 0), ((2, 3), 1), ((2, 3), -1), ((0, 3), 0), ((2, 3, 4), 1), ((5,), 0)])
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_what_is_padded_is_zeros_and_comes_off_again(shape: tuple[int, ...], dim: int, size: int) -> None:
-    x = data(1, shape)
-    padded = pad_tensor(x, dim, size)
-    zeros = x.new_zeros(*shape[: dim % x.ndim], size, *shape[dim % x.ndim + 1 :])
-    assert torch.equal(padded, torch.cat([x, zeros], dim))
-    assert torch.equal(unpad_tensor(padded, dim, size), x)
-
-
-@pytest.mark.parametrize("size, n", [(5, 4), (8, 4), (1, 3), (3, 3), (7, 2)])
-def test_chunks_are_those_of_torch_and_empty_ones_behind(size: int, n: int) -> None:
-    x = data(2, (2, size))
-    parts = list(torch.chunk(x, n, 1))
-    filled = fill_empty_tensor_to_shards(parts, 1, n - len(parts))
-    for a, b in zip(chunks(x, 1, n), filled, strict=True):
-        assert a.shape == b.shape and torch.equal(a, b)
