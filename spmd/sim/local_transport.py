@@ -25,6 +25,7 @@ from spmd.sim.exchange import Post, exchange
 from spmd.sim.local_int import pick, values_of
 from spmd.sim.local_tensor import LocalTensor, join_values, wrap
 from spmd.sim.lockstep import ProgramRun, run_together
+from spmd.sim.simulated_transport import SimulatedTransport
 
 if TYPE_CHECKING:
     from spmd.sim.local_mode import LocalTensorMode
@@ -43,61 +44,7 @@ class Sent:
     args: tuple = ()
 
 
-class _Collectives:
-    """The methods of a transport; each calls `_call`."""
-
-    compares = False  # the simulator does so anyway
-
-    def _call(self, kind: str, x: Any, args: tuple, group: Any) -> Any:
-        raise NotImplementedError
-
-    def exchanges_terms(self, device_type: str) -> bool:
-        """No: a collective of the simulator is one step, whatever it is."""
-        return False
-
-    def all_reduce(self, x, op, group):
-        """See `spmd.comm.Transport`, here and below."""
-        return self._call("all_reduce", x, (op,), group)
-
-    def all_gather_into_tensor(self, x, n, group):
-        return self._call("all_gather_into_tensor", x, (n,), group)
-
-    def reduce_scatter_tensor(self, x, op, n, group):
-        return self._call("reduce_scatter_tensor", x, (op, n), group)
-
-    def all_to_all_single(self, x, out_splits, in_splits, group):
-        return self._call("all_to_all_single", x, (tuple(out_splits), tuple(in_splits)), group)
-
-    def broadcast(self, x, src, group):
-        return self._call("broadcast", x, (src,), group)
-
-    def broadcast_(self, x, src, group):
-        received = self.wait_tensor(self.broadcast(x, src, group))
-        with torch.no_grad():
-            return x.copy_(received)
-
-    def all_reduce_(self, x, op, group):
-        received = self.wait_tensor(self.all_reduce(x, op, group))
-        with torch.no_grad():
-            return x.copy_(received)
-
-    def all_reduce_coalesced(self, xs, op, group):
-        return [self.all_reduce(x, op, group) for x in xs]
-
-    def all_gather_into_tensor_coalesced(self, xs, n, group):
-        return [self.all_gather_into_tensor(x, n, group) for x in xs]
-
-    def reduce_scatter_tensor_coalesced(self, xs, op, n, group):
-        return [self.reduce_scatter_tensor(x, op, n, group) for x in xs]
-
-    def wait_tensor(self, x):
-        return x
-
-    def stop_comparing(self, mesh):
-        pass
-
-
-class LocalTransport(_Collectives):
+class LocalTransport(SimulatedTransport):
     """Carries the collectives of all ranks of a mode."""
 
     def __init__(self, mode: LocalTensorMode) -> None:
@@ -190,7 +137,7 @@ class LocalTransport(_Collectives):
             return _copy_back(args[0], getattr(self, name[:-1])(*args, **kwargs))
         if name == "_wrap_tensor_autograd":  # torch's own asynchronous tensor: here nothing is in flight
             return wrap(args[0].ranks, args[0]._locals)
-        if not hasattr(_Collectives, name):
+        if not hasattr(SimulatedTransport, name):
             raise NotImplementedError(f"{op} cannot be simulated; use the collectives of spmd.comm")
         return getattr(self, name)(*args, **kwargs)
 
@@ -202,11 +149,8 @@ class LocalTransport(_Collectives):
         """The object of each rank; the same one repeated if all ranks have one object."""
         return [_value_on_each(obj, rank) for rank in mesh.ranks]
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: object = None) -> list[bytes]:
-        return self.gather_objects(data, mesh)
 
-
-class PostingTransport(_Collectives):
+class PostingTransport(SimulatedTransport):
     """One rank's collectives in a step: posted while the rank starts, finished when the rank finishes."""
 
     def __init__(self, rank: int) -> None:

@@ -36,6 +36,7 @@ from spmd.mesh import DeviceMesh, as_rank, groups
 from spmd.mesh.rank import own_rank_state
 from spmd.sim.collectives import Collective, call_error, mismatch, run_collective
 from spmd.sim.report import Report, report, sent_by_threads
+from spmd.sim.simulated_transport import SimulatedTransport
 
 Ranks = tuple[int, ...]
 
@@ -130,61 +131,13 @@ class ThreadWorld:
         return threading.Thread(target=guarded, name=f"spmd rank {rank}", daemon=True)
 
 
-class ThreadTransport:
+class ThreadTransport(SimulatedTransport):
     """The collectives of one simulated rank, with the interface of `spmd.comm.Transport`."""
-
-    compares = False
 
     def __init__(self, board: _Board, rank: int, calls: list[Call]) -> None:
         self.calls = calls
         self._board = board
         self._rank = rank
-
-    def exchanges_terms(self, device_type: str) -> bool:
-        """No: a collective of the simulator is one step, whatever it is."""
-        return False
-
-    def all_reduce(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-        """See `spmd.comm.Transport`, here and below."""
-        return self._meet(x, group, "all_reduce", op)
-
-    def all_gather_into_tensor(self, x: torch.Tensor, n: int, group: str) -> torch.Tensor:
-        return self._meet(x, group, "all_gather_into_tensor", n)
-
-    def reduce_scatter_tensor(self, x: torch.Tensor, op: str, n: int, group: str) -> torch.Tensor:
-        return self._meet(x, group, "reduce_scatter_tensor", op, n)
-
-    def all_to_all_single(
-        self, x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str
-    ) -> torch.Tensor:
-        return self._meet(x, group, "all_to_all_single", tuple(out_splits), tuple(in_splits))
-
-    def broadcast(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-        return self._meet(x, group, "broadcast", src)
-
-    def broadcast_(self, x: torch.Tensor, src: int, group: str) -> torch.Tensor:
-        came = self.broadcast(x, src, group)
-        with torch.no_grad():
-            return x.copy_(came)
-
-    def all_reduce_(self, x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-        came = self.all_reduce(x, op, group)
-        with torch.no_grad():
-            return x.copy_(came)
-
-    def all_reduce_coalesced(self, xs: list[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
-        return [self.all_reduce(x, op, group) for x in xs]
-
-    def all_gather_into_tensor_coalesced(self, xs: list[torch.Tensor], n: int, group: str) -> list[torch.Tensor]:
-        return [self.all_gather_into_tensor(x, n, group) for x in xs]
-
-    def reduce_scatter_tensor_coalesced(
-        self, xs: list[torch.Tensor], op: str, n: int, group: str
-    ) -> list[torch.Tensor]:
-        return [self.reduce_scatter_tensor(x, op, n, group) for x in xs]
-
-    def wait_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
     def step(self, start: Callable[..., Any], finish: Callable[[Any], Any], *args: Any) -> Any:
         return finish(start(*args))
@@ -196,17 +149,11 @@ class ThreadTransport:
         """The name that lists the group's ranks."""
         return groups.name_of(mesh.ranks_along(axis, mesh.coordinate_of(self._rank)))
 
-    def gather_bytes(self, data: bytes, mesh: DeviceMesh, here: object = None) -> list[bytes]:
-        return self.gather_objects(data, mesh)
-
-    def stop_comparing(self, mesh: DeviceMesh) -> None:
-        pass
-
     def gather_objects(self, obj: object, mesh: DeviceMesh) -> list:
         """The objects of all ranks themselves, not copies: do not write into those of other ranks."""
         return self._board.meet(self._rank, mesh.ranks, "gather_objects", obj, _all_objects)
 
-    def _meet(self, x: torch.Tensor, group: str, kind: str, *args: object) -> torch.Tensor:
+    def _call(self, kind: str, x: torch.Tensor, args: tuple, group: str) -> torch.Tensor:
         ranks = self._ranks(group)
         call = Collective.with_tensor(kind, x, *args)
         wrong = call_error(call, len(ranks))
