@@ -43,6 +43,7 @@ class AllGather(Move):
     """Shards of the axes, in any dims, to replicated."""
 
     kind = "all_gather"
+    priced = staticmethod(cost.all_gather_cost)
 
     @staticmethod
     def copies(have, want):
@@ -56,9 +57,6 @@ class AllGather(Move):
     def received(self, before, after):
         biggest = most_in_group(volumes(sides(before)), self.axes)
         return (group_size(self.axes, before) - 1) * biggest * before.dtype.itemsize
-
-    def collective_us(self, received, topology):
-        return cost.all_gather_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def start(self, x, ctx):
         if not self.row(ctx):
@@ -105,6 +103,7 @@ class Exchange(Move):
     """Any blocks to any blocks: an all-to-all in which each rank receives what it lacks from the ranks that have it."""
 
     kind = "exchange"
+    priced = staticmethod(cost.all_to_all_cost)
 
     @staticmethod
     def copies(have, want):
@@ -119,9 +118,6 @@ class Exchange(Move):
 
     def peak(self, before, after):
         return 2 * (before.local_nbytes + after.local_nbytes)
-
-    def collective_us(self, received, topology):
-        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def _boxes_to_send(self, ctx: MoveContext) -> Boxes:
         """The box that goes to each rank, relative to this rank's block."""
@@ -239,10 +235,26 @@ class AllReduce(_Reduction):
 
 
 @dataclass(frozen=True)
-class ReduceScatter(_Reduction):
+class _Scattering(_Reduction):
     """Partial to blocks inside the block of each rank: sharded by these axes, and by others that replicate."""
 
+    def nbytes(self, before, after):
+        return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
+
+    def _pieces(self, ctx: MoveContext) -> Boxes:
+        """The box of each rank after the move, relative to this rank's block."""
+        return sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+
+    def _details(self, before, after):
+        return [dims_text(self.axes, after)]
+
+
+@dataclass(frozen=True)
+class ReduceScatter(_Scattering):
+    """Partial to blocks inside those of each rank: each rank gets the sum of its piece."""
+
     kind = "reduce_scatter"
+    priced = staticmethod(cost.reduce_scatter_cost)
 
     @staticmethod
     def copies(have, want):
@@ -254,19 +266,9 @@ class ReduceScatter(_Reduction):
         packed = 0 if in_rows(self.axes, after.dims, after.units) else self.nbytes(before, after)
         return before.local_nbytes + packed + after.local_nbytes
 
-    def nbytes(self, before, after):
-        return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
-
     def received(self, before, after):
         biggest = most_in_group(volumes(sides(after)), self.axes)
         return (group_size(self.axes, before) - 1) * biggest * self.wire_itemsize(before)
-
-    def collective_us(self, received, topology):
-        return cost.reduce_scatter_cost(group_bytes(received, self.axes, topology), self.axes, topology)
-
-    def _pieces(self, ctx: MoveContext) -> Boxes:
-        """The box of each rank after the move, relative to this rank's block."""
-        return sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
     def start(self, x, ctx):
         if not self.row(ctx):
@@ -329,26 +331,21 @@ class ReduceScatter(_Reduction):
     def _is_marked(self, ctx: MoveContext) -> bool:
         return wire.marks_nan(ctx.before.dtype, self._op_sent(ctx))
 
-    def _details(self, before, after):
-        return [dims_text(self.axes, after)]
-
 
 @dataclass(frozen=True)
-class ReduceInOrder(_Reduction):
+class ReduceInOrder(_Scattering):
     """As a reduce-scatter, but each rank receives the terms and adds them one by one, in the order of the ranks.
 
     So the result is the same to the bit, whatever the rest of the plan, the backend and the sizes of the blocks are.
     """
 
     kind = "reduce_in_order"
+    priced = staticmethod(cost.all_to_all_cost)
 
     @staticmethod
     def copies(have, want):
         pieces, terms = [relative_to(box, have[0]) for box in want], volume(want[0]) * len(want)
         return Copied(sum(map(volume, pieces)) * copies_to_cut(pieces, shape_of(have[0])), terms, 1)
-
-    def nbytes(self, before, after):
-        return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
 
     def peak(self, before, after):
         return before.local_nbytes + 2 * group_size(self.axes, before) * after.local_nbytes + after.local_nbytes
@@ -356,11 +353,8 @@ class ReduceInOrder(_Reduction):
     def received(self, before, after):
         return (group_size(self.axes, before) - 1) * volumes(sides(after)) * before.dtype.itemsize
 
-    def collective_us(self, received, topology):
-        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
-
     def start(self, x, ctx):
-        wanted = sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        wanted = self._pieces(ctx)
         if not wanted.largest:
             return x
         flat, items = wanted.cut(x, ctx.shape_before()), wire_items(ctx.before.dtype)
@@ -368,14 +362,11 @@ class ReduceInOrder(_Reduction):
         return ctx.transport.all_to_all_single(to_wire(flat, ctx.before.dtype), *sizes, ctx.group(self.axes))
 
     def finish(self, y, ctx):
-        wanted = sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
+        wanted = self._pieces(ctx)
         if not wanted.largest:
             return y.new_zeros(ctx.shape_after())
         y, shape = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype), ctx.shape_after()
         return self._averaged(added_rows(y, self.op(ctx.before), len(wanted.sizes), prod(shape)), ctx).view(shape)
-
-    def _details(self, before, after):
-        return [dims_text(self.axes, after)]
 
 
 # ---- the wire ---------------------------------------------------------------------------------

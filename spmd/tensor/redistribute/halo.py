@@ -28,7 +28,7 @@ from spmd.mesh import cost
 from spmd.tensor.redistribute.all_ranks import sides, volumes
 from spmd.tensor.redistribute.boxes import Box, cut, narrowed, overlap, relative_to, shape_of, volume
 from spmd.tensor.redistribute.collective_moves import from_wire, to_wire, wire_items
-from spmd.tensor.redistribute.moves import Copied, Move, MoveContext, coordinates, group_bytes
+from spmd.tensor.redistribute.moves import Copied, Move, MoveContext, coordinates
 from spmd.tensor.redistribute.plan import Plan, Step, plan
 from spmd.tensor.spec import Spec
 
@@ -112,6 +112,7 @@ class Halo(Margin):
 
     kind = "halo"
     sends = True
+    priced = staticmethod(cost.all_to_all_cost)
 
     def nbytes(self, before, after):
         return int(np.max(self.received(before, after)))
@@ -124,9 +125,6 @@ class Halo(Margin):
 
     def peak(self, before, after):
         return before.local_nbytes + after.local_nbytes + 2 * self.nbytes(before, after)
-
-    def collective_us(self, received, topology):
-        return cost.all_to_all_cost(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def _sent(self, ctx: MoveContext) -> list[Box]:
         """The box of this rank's block that goes to each rank of the group; nothing goes to itself."""
@@ -203,6 +201,7 @@ class HaloSum(MarginSum):
 
     kind = "halo_sum"
     sends = True
+    priced = staticmethod(cost.all_to_all_cost)
 
     def nbytes(self, before, after):
         return Halo.nbytes(self, before, after)
@@ -214,7 +213,6 @@ class HaloSum(MarginSum):
         return over_ranks(rows, after, self.dim) * after.dtype.itemsize
 
     peak = Halo.peak
-    collective_us = Halo.collective_us
 
     def _others(self, ctx: MoveContext) -> tuple[tuple[int, ...], ...]:
         return coordinates(ctx.after.mesh, self.axes, ctx.coordinate)

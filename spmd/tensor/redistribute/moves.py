@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -103,6 +103,8 @@ class Move:
     sends: ClassVar[bool] = True
     keeps_tensor: ClassVar[bool] = True
     """Whether the spec after the move says all about it: it has the tensor as before, laid out in another way."""
+    priced: ClassVar[Callable[[float, tuple[int, ...], MeshTopoInfo], float]]
+    """The price of the collective, by the bytes of all ranks of a group together."""
 
     def nbytes(self, before: Spec, after: Spec) -> int:
         """Bytes of the tensor that one rank hands to the collective (the largest rank's)."""
@@ -147,7 +149,7 @@ class Move:
 
     def collective_us(self, received: float, topology: MeshTopoInfo) -> float:
         """Modelled microseconds of the collective alone, if the busiest rank receives so many bytes."""
-        raise NotImplementedError
+        return self.priced(group_bytes(received, self.axes, topology), self.axes, topology)
 
     def start(self, x, ctx: MoveContext):
         """Launch the move on this rank's block. The result may still be in flight."""
