@@ -357,9 +357,9 @@ def _planned(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Pla
     return Plan(src, dst, tuple(_steps(src, dst, max_bytes, in_rank_order)))
 
 
-def redistribute_cost(current: Spec, target: Spec) -> float:
+def redistribute_cost(current_spec: Spec, target_spec: Spec) -> float:
     """Modelled microseconds of the cheapest plan from one spec of a tensor to another on the same mesh."""
-    return plan(current, target).modelled_us
+    return plan(current_spec, target_spec).modelled_us
 
 
 def _steps(src: Spec, dst: Spec, max_bytes: float, in_rank_order: bool) -> Iterator[Step]:
