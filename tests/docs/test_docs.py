@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,10 @@ from tests.docs.blocks import ROOT, Page, PageError, blocks_of, matches, name_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 names = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+FOLDERS = dict.fromkeys(("spmd", "tests", "benchmarks", "docs", "examples", "scripts"), "**/*") | {".": "*"}
+FILE = re.compile(r"`((?:spmd|tests|benchmarks|docs|examples|scripts)/[\w./-]*|[\w./-]+\.(?:py|md|sh|toml))`")
+"""Paths in backquotes."""
 
 NOT_RUN: dict[str, list[str]] = {}
 """By page, why its blocks marked `not run` cannot run. There should be next to none."""
@@ -48,6 +53,23 @@ def test_links_lead_somewhere(page):
 @names
 def test_a_page_is_of_no_one_machine(page):
     assert re.findall(r"(?:/home|/root|/work|/tmp|/usr)/\S*", page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_that_are_named_are_there(folder):
+    """Paths of modules, tests and pages, in pages and in comments: the whole of a path, or its end."""
+    missing = {}
+    for path in sorted(p for p in (ROOT / folder).glob(FOLDERS[folder]) if p.suffix in (".md", ".py", ".sh")):
+        named = set(FILE.findall(path.read_text(encoding="utf-8")))
+        missing[name_of(path)] = sorted(name for name in named if not _ends_of_paths() & {name.rstrip("/")})
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+@functools.cache
+def _ends_of_paths() -> set[str]:
+    """Of each file and folder its path, and what remains of that where folders are left out at its beginning."""
+    paths = [path.relative_to(ROOT).parts for folder, files in FOLDERS.items() for path in (ROOT / folder).glob(files)]
+    return {"/".join(parts[i:]) for parts in paths for i in range(len(parts))}
 
 
 def test_every_page_is_in_the_index():
