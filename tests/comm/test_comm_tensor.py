@@ -6,7 +6,7 @@ import copy
 import itertools
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -568,14 +568,6 @@ def test_a_program_talks_over_the_very_group_it_was_given(gloo4: Pool) -> None:
 
 
 # ---- one rank ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_outside_a_trace_wrapping_gives_the_tensor_itself() -> None:

@@ -101,13 +101,7 @@ def images(batch, n=2):
 ZOO = {"conv.weight": {"tp": Shard(0)}, "q.weight": {"tp": Shard(0)}}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One torch thread: simulated ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def sgd(params):

@@ -221,8 +221,9 @@ def test_counts_that_differed_once_are_not_taken_for_one_again():
 
 
 @pytest.mark.parametrize(
-    "numbers, one", [((), True), ((2.0, 2.0), True), ((2.0, 3.0), False), ((0.0, -0.0), False), ((0.0, 0.0), True)]
-)
+    "numbers, one", [((), True), ((2.0,), True), ((2.0, 2.0), True), ((2.0, 3.0), False), ((0.0, -0.0), False),
+                     ((0.0, 0.0), True), ((float("nan"),) * 2, True)]
+)  # fmt: skip
 def test_one_number_is_of_the_same_bits(numbers, one):
     assert are_one(numbers) == one
 

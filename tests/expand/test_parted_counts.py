@@ -12,7 +12,7 @@ from torch import nn, optim
 import spmd
 from spmd import DTensor, LocalTensorMode, Shard, StaleStep, load_step
 from spmd.expand.equal_counts import READS
-from spmd.expand.kept_numbers import Apart, are_one, kept_numbers, parted
+from spmd.expand.kept_numbers import Apart, kept_numbers, parted
 from spmd.expand.state import State
 from tests.expand.test_capture import captured
 
@@ -165,12 +165,6 @@ def test_who_was_found_apart_stays_apart():
     apart.note(counts[2:], {str(slot): float(i) for i, slot in enumerate(counts)})
     again = [several for several in kept_numbers(tensors, apart)[0].values() if several[0].key == "step"]
     assert again == [counts[:2], *((slot,) for slot in counts[2:])]
-
-
-@pytest.mark.parametrize("read, one", [([], True), ([2.0], True), ([2.0, 2.0], True), ([0.0, -0.0], False),
-                                       ([1.0, 2.0], False), ([float("nan")] * 2, True)])  # fmt: skip
-def test_one_number(read, one):
-    assert are_one(read) == one
 
 
 def test_parted_names_the_first_that_differs():

@@ -16,6 +16,7 @@ import spmd
 from spmd import Replicate, Shard
 from spmd.sim import run_ranks
 from tests.expand.side_by_side import Case
+from tests.steps import train_step
 
 X = torch.arange(24.0).reshape(4, 6) / 7
 
@@ -26,14 +27,6 @@ def whole(x):
 
 def line(n=2):
     return spmd.init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
-
-
-def train_step(model, optimizer, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def trained(model, run, steps=3):

@@ -29,14 +29,7 @@ from tests.expand.side_by_side import (
     values,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """One torch thread: simulated ranks are threads already."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def adamw(params):

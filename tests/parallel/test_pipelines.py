@@ -16,12 +16,13 @@ from torch.distributed.pipelining import (
 )  # fmt: skip
 
 import spmd
-from spmd import DTensor, LocalTensorMode, init_device_mesh
+from spmd import LocalTensorMode, init_device_mesh
 from spmd.parallel import ColwiseParallel, RowwiseParallel, data_parallel, fully_shard, parallelize_module
 from spmd.parallel import PipelineStage as OwnStage
 from spmd.parallel.data_parallel import _Gradients
 from spmd.parallel.fully_sharded.bucket import Bucket
 from spmd.parallel.micro_batches import share_out
+from tests.tensor.single import whole
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -72,11 +73,7 @@ def trained(
         with mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) as sent:
             schedule.step(*([x] if at == 0 else []), **({"target": y, "losses": found} if at else {}))
         optimizer.step()
-    return at, {k: _whole(p) for k, p in part.state_dict().items()}, [x.item() for x in found], sent.call_count
-
-
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return at, {k: whole(p) for k, p in part.state_dict().items()}, [x.item() for x in found], sent.call_count
 
 
 def alone() -> tuple[list[dict[str, torch.Tensor]], float]:
@@ -152,7 +149,7 @@ def shared_out(rank: int, name: str, how: str) -> tuple[dict[int, dict[str, torc
         last = 2 * each - 1 in mine
         schedule.step(*([x] if 0 in mine else []), **({"target": y, "losses": found} if last else {}))
         optimizer.step()
-    return {i: _state(part) for i, part in mine.items()}, [_whole(loss).item() for loss in found[-2:]]
+    return {i: _state(part) for i, part in mine.items()}, [whole(loss).item() for loss in found[-2:]]
 
 
 WRAPS = {
@@ -162,8 +159,8 @@ WRAPS = {
 
 
 def _state(part: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: _whole(p).detach() for name, p in part.named_parameters()}
-    return found | {f"{name}.grad": _whole(p.grad) for name, p in part.named_parameters()}
+    found = {name: whole(p).detach() for name, p in part.named_parameters()}
+    return found | {f"{name}.grad": whole(p.grad) for name, p in part.named_parameters()}
 
 
 def unshared(stages: int) -> tuple[list[dict[str, torch.Tensor]], float]:

@@ -11,13 +11,13 @@ import transformers
 from torch import nn
 
 import spmd
-from spmd import DTensor, LocalTensorMode, Shard, distribute_tensor, init_device_mesh
+from spmd import LocalTensorMode, Shard, distribute_tensor, init_device_mesh
 from spmd.debug import CommDebugMode
 from spmd.mesh import DeviceMesh
 from spmd.parallel import GlobalBatchNorm, ReadyPlan, parallelize_module, plan_for
 from spmd.sim import run_ranks
 from tests.steps import train_step as step
-from tests.tensor.single import every_rank
+from tests.tensor.single import every_rank, whole
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
          "vocab_size": 51, "max_position_embeddings": 16}  # fmt: skip
@@ -53,10 +53,6 @@ def batch(name: str) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
     return {"input_ids": ids, "labels": ids.clone()} | ({"attention_mask": mask} if name in ("bert", "llama") else {})
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def train(model: nn.Module, given: dict[str, torch.Tensor]) -> nn.Module:

@@ -660,14 +660,6 @@ def test_a_group_of_the_simulation_ends_with_it() -> None:
 # ---- outside ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A real process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def looks() -> tuple:
     """How torch.distributed presents itself."""
     d = dist.distributed_c10d

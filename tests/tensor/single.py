@@ -44,6 +44,11 @@ def leaf(parts: dict[tuple, torch.Tensor], placements: Placing, like: torch.Tens
     return DTensor(parts[mesh.get_coordinate()].clone(), spec, requires_grad=like.requires_grad)
 
 
+def along(placements: Placing, tensors: Sequence[torch.Tensor]) -> list[list[Placement]]:
+    """The placements for each tensor that has such dims; other tensors are replicated."""
+    return [[p if not p.is_shard() or p.dim < x.ndim else R for p in placements] for x in tensors]
+
+
 def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 

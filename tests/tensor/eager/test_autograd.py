@@ -23,6 +23,7 @@ from tests.tensor.single import (
     SUM,
     R,
     agree_at_once,
+    along,
     cut,
     every_rank,
     mesh_of,
@@ -97,11 +98,6 @@ def with_second(fn):
         return [*first, *torch.autograd.grad(sum((g**3).sum() for g in first), leaves)]
 
     return lambda *tensors: [x.detach() for x in run(*tensors)]
-
-
-def along(placements, tensors):
-    """The placements for each tensor that has such dims; other tensors are replicated."""
-    return [[p if not p.is_shard() or p.dim < x.ndim else R for p in placements] for x in tensors]
 
 
 @pytest.mark.parametrize("name", TWICE)

@@ -15,7 +15,7 @@ from torch.autograd import functional
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from spmd import DTensor, LocalTensorMode
-from tests.tensor.single import MAX, S0, S1, SUM, R, agree_at_once, mesh_of, placed, weights
+from tests.tensor.single import MAX, S0, S1, SUM, R, agree_at_once, along, mesh_of, placed, weights
 
 # The warning of torch when forward-mode AD is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -70,10 +70,6 @@ TRANSFORMS = {
     "vmap in vmap": (lambda x, y: vmap(lambda a: vmap(lambda b: a @ b)(y))(x), [d(5, 6), e(3, 6)]),
     "vmap of a product": (vmap(lambda r, w: r @ w, in_dims=(0, None)), [d(5, 6), e(6, 3)]),
 }  # fmt: skip
-
-
-def along(placements, tensors):
-    return [[p if not p.is_shard() or p.dim < x.ndim else R for p in placements] for x in tensors]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -17,7 +17,22 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from spmd import DTensor, LocalTensor, LocalTensorMode, _torch, distribute_tensor, init_device_mesh
 from spmd.tensor.spec import spec_of
-from tests.tensor.single import AVG, S0, S1, SUM, R, cut, every_rank, leaf, mesh_of, on_ranks, placed, same, weights
+from tests.tensor.single import (
+    AVG,
+    S0,
+    S1,
+    SUM,
+    R,
+    cut,
+    every_rank,
+    leaf,
+    mesh_of,
+    on_ranks,
+    placed,
+    same,
+    weights,
+    whole,
+)
 
 inf = float("inf")
 SHAPES = [(8, 6), (5, 3), (4, 4), (7,), (6, 2), (3,), ()]
@@ -57,10 +72,6 @@ def parameters(on: dict, which=ALL) -> list[nn.Parameter]:
     for p, i in zip(params, which, strict=True):
         p.grad = put(GRADS[0][i], on, *GRADS_LIE[i])
     return params
-
-
-def whole(x: torch.Tensor) -> torch.Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def check(fn: Callable, which=ALL, tolerance: float = 1e-9) -> None:
