@@ -24,6 +24,8 @@ Left out: splitting an axis into several, and joining meshes.
 from __future__ import annotations
 
 import difflib
+import threading
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
@@ -48,6 +50,25 @@ MOST_SHOWN = 64
 """The ranks of a mesh of at most so many are listed in its repr."""
 
 
+class Content:
+    """All that tells meshes apart. Equal meshes that are alive share one of these, so to compare two of them takes no
+    look at their ranks."""
+
+    __slots__ = ("__weakref__", "values")
+
+    _known: weakref.WeakValueDictionary[tuple, Content] = weakref.WeakValueDictionary()
+    _lock = threading.Lock()
+
+    def __init__(self, values: tuple) -> None:
+        self.values = values
+
+    @classmethod
+    def of(cls, *values: Hashable) -> Content:
+        """The one with these values."""
+        with cls._lock:
+            return cls._known.setdefault(values, cls(values))
+
+
 class DeviceMesh:
     """An n-D array of ranks. Immutable; equal and hashed by device type, ranks, names and topology.
 
@@ -61,7 +82,7 @@ class DeviceMesh:
     its options for the groups of each axis, None for the default ones (`backends.py`).
     """
 
-    __slots__ = ("_at", "_hash", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape")
+    __slots__ = ("_at", "_content", "_hash", "_topology", "device_type", "mesh_dim_names", "ndim", "ranks", "shape")
 
     def __init__(
         self,
@@ -94,7 +115,8 @@ class DeviceMesh:
         put("mesh_dim_names", names)
         put("_at", dict(zip(ranks, product(*map(range, shape)), strict=True)))
         put("_topology", _topology_of(self, topology))
-        put("_hash", hash(self._content))
+        put("_content", Content.of(ranks, shape, names, device_type, self._topology))
+        put("_hash", hash(self._content.values))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"cannot set {name}: a DeviceMesh is a value. Make another one.")
@@ -398,14 +420,8 @@ class DeviceMesh:
 
     # Equality, pickles and repr
 
-    @property
-    def _content(self) -> tuple:
-        return (self.ranks, self.shape, self.mesh_dim_names, self.device_type, self._topology)
-
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, DeviceMesh) and self._hash == other._hash and self._content == other._content
+        return self is other or (isinstance(other, DeviceMesh) and self._content is other._content)
 
     def __hash__(self) -> int:
         return self._hash

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping
 from math import prod
 
 from spmd.mesh import DeviceMesh, current_rank, per_rank
+from spmd.mesh.device_mesh import Content
 from spmd.sim.local_int import local_int, values_of
 
 
@@ -33,7 +34,8 @@ class LocalMesh(DeviceMesh):
         for name in (*alike, "ndim"):
             put(self, name, getattr(first, name))
         put(self, "by_rank", dict(by_rank))
-        put(self, "_hash", hash(self._content))
+        put(self, "_content", Content.of(*[mesh._content for mesh in by_rank.values()]))
+        put(self, "_hash", hash(tuple(by_rank.values())))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -50,10 +52,6 @@ class LocalMesh(DeviceMesh):
     @property
     def _at(self) -> dict:
         return self.by_rank[current_rank()]._at
-
-    @property
-    def _content(self) -> tuple:
-        return tuple(mesh._content for mesh in self.by_rank.values())
 
     flatten = per_rank(DeviceMesh.flatten)
     groups_along = per_rank(DeviceMesh.groups_along)

@@ -182,6 +182,12 @@ def test_equal_meshes_are_equal_by_content() -> None:
     assert again == NAMED and hash(again) == hash(NAMED) and len({again, NAMED}) == 1
 
 
+def test_meshes_of_many_ranks_are_compared_without_a_look_at_these() -> None:
+    """Each spec that is looked up compares its mesh."""
+    mesh, again = init_device_mesh("cpu", (64, 64)), init_device_mesh("cpu", (64, 64))
+    assert mesh.ranks is not again.ranks and mesh._content is again._content and mesh == again
+
+
 @pytest.mark.parametrize(
     "other",
     [
