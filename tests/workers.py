@@ -29,7 +29,10 @@ from typing import Any
 HOST = "127.0.0.1"
 START_S, CALL_S, GRACE_S = 120.0, 120.0, 5.0
 
-PRELOADED = ["torch.distributed", "spmd", "torch._dynamo", "torch._functorch.aot_autograd"]
+PRELOADED = [
+    "torch.distributed", "torch._dynamo", "torch._functorch.aot_autograd", "pytest",
+    "spmd", "spmd.expand.compile", "spmd.parallel", "spmd.checkpoint", "spmd.debug",
+]  # fmt: skip
 """Modules that are imported once, and not once a worker."""
 
 
