@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Event
+
+_others_freeze = Event()
+"""Set once somebody else has frozen objects. Python walks over all of them to count them, so they are counted once."""
 
 
 @contextmanager
@@ -20,7 +24,14 @@ def collector_off() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():  # what others have frozen stays so
-                gc.freeze()
-                gc.unfreeze()
+            _count_as_old()
             gc.enable()
+
+
+def _count_as_old() -> None:
+    """Move all objects to the oldest generation. Not where others have frozen some: these would be thawed."""
+    if not _others_freeze.is_set() and gc.get_freeze_count():
+        _others_freeze.set()
+    if not _others_freeze.is_set():
+        gc.freeze()
+        gc.unfreeze()
