@@ -19,7 +19,7 @@ OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
 
 def is_users(file: str) -> bool:
     """Whether code of this file may be the user's: it is not torch's, spmd's or Python's, nor was it made by any."""
-    return os.path.isfile(file) and not file.startswith(LIBRARY_FOLDERS)
+    return not file.startswith(LIBRARY_FOLDERS) and os.path.isfile(file)
 
 
 def in_user_code(error: BaseException) -> str:
@@ -46,11 +46,15 @@ def at_user_line(frames: Iterable[FrameType]) -> str:
     inside = ""
     for frame in frames:
         where = frame.f_code.co_filename
-        if not os.path.isfile(where) or where.startswith(SPMD_FOLDER):
+        if where.startswith(SPMD_FOLDER):
             continue
-        line = f"{where}:{frame.f_lineno}, in {frame.f_code.co_name}"
-        if not where.startswith(LIBRARY_FOLDERS):
-            return f"\n  at {line}{inside}"
-        if not inside and where.startswith(OPTIMIZERS):
-            inside = f"\n  which runs {line}"
+        if where.startswith(LIBRARY_FOLDERS):
+            if not inside and where.startswith(OPTIMIZERS):
+                inside = f"\n  which runs {_line_of(frame)}"
+        elif os.path.isfile(where):  # asked of few frames, for it asks the disk
+            return f"\n  at {_line_of(frame)}{inside}"
     return ""
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
