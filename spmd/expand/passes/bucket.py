@@ -28,7 +28,7 @@ from spmd.expand.nodes import added, read_instead
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
-from spmd.expand.timeline.work import Work
+from spmd.expand.timeline.work import Lives, keeps_sent
 from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather, Exchange
@@ -77,11 +77,11 @@ def _room(program: Program) -> tuple[Room, dict[int, int]]:
     An op of several results may be written as several, between which operands are freed: so what is alive beside it is
     at most what is said, and the most is looked for elsewhere.
     """
-    work = Work.of(program, timed=False)
-    alive = work.memory(range(len(work.tasks)))
+    lives, held = Lives.of(program)
+    alive = lives.alive(range(len(lives.makes)), held, keeps_sent(program))
     several = [isinstance(node.meta.get("spec"), tuple) and node.op != "output" for node in program.graph.nodes]
     limit = max([nbytes for nbytes, some in zip(alive, several, strict=True) if not some])
-    terms = {i: task.sends.terms for i, task in enumerate(work.tasks) if task.sends and task.sends.terms}
+    terms = {i: sends.terms for i, sends in enumerate(lives.sends) if sends and sends.terms}
     return Room([min(nbytes, limit) for nbytes in alive], limit), terms
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -60,6 +60,74 @@ class Task(NamedTuple):
     frees: bool = False
 
 
+class Lives(NamedTuple):
+    """What memory asks of the tasks of a program, each in a list by their places: the fields of `Task`."""
+
+    reads: list[tuple[int, ...]]
+    waits: list[tuple[int, ...]]
+    makes: list[int]
+    shows: list[int]
+    sends: list[Sending | None]
+    is_op: list[bool]
+
+    @classmethod
+    def of(cls, program: Program) -> tuple[Lives, int]:
+        """Those of a program, and the bytes that it holds all the time: without prices of ops, lines, and what a task
+        follows, which take most of the time to find, and which memory does not ask for."""
+        reader = _Reader(program)
+        prices = Prices(program.mesh)
+        nodes = reader.read(prices)
+        return reader.lives(nodes, prices), reader.held(nodes)
+
+    def alive(self, order: Sequence[int], held: int, keeps_sent: bool) -> list[int]:
+        """For each task, in this order, the bytes that are alive while it runs; the last two as `Work` has them."""
+        _, waits, makes, _, sends, _ = self
+        dying = self._dying(order, keeps_sent)
+        now, found, flying = held, [], {}
+        for i, dead in zip(order, dying, strict=True):
+            now += makes[i]
+            if not waits[i] and sends[i] is None:  # most tasks
+                found.append(now)
+                now -= dead
+                continue
+            arrived = 0
+            for w in waits[i]:
+                if w in flying:
+                    arrived += sends[w].joined + sends[w].terms
+                    now -= flying.pop(w)
+            if sent := sends[i]:
+                kept = sent.packed if keeps_sent else 0
+                come = max(0, sent.terms - makes[i])  # the sum is there when it was waited for
+                gone = min(come, dead) if sent.packed else 0  # what was packed is freed before terms come
+                arrived = max(arrived - come, sent.packed - kept - gone)  # one is behind the other
+                flying[i] = kept + come
+                now += flying[i]
+            found.append(now + arrived)
+            now -= dead
+        return found
+
+    def _dying(self, order: Sequence[int], keeps_sent: bool) -> list[int]:
+        """For each place in the order, the bytes that are read there for the last time."""
+        reads, waits, makes, shows, sends, is_op = self
+        last, sent = [-1] * len(reads), {}
+        for at, i in enumerate(order):
+            last[shows[i]] = at
+            if is_op[i] or not makes[i]:  # what names one of several results keeps no other alive
+                for r in reads[i]:
+                    last[shows[r]] = at
+            if keeps_sent:
+                if sends[i] is not None:
+                    sent[i] = reads[i]
+                for w in waits[i]:
+                    for r in sent.pop(w, ()):
+                        last[shows[r]] = at
+        dying = [0] * len(order)
+        for nbytes, at in zip(makes, last, strict=True):
+            if at >= 0:
+                dying[at] += nbytes
+        return dying
+
+
 @dataclass(frozen=True)
 class Work:
     """The tasks of a program, in its order.
@@ -73,54 +141,24 @@ class Work:
     keeps_sent: bool = True
 
     @classmethod
-    def of(cls, program: Program, topology: MeshTopoInfo | None = None, timed: bool = True) -> Work:
-        """The tasks of a program, priced on the topology of its mesh or on another one.
+    def of(cls, program: Program, topology: MeshTopoInfo | None = None) -> Work:
+        """The tasks of a program, priced on the topology of its mesh or on another one."""
+        return _Reader(program).work(topology)
 
-        timed: whether to find what orders and times ask for, too: prices of ops, their lines, and what a task follows.
-        That takes most of the time, and memory does not ask for it.
-        """
-        return _Reader(program, timed).work(topology)
+    @cached_property
+    def lives(self) -> Lives:
+        """What memory asks of its tasks."""
+        fields = zip(*[(t.reads, t.waits, t.makes, t.shows, t.sends, t.is_op) for t in self.tasks], strict=True)
+        return Lives(*(map(list, fields) if self.tasks else [[] for _ in Lives._fields]))
 
     def memory(self, order: Sequence[int]) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs."""
-        tasks, last = self.tasks, self._last_reads(order)
-        dying: list[list[int]] = [[] for _ in order]
-        for task, at in last.items():
-            dying[at].append(tasks[task].makes)
-        now, found, flying = self.held, [], {}
-        for i, dead in zip(order, dying, strict=True):
-            task, arrived = tasks[i], 0
-            for w in task.waits:
-                if w in flying:
-                    arrived += tasks[w].sends.joined + tasks[w].sends.terms
-                    now -= flying.pop(w)
-            now += task.makes
-            if task.sends:
-                kept = task.sends.packed if self.keeps_sent else 0
-                come = max(0, task.sends.terms - task.makes)  # the sum is there when it was waited for
-                gone = min(come, sum(dead)) if task.sends.packed else 0  # what was packed is freed before terms come
-                arrived = max(arrived - come, task.sends.packed - kept - gone)  # one is behind the other
-                flying[i] = kept + come
-                now += flying[i]
-            found.append(now + arrived)
-            now -= sum(dead)
-        return found
+        return self.lives.alive(order, self.held, self.keeps_sent)
 
-    def _last_reads(self, order: Sequence[int]) -> dict[int, int]:
-        """For each task that makes memory, the place in the order where it is read for the last time."""
-        tasks, last, sent = self.tasks, {}, {}
-        for at, i in enumerate(order):
-            task = tasks[i]
-            last[task.shows] = at
-            if task.is_op or not task.makes:  # what names one of several results keeps no other alive
-                for r in task.reads:
-                    last[tasks[r].shows] = at
-            if task.sends and self.keeps_sent:
-                sent[i] = task.reads
-            for w in task.waits:
-                for r in sent.pop(w, ()):
-                    last[tasks[r].shows] = at
-        return {i: at for i, at in last.items() if tasks[i].makes}
+
+def keeps_sent(program: Program) -> bool:
+    """Whether what a program sends is kept until it was waited for."""
+    return program.mesh.device_type != "cpu"
 
 
 @dataclass
@@ -129,7 +167,6 @@ class _Reader:
     is sent and of the pieces of buckets, where it is sent. scattered: the last bucket of reduce-scatters."""
 
     program: Program
-    timed: bool = True
     host_is_apart: bool = False
     places: dict[fx.Node, int] = field(default_factory=dict)
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -138,25 +175,52 @@ class _Reader:
     scattered: tuple[int, ...] = ()
 
     def work(self, topology: MeshTopoInfo | None) -> Work:
-        prices, nodes = Prices(self.program.mesh, topology), list(self.program.graph.nodes)
+        prices = Prices(self.program.mesh, topology)
+        nodes = self.read(prices)
+        lives, barriers = self.lives(nodes, prices), self._barriers(nodes)
+        ways = zip(nodes, zip(*lives, strict=True), barriers, strict=True)
+        tasks = tuple([self._task(node, prices, of_memory, barrier) for node, of_memory, barrier in ways])
+        return Work(tasks, self.held(nodes), keeps_sent(self.program))
+
+    def read(self, prices: Prices) -> list[fx.Node]:
+        """The nodes, of which is found what is shown, sent and overwritten."""
+        nodes = list(self.program.graph.nodes)
         self.host_is_apart = prices.topology.machine.host is not None
         self.places = {node: i for i, node in enumerate(nodes)}
         for node in nodes:
-            self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
             if isinstance(node.target, _torch.OpOverload):  # most nodes: they send nothing
+                self.shows[node] = self.shows[node.args[0]] if _shows_first(node.target) else node
                 continue
+            self.shows[node] = self.shows[node.args[0]] if _shows_operand(node) else node
             if _sends(node):
                 self.sent[node] = self.places[node]
             elif _is_piece(node) and not is_cut(node):
                 self.sent[node] = self.places[node.args[0]]
         self._find_overwriting(nodes)
-        if self.timed:
-            barriers = list(self._barriers(nodes))
-            tasks = tuple([self._task(node, prices, barriers[i]) for i, node in enumerate(nodes)])
-        else:
-            tasks = tuple([self._memory_task(node, prices) for node in nodes])
-        held = sum([_made(n) for n in self._held(nodes)])
-        return Work(tasks, held, self.program.mesh.device_type != "cpu")
+        return nodes
+
+    def lives(self, nodes: Sequence[fx.Node], prices: Prices) -> Lives:
+        """What memory asks of the tasks of these nodes."""
+        places, shows, waits_for_nothing = self.places, self.shows, self.sent.keys().isdisjoint
+        found = []
+        for node in nodes:
+            operands, shown = _torch.operands_of(node), shows[node]
+            reads = tuple([places[n] for n in operands])
+            if isinstance(node.target, _torch.OpOverload):  # most nodes
+                waits = () if waits_for_nothing(operands) else self._waits(node, prices.exchanges_terms)
+                makes = _made(node) if shown is node else 0
+                found.append((reads, waits, makes, places[shown], None, True))
+                continue
+            is_called = node.op.startswith("call")
+            is_op = is_called and (node.target is not operator.getitem or is_cut(node))
+            waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
+            makes = _made(node) if is_called and shown is node and not self._is_away(node) else 0
+            found.append((reads, waits, makes, places[shown], prices.sending(node), is_op))
+        return Lives(*map(list, zip(*found, strict=True)))
+
+    def held(self, nodes: Sequence[fx.Node]) -> int:
+        """Bytes of the inputs and constants."""
+        return sum([_made(n) for n in self._held(nodes)])
 
     def _held(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """The inputs and constants. Old gradients that nothing reads are freed before the program runs."""
@@ -166,25 +230,14 @@ class _Reader:
             if node.op in ("placeholder", "get_attr") and (kind != "grad" or node.users):
                 yield node
 
-    def _task(self, node: fx.Node, prices: Prices, barrier: tuple[int, ...]) -> Task:
-        task, places = self._memory_task(node, prices), self.places
+    def _task(self, node: fx.Node, prices: Prices, of_memory: tuple, barrier: tuple[int, ...]) -> Task:
+        """of_memory: its entries of `Lives`."""
+        reads, waits, makes, shows, sends, is_op = of_memory
+        places = self.places
         follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
-        us, line = prices.compute_us(node) if task.is_op else 0.0, line_of(node)
-        return task._replace(follows=follows, us=us, line=line)
-
-    def _memory_task(self, node: fx.Node, prices: Prices) -> Task:
-        """A task as memory asks for it."""
-        places, shown, target, operands = self.places, self.shows[node], node.target, _torch.operands_of(node)
-        reads = tuple([places[n] for n in operands])
-        is_usual = isinstance(target, _torch.OpOverload)
-        is_called = is_usual or node.op.startswith("call")
-        is_op = is_called and (target is not operator.getitem or is_cut(node))
-        waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
-        makes = _made(node) if is_called and shown is node and (is_usual or not self._is_away(node)) else 0
-        return Task(
-            node.name, reads, waits, (), 0.0, makes, places[shown],
-            None if is_usual else prices.sending(node), "", is_op, target is on_host,
-        )  # fmt: skip
+        us = prices.compute_us(node) if is_op else 0.0
+        frees = node.target is on_host
+        return Task(node.name, reads, waits, follows, us, makes, shows, sends, line_of(node), is_op, frees)
 
     def _is_away(self, node: fx.Node) -> bool:
         """Whether the value takes none of the device's memory."""
@@ -218,8 +271,9 @@ class _Reader:
                 self._find_update(node, writable)
             if writable.isdisjoint(_torch.operands_of(node)) or (target := self._overwritten(node, writable)) is None:
                 continue
-            readers = [r for r in self._readers(target) if r is not node]
-            if all(self.places[r] < self.places[node] for r in readers):
+            # most are read by nothing else
+            readers = [r for r in self._readers(target) if r is not node] if len(target.users) > 1 else []
+            if all([self.places[r] < self.places[node] for r in readers]):
                 self.overwrites[node] = tuple(readers)
                 self.shows[node] = self.shows[target]
                 writable.add(node)
@@ -250,7 +304,8 @@ class _Reader:
         if target.meta.get("spec") is not node.meta.get("spec") or not _may_overwrite(op):
             return None
         shown = self.shows[target]
-        others = [n for n in _torch.operands_of(node) if n is not target and self.shows[n] is shown]
+        shows = self.shows
+        others = [n for n in _torch.operands_of(node) if shows[n] is shown and n is not target]
         return None if others else target
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -311,9 +366,9 @@ def _shows_first(op: _torch.OpOverload) -> bool:
 
 def _made(node: fx.Node) -> int:
     """The bytes of the results of a node on the first rank."""
-    if isinstance(node.target, Bucket):
-        return node.target.arriving
     specs = node.meta.get("spec")
     if isinstance(specs, Spec):
         return specs.local_nbytes
+    if isinstance(node.target, Bucket):
+        return node.target.arriving
     return sum([s.local_nbytes for s in specs if isinstance(s, Spec)]) if isinstance(specs, tuple) else 0
