@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import fx
 
 from spmd.expand.choose.alive import FREE, Moment, Prices, Rates
@@ -128,7 +129,7 @@ class Model:
 
     def _other(self, bare: Spec) -> Spec:
         dims = [(tuple(self.axes),) + ((),) * (bare.ndim - 1)] if bare.ndim else [()]
-        owing = [(a, "sum") for a in self.axes]
+        owing = [(a, "max" if bare.dtype is torch.bool else "sum") for a in self.axes]  # bools have no sum
         return bare.with_layout(dims[0]) if bare.ndim else bare.with_layout((), partial=owing)
 
     # ---- values --------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from functools import cached_property
 import torch
 from torch import fx
 
+from spmd.comm.chunk import is_unit_of
+from spmd.expand.choose.cells import is_tensor, value_shape
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.choose.choice import BY_OP, Choice, Pin
 from spmd.expand.choose.model import Model
@@ -27,10 +29,12 @@ from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
 from spmd.expand.local_map import settle
 from spmd.expand.memory import Memory
+from spmd.expand.nodes import in_schema_order
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import Roles
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
+from spmd.tensor.placement import Placement, Shard
 from spmd.tensor.spec import Spec
 
 DOUBTFUL = 0.01
@@ -214,12 +218,33 @@ class Kept:
     choice: Choice
 
     def at(self, graph: fx.Graph) -> Choice | None:
-        """The choice for the nodes of this graph; None where it is another one than that which the choice was for."""
+        """The choice for the nodes of this graph; None where it is another one than that which the choice was for, or
+        where shards of the choice stay together in units that these sizes do not have."""
         if [(n.op, n.name) for n in self.graph.nodes] != [(n.op, n.name) for n in graph.nodes]:
             return None
         new = dict(zip(self.graph.nodes, graph.nodes, strict=True))
-        pins, held = self.choice.pins, self.choice.held
-        return Choice({new[n]: pin for n, pin in pins.items()}, {new[n]: spec for n, spec in held.items()})
+        pins = {new[n]: pin for n, pin in self.choice.pins.items()}
+        held = {new[n]: spec for n, spec in self.choice.held.items()}
+        fit = all(_fit(value, spec.placements) for value, spec in held.items()) and all(
+            _fit(value, pin.placements(i, value_shape(value)[0]))
+            for node, pin in pins.items()
+            if pin.moves_first
+            for i, value in enumerate(_tensors_of(node))
+        )
+        return Choice(pins, held) if fit else None
+
+
+def _fit(value: fx.Node, placements: Sequence[Placement]) -> bool:
+    """Whether the shards have whole units of a value."""
+    shape, _ = value_shape(value)
+    return all(is_unit_of(shape[p.dim], p.units) for p in placements if isinstance(p, Shard))
+
+
+def _tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The tensors among the arguments, in schema order. One that occurs twice is listed twice."""
+    found: list[fx.Node] = []
+    in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
+    return found
 
 
 @dataclass(frozen=True)
