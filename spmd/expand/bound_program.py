@@ -24,7 +24,7 @@ from spmd.expand.kept.library import Wanted, entry_or_reason
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.rank_code import Named, RankCode
 from spmd.expand.program import Program
-from spmd.expand.python_state import put
+from spmd.expand.python_state import put_changes
 from spmd.expand.regions import Backend, with_compiled_regions
 from spmd.expand.skipped_steps import made_by_skipped
 from spmd.expand.state import Slot, State, Tensors
@@ -153,7 +153,7 @@ class BoundProgram:
         self._update_state(state, tensors, new, made)
         for name in self.captured.stepped:
             _torch.note_step(state.optimizers[name])
-        put(self.captured.changes)
+        put_changes(self.captured.changes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
         return pytree.tree_unflatten(values, self.captured.tree)
 

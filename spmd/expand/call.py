@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,8 +18,9 @@ from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import guard_key, is_number, modes_guard
 from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
 from spmd.expand.named_values import named_values
-from spmd.expand.objects import opened
+from spmd.expand.objects import opened, write_back
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
@@ -37,10 +38,9 @@ from spmd.tensor.spec import Spec, spec_of_value
 class Call:
     """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
 
-    given: the arguments as they came. named: the same with objects that hold tensors opened. common_key: what a
-    program depends on, but for the tensors of the state and the branches on numbers (`BoundProgram.holds`). reads:
-    where the state and what it depends on were found. was_in_place: whether nothing of the state had to be made or
-    moved.
+    given: the arguments as they came. named: the same with objects that hold tensors opened. leaves: what is in them,
+    and the tensors in attributes of modules. around: the guards of Python values. reads: where the state and what it
+    depends on were found. was_in_place: whether nothing of the state had to be made or moved.
 
     Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
     """
@@ -50,18 +50,21 @@ class Call:
     state: State
     tensors: Tensors
     specs: dict[Slot, Spec]
+    attributes: Attributes
     leaves: dict[str, Any]
     leaf_specs: dict[str, Spec]
     table: PlacesTable
     numbers: dict[str, float]
-    common_key: tuple
+    around: tuple
     reads: Reads
     was_in_place: bool = True
 
     @classmethod
     def of(
-        cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads
-    ) -> Call:
+        cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads,
+        unread: Collection[str] = (),
+    ) -> Call:  # fmt: skip
+        """unread: the tensors in attributes of modules that no program reads so far."""
         named = opened(arguments)
         state = State.of(named, around.found)
         tensors = state.tensors()
@@ -71,10 +74,44 @@ class Call:
         specs = state_specs(state, tensors, table, first)
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
-        tree = str(pytree.tree_structure(named))
         values = named_values(around.methods_and_functions(), around.classes, reads)
-        key = (tree, modes_guard(), deterministic.is_on(), *_common_key(state, leaves, leaf_specs, values, reads))
-        return cls(arguments, named, state, tensors, specs, leaves, leaf_specs, table, numbers, key, reads)
+        attributes = Attributes.of(state)
+        guards = _around(state, attributes, values, reads)
+        call = cls(
+            arguments, named, state, tensors, specs, attributes, leaves, leaf_specs, table, numbers, guards, reads
+        )
+        call.leave_out(unread)
+        return call
+
+    def _take_attribute(self, path: str, x: torch.Tensor) -> None:
+        self.leaves[path] = x
+        self.leaf_specs[path] = input_spec(path, x.detach(), self.table.mesh, None)
+
+    def leave_out(self, unread: Collection[str]) -> None:
+        """Leave out tensors in attributes of modules, by path, that no program reads: of these the shape counts."""
+        for path, x in self.attributes.tensors.items():
+            if path in unread:
+                self.leaves.pop(path, None)
+                self.leaf_specs.pop(path, None)
+            elif path not in self.leaves:
+                self._take_attribute(path, x)
+        vars(self).pop("common_key", None)
+        vars(self).pop("keys", None)
+
+    @cached_property
+    def common_key(self) -> tuple:
+        """What a program depends on, but for the tensors of the state and the branches on numbers
+        (`BoundProgram.holds`)."""
+        tree = str(pytree.tree_structure(self.named))
+        return tree, modes_guard(), deterministic.is_on(), self._arguments(), self.around
+
+    def _arguments(self) -> tuple:
+        tensors = self.attributes.tensors
+        unread = tuple((k, (tuple(x.shape), x.dtype, x.device)) for k, x in tensors.items() if k not in self.leaves)
+        return unread + tuple(
+            (k, (self.leaf_specs[k], v.device) if k in self.leaf_specs else type(v) if is_number(v) else guard_key(v))
+            for k, v in self.leaves.items()
+        )
 
     @property
     def key(self) -> tuple:
@@ -154,6 +191,13 @@ class Call:
         """The plain arguments, with this rank's block in place of each tensor."""
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
+    def write_back(self, changed: dict[str, Any]) -> None:
+        """Give arguments, by name, and attributes of modules, by path, what the step has changed."""
+        for name, new in changed.items():
+            if not is_attribute(name):
+                write_back(self.given[name], new)
+        set_attributes(self.state, {path: tree for path, tree in changed.items() if is_attribute(path)})
+
 
 def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The same block as a tensor of the whole mesh, if it is one of a slice."""
@@ -167,12 +211,6 @@ ANY_GRADIENTS = ((Slot("grad", "any"),),)
 """In the key of a program that reads no gradients of earlier steps, in their place."""
 
 
-def _common_key(
-    state: State, leaves: dict[str, Any], leaf_specs: dict[str, Spec], values: dict[str, Any], reads: Reads
-) -> tuple:
-    arguments = tuple(
-        (k, (leaf_specs[k], v.device) if k in leaf_specs else type(v) if is_number(v) else guard_key(v))
-        for k, v in leaves.items()
-    )
+def _around(state: State, attributes: Attributes, values: dict[str, Any], reads: Reads) -> tuple:
     read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
-    return arguments, tuple((state.constants(reads) | read).items())
+    return tuple((state.constants(reads, attributes.guards()) | read).items())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from spmd.expand.arithmetic import only_arithmetic
 from spmd.expand.asked import asked, environment_differs
 from spmd.expand.assigned import assigned_tensor
 from spmd.expand.attributes import first_set, give_attributes
-from spmd.expand.cleaning import remove_noops, remove_unmade
+from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.dense_views import DENSE_VIEWS
@@ -39,6 +39,12 @@ from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
+from spmd.expand.module_attributes import (
+    Attributes,
+    SetByStep,
+    attributes_set,
+    check_read,
+)
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
@@ -78,15 +84,18 @@ class Captured:
 
     inputs: one `Slot` or `Argument` for each placeholder, and `Draws` last if the function draws random numbers.
     outputs: for each output its `Slot`, or the index of a leaf of the return value. leaves, tree: the flattened return
-    value, with None in place of tensors, and its structure: of the pair of what the function returns and the arguments
-    that it changes, by name. fixed: the number arguments that could not stay symbols, with the values that the graph is
-    right for. changes: what the function changes in the Python state of modules, to be done when the program has run.
-    kept: the numbers in the tensors of the state, which the function may decide by. shared: the names of those that
-    several tensors hold, and of which the graph computes something once (`equal_counts`). assumed: what the graph takes
-    for granted about sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that
-    optimisers make in their first step; they are to be made before the program runs. ignores_gradients: whether the
-    graph is right for any gradients that earlier steps left. stepped: the names of the optimisers that make a step.
+    value, with None in place of tensors, and its structure: of the pair of what the function returns and what it
+    changes, arguments by name and attributes of modules by path. fixed: the number arguments that could not stay
+    symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
+    modules, to be done when the program has run. kept: the numbers in the tensors of the state, which the function may
+    decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
+    (`equal_counts`). assumed: what the graph takes for granted about sizes. sizes: the values of their symbols, once
+    they are known (`at`). first: inputs that optimisers make in their first step; they are to be made before the
+    program runs. ignores_gradients: whether the graph is right for any gradients that earlier steps left. stepped: the
+    names of the optimisers that make a step.
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
+    attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
+    tensors are others than before in number or kind.
     """
 
     graph: fx.Graph
@@ -106,6 +115,8 @@ class Captured:
     stepped: tuple[str, ...] = ()
     is_stamped: bool = False
     environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict, repr=False)
+    grown: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
@@ -202,16 +213,17 @@ def capture(
     are known only when the program runs.
     """
     captured = _capture_first(fn, args, call, state, mesh, apart, first or {}, stamp_blocks)
-    changes = captured.changes
+    last = captured
     with contextlib.ExitStack() as undo:
         for _ in range(MOST_CHANGING_CAPTURES):
-            if not changes:
+            if not last.changes and not last.grown:
                 return captured
-            undo.enter_context(made(changes))
+            undo.enter_context(made(last.changes))
+            undo.enter_context(attributes_set(state, last.attributes))
             constants = state.constants()
-            changes = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks).changes
-            undo.enter_context(made(changes))
-            path, *_ = [*_changed(constants, state.constants()), "a module"]
+            last = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks)
+            undo.enter_context(made(last.changes))
+            path, *_ = [*last.grown, *_changed(constants, state.constants()), "a module"]
     raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
 
 
@@ -291,32 +303,38 @@ def _traced(
     symbols = _torch.Symbols()
     sizes = Sizes(symbols, mesh, is_symbolic=not static)
     slots = in_order(state.tensors() | first)
-    inputs = _inputs(slots, dict(named_leaves(args)), state, fixed, symbols, sizes)
+    attributes = Attributes.of(state)
+    inputs = _inputs(slots, dict(named_leaves(args)), attributes, state, fixed, symbols, sizes)
     kept, known = kept_numbers(slots, apart)
     note = {slot: symbols.noting(number, known[number]) for number, several in kept.items() for slot in several}
     values = list(inputs.values())
     begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
     names = {slot: name for name, several in kept.items() for slot in several}
     flat = _FlatFunction(
-        call, args, state, slots, tuple(inputs), note, names, tuple(first), stamped, blocks, sizes.symbols, more
+        call, args, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
+        sizes.symbols, more,
     )  # fmt: skip
     gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of = flat.outputs, flat.leaves, flat.tree
     made = tuple(i for i in inputs if i in first)
+    sizes.forget(attributes.tensors.keys() - {i.path for i in inputs if isinstance(i, Argument)})
     known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
-    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, environment)
+    rest = environment, flat.set_attributes, flat.grown
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, *rest)
 
 
 def _inputs(
-    slots: Tensors, leaves: dict[str, Any], state: State, fixed: dict[str, float], symbols: _torch.Symbols, sizes: Sizes
+    slots: Tensors, leaves: dict[str, Any], attributes: Attributes, state: State, fixed: dict[str, float],
+    symbols: _torch.Symbols, sizes: Sizes,
 ) -> dict[Slot | Argument, Any]:
     """What stands for the tensors of the state and for the arguments: fake tensors, and symbols for numbers."""
     given = {path: x for path, x in leaves.items() if path not in fixed}
     numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
     inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+    inputs |= {Argument(path): sizes.attribute(path, x) for path, x in attributes.tensors.items()}
     inputs |= {Argument(path): symbols.number(path, x) for path, x in numbers.items()}
     return inputs | {Argument(path): sizes.integer(path, x) for path, x in given.items() if type(x) is int}
 
@@ -353,10 +371,13 @@ def _complete_trace(
 
 def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Draws, ...]:
     """Clean the graph of a complete trace. Returns its inputs."""
-    inputs = remove_unmade(graph, flat.inputs, flat.unmade)
+    inputs = remove_inputs(graph, flat.inputs, flat.unmade)
     restore_torch_ops(graph)
     lift_sizes(graph, flat.sizes)
     remove_noops(graph)
+    attributes = {Argument(path) for path in flat.attributes.tensors}
+    inputs = remove_inputs(graph, inputs, attributes & unread_inputs(graph, inputs))
+    check_read(flat.attributes, [i.path for i in inputs if i in attributes])
     fill_phases(graph)
     return (*inputs, *number_draws(graph))
 
@@ -380,6 +401,7 @@ class _FlatFunction:
     call: Callable
     args: dict[str, Any]
     state: State
+    attributes: Attributes
     slots: Tensors
     inputs: tuple[Slot | Argument, ...]
     note: dict[Slot, Callable[[torch.Tensor], None]]
@@ -393,6 +415,8 @@ class _FlatFunction:
     leaves: tuple = ()
     tree: Any = None
     changes: Contents = field(default_factory=list)
+    set_attributes: dict[str, Any] = field(default_factory=dict)
+    grown: tuple[str, ...] = ()
     phases: Phases = field(default_factory=Phases)
     unmade: frozenset[Slot] = frozenset()
     ignores_gradients: bool = False
@@ -422,6 +446,7 @@ class _FlatFunction:
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
                 paths = {id(p): path for path, p in self.state.parameters().items()}
+                held = self.attributes.put({path: wrapped[Argument(path)] for path in self.attributes.tensors})
                 steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
                 with _torch.no_function_modes():
@@ -437,18 +462,21 @@ class _FlatFunction:
                         result = self.call(passed)
                     self.unmade, self.stepped = frozenset(steps.left), tuple(sorted(steps.stepped))
                     self.ignores_gradients = gradients.ignored(self.state.parameters().values())
+                    written = self._written(given, wrapped)
                     with _torch.no_function_modes():
                         after = self.state.tensors()
+                        new_attributes = SetByStep.between(held, Attributes.of(self.state), written)
                     self._check_slots(after)
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
-                    self._note_changes(constants, python, numbers)
+                    self._note_changes(constants, python, numbers, new_attributes)
                 finally:
                     python.restore()
                 with _torch.no_function_modes():
                     self._check_state(after)
-        now, written = opened(passed), self._written_arguments(given, wrapped)
-        changed = {name: x for name, x in now.items() if name in written or differs(arguments[name], x)}
+        now, names = opened(passed), {path.partition(".")[0] for path in written - self.attributes.tensors.keys()}
+        changed = {name: x for name, x in now.items() if name in names or differs(arguments[name], x)}
+        changed |= new_attributes.trees
         return self._flat_outputs((opened(result), changed), after | skipped.new_state | self.new_numbers)
 
     def _modes(
@@ -497,8 +525,11 @@ class _FlatFunction:
         """The tensors that others stand in for, wherever the Python state of a module or of a hook has them."""
         return {slot: x for slot, x in self.slots.items() if slot.kind in ("parameter", "buffer")}
 
-    def _note_changes(self, constants: dict[str, Hashable], python: PythonState, numbers: dict[str, Any]) -> None:
-        """Note what the step changes in modules. Raise for Python values that it changes elsewhere, or to tensors."""
+    def _note_changes(
+        self, constants: dict[str, Hashable], python: PythonState, numbers: dict[str, Any], new: SetByStep
+    ) -> None:
+        """Note what the step changes in modules. Raise for Python values that it changes elsewhere, or to tensors that
+        no program sets."""
         present = dict(self.state.hyper_parameters())
         for path, symbol in numbers.items():
             if path in present and present[path] is not symbol:
@@ -508,14 +539,26 @@ class _FlatFunction:
                         "steps, or compute it from floats that the step is given"
                     )
                 self.new_numbers[Slot("number", path)] = present[path]
-        changed = _changed(constants, self.state.constants())
+        self.set_attributes, self.grown = new.stand_ins(), new.changed
+        before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
+        changed = _changed(before, now)
         if not changed:
             return
         if elsewhere := [path for path in changed if not self.state.is_of_module(path)]:
             raise RuntimeError(_FROZEN.format(elsewhere[0], "a flag, a count kept as a number"))
-        if assigned := assigned_tensor(self.state.named_submodules(), python):
+        if assigned := assigned_tensor(self.state.named_submodules(), python, new.places):
             raise RuntimeError(assigned)
-        self.changes = python.changes()
+        self.changes = python.changes(new.places)
+
+    def _but_for(self, places: Collection[tuple[int, str]], constants: dict[str, Hashable]) -> dict[str, Hashable]:
+        """The guards without those of some attributes, given by the identity of the module and by name."""
+        found = dict(constants)
+        owners = {owner for owner, _ in places}
+        for path, module in self.state.named_submodules().items() if owners else ():
+            if id(module) in owners:
+                kind, own = constants[path]
+                found[path] = kind, tuple((name, key) for name, key in own if (id(module), name) not in places)
+        return found
 
     def _check_slots(self, after: Tensors) -> None:
         """Raise if the step adds or removes tensors of a module."""
@@ -535,17 +578,16 @@ class _FlatFunction:
                     f"{new.dtype}; state keeps its shape and dtype. Let the step return what grows."
                 )
 
-    def _written_arguments(self, given: dict, wrapped: dict) -> set[str]:
-        """The arguments that the step writes into. Raise for tensors by themselves: the caller's would not change.
+    def _written(self, given: dict, wrapped: dict) -> frozenset[str]:
+        """The paths of the tensors in arguments and in attributes of modules that the step writes into.
 
-        An object or container of the caller's gets the new tensor, as where it is assigned.
+        Raises for an argument that is a tensor itself: the caller's would not change. An object or container of the
+        caller's gets the new tensor, as where it is assigned.
         """
-        found = set()
-        for i, x in wrapped.items():
-            if isinstance(i, Argument) and isinstance(x, torch.Tensor) and _torch.from_functional(x) is not given[i]:
-                found.add(i.path.partition(".")[0])
-                if i.path in self.args:
-                    raise RuntimeError(f"the step writes into its argument {i}; let it return the new value instead")
+        tensors = {i: x for i, x in wrapped.items() if isinstance(i, Argument) and isinstance(x, torch.Tensor)}
+        found = frozenset(i.path for i, x in tensors.items() if _torch.from_functional(x) is not given[i])
+        for path in found & self.args.keys():
+            raise RuntimeError(f"the step writes into its argument {path}; let it return the new value instead")
         return found
 
     def _flat_outputs(self, result: Any, after: Tensors) -> list:

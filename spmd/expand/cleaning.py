@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import fx
 
@@ -9,7 +11,6 @@ from spmd import _torch
 from spmd.expand.nodes import read_instead
 from spmd.expand.origins import GRADIENT_OF, SITES, moved_to
 from spmd.expand.phases import NEW_VALUE
-from spmd.expand.state import Slot
 
 aten = torch.ops.aten
 
@@ -34,10 +35,18 @@ def remove_noops(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def remove_unmade(graph: fx.Graph, inputs: tuple, unmade: frozenset[Slot]) -> tuple:
-    """Remove the inputs for state that no optimiser has made."""
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    for n, i in zip(placeholders, inputs, strict=True):
-        if i in unmade:
+def remove_inputs(graph: fx.Graph, inputs: tuple, unread: Collection[object]) -> tuple:
+    """Remove these of the inputs of a graph, which nothing reads. Returns the others."""
+    for n, i in zip(_placeholders(graph), inputs, strict=True):
+        if i in unread:
             graph.erase_node(n)
-    return tuple(i for i in inputs if i not in unmade)
+    return tuple(i for i in inputs if i not in unread)
+
+
+def unread_inputs(graph: fx.Graph, inputs: tuple) -> frozenset:
+    """Those of the inputs of a graph that nothing reads."""
+    return frozenset(i for n, i in zip(_placeholders(graph), inputs, strict=True) if not n.users)
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "placeholder"]

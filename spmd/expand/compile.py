@@ -25,7 +25,7 @@ from spmd.expand.again.repeat import Ready, Repeat, repeat_of
 from spmd.expand.agreed import Made, agreed
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.call import Call
-from spmd.expand.capture import Captured, capture
+from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
 from spmd.expand.given_specs import check_arguments, places_of
@@ -36,7 +36,7 @@ from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.rank_code import place_of_code
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.local_map import tracing_lock
-from spmd.expand.objects import closed, write_back
+from spmd.expand.objects import closed
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.passes import Pass
 from spmd.expand.places.table import Sharding
@@ -164,6 +164,7 @@ class CompiledStep:
         self._capture_plainly(not stamp_blocks)
         self._writer = Writer(fn, mesh, settings)
         self._repeats: list[Repeat] = []
+        self._unread: frozenset[str] = frozenset()
         self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -240,8 +241,7 @@ class CompiledStep:
         if self._check_every and calls % self._check_every == 0:
             check_equal(self._call_title, self.mesh, call.leaves, call.tensors)
         result, changed = bound.run(call.state, call.tensors, call.placed_leaves(), call.numbers, made)
-        for name, new in changed.items():
-            write_back(call.given[name], new)
+        call.write_back(changed)
         if is_known and not self._check_every:
             self._expect_again(bound, call, args, kwargs)
         return closed(result)
@@ -325,6 +325,7 @@ class CompiledStep:
         wanted = self._wanted(call)
         found = None if plainly else self._library.find(wanted)
         captured, source = self._capture_and_expand(call) if found is None else (found.captured, found)
+        self._leave_out_unread(call, captured)
         may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
         return Made(wanted, captured, source, may_differ)
 
@@ -357,16 +358,24 @@ class CompiledStep:
             with tracing_lock, only_optimizers(call.state.optimizers, name), around:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)
                 how = self.mesh, call.first, self._stamp_blocks, self._captures.apart
-                return capture(self.fn, call.named, run, call.state, *how)
+                captured = capture(self.fn, call.named, run, call.state, *how)
+            self._leave_out_unread(call, captured)
+            return captured
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
+
+    def _leave_out_unread(self, call: Call, captured: Captured) -> None:
+        """Of tensors in attributes of modules that a program does not read, the shapes alone count from now on."""
+        read = {i.path for i in captured.inputs if isinstance(i, Argument)}
+        self._unread = (self._unread | call.attributes.tensors.keys()) - read
+        call.leave_out(self._unread)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> Call:
         named = self._by_name(args, kwargs)
         given = pytree.tree_leaves(named)
         reads = Reads()
         search = find_closed_over(self.fn, given, reads)
-        return Call.of(named, search, self._table, self.settings.inputs, first, reads)
+        return Call.of(named, search, self._table, self.settings.inputs, first, reads, self._unread)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments

@@ -34,6 +34,8 @@ def expansion_of(
         if slot in results.asked:
             return results.spec(slot, spec, mesh)
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
+        if (before := call.leaf_specs.get(results.attributes.get(slot))) is not None and before.shape == spec.shape:
+            home = before  # the next call has it as an input
         if home is None and isinstance(slot, Slot):
             home = own_place(slot, spec.shape, places)
         return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -84,24 +84,35 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or type(value) is int
 
 
+NOTHING: Mapping[str, Hashable] = types.MappingProxyType({})
+
 GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 """Where a module keeps its tensors and submodules. These have guards of their own."""
 
 
-def module_guard(module: nn.Module, reads: Reads | None = None) -> tuple:
-    """The guard of a module's own attributes, its training flag and its hooks included."""
+def module_guard(
+    module: nn.Module, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING
+) -> tuple:  # fmt: skip
+    """The guard of a module's own attributes, its training flag and its hooks included.
+
+    of_tensors: the guards of the attributes that hold tensors; without one, tensors are compared by identity.
+    """
     own = vars(module)
     if reads is not None:
         reads.object(module)
         for k, v in own.items():
             if isinstance(v, dict) and (k in GUARDED_APART or not v or "_hooks" in k):
                 reads.box(v)
+        for k in of_tensors:
+            guard_key(own[k], reads=reads)
     places: dict[int, int] = {}
     return type(module), tuple(
-        (k, v) if type(v) is bool else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
+        (k, v) if type(v) is bool
+        else (k, of_tensors[k]) if k in of_tensors
+        else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
         for k, v in own.items()
         if v is not None and not (isinstance(v, dict) and not v) and k not in GUARDED_APART  # most are empty
-    )
+    )  # fmt: skip
 
 
 def _in_order(hooks: Any, places: dict[int, int]) -> Any:

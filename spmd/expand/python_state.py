@@ -17,7 +17,7 @@ import contextlib
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ class PythonState:
     """
 
     def __init__(self, modules: Iterable[nn.Module], around: Iterable[Any] = ()):
+        modules = list(modules)
         own = [vars(module) for module in modules]
+        self._own = {id(module): id(vars(module)) for module in modules}
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
         self.before: Contents = [(box, copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
@@ -58,23 +60,37 @@ class PythonState:
                 items = [tuple(_replaced(x, new) for x in pair) for pair in _pairs(box)]
                 put([(box, dict(items) if isinstance(box, dict) else [value for _, value in items])])
 
-    def changes(self) -> Contents:
-        """The containers whose contents differ now, with their present contents.
+    def changes(self, but: Collection[tuple[int, str]] = ()) -> Contents:
+        """The containers whose contents differ now, with their present contents, for `put_changes`.
 
         They are right for one call alone, and so sizes and floats in them are plain numbers, also where the step has
-        noted symbols.
+        noted symbols. but: the attributes, by the identity of a module and by name, that are left as they are then.
         """
-        seen = set(self._apart)
+        left: dict[int, set[str]] = {}
+        for owner, name in but:
+            left.setdefault(self._own[owner], set()).add(name)
+        inside = set(self._apart)
+        for box, old in self.before:
+            for each in (contents.get(name) for name in left.get(id(box), ()) for contents in (box, old)):
+                deque(boxes(each, inside, MAX_DEPTH), 0)
+        seen = set(inside)
         for known, _ in self.before:
             for _, box in boxes(known, seen, MAX_DEPTH):
                 if any(_without_symbols(x) is not x for x in _keys_and_values(box)):
                     items = [(_without_symbols(k), _without_symbols(x)) for k, x in _pairs(box)]
                     put([(box, dict(items) if isinstance(box, dict) else [x for _, x in items])])
-        return [(box, copied(box)) for box, old in self.before if differs(box, old)]
+        there = [(box, old, left.get(id(box), set())) for box, old in self.before if id(box) not in inside]
+        return [
+            (box, _but_for(copied(box), old, names) if names else copied(box)) for box, old, names in there
+            if differs(_without(box, names), _without(old, names))
+        ]  # fmt: skip
 
-    def attribute_with_new_tensor(self, module: nn.Module) -> str:
-        """The first attribute of a module that reaches a tensor that none reached before; empty if none does."""
-        own = ((name, x) for name, x in vars(module).items() if name not in GUARDED_APART)
+    def attribute_with_new_tensor(self, module: nn.Module, but: Collection[tuple[int, str]] = ()) -> str:
+        """The first attribute of a module that reaches a tensor that none reached before; empty if none does.
+
+        but: attributes that are not looked at, as in `changes`.
+        """
+        own = ((k, x) for k, x in vars(module).items() if k not in GUARDED_APART and (id(module), k) not in but)
         return next((name for name, x in own if self._has_new_tensor(x)), "")
 
     def _has_new_tensor(self, value: Any) -> bool:
@@ -94,11 +110,30 @@ def put(contents: Contents) -> None:
         (box.extend if isinstance(box, list | deque) else box.update)(new)
 
 
+LEFT = object()
+"""In the place of what stays as it is."""
+
+
+def put_changes(changes: Contents) -> None:
+    """Give the containers these contents, but for what is left as it is."""
+    put([(box, {k: box.get(k) if x is LEFT else x for k, x in new.items()} if isinstance(new, dict) else new)
+         for box, new in changes])  # fmt: skip
+
+
+def _without(box: Any, names: Collection[str]) -> Any:
+    return {k: x for k, x in box.items() if k not in names} if names else box
+
+
+def _but_for(new: dict, old: dict, names: Collection[str]) -> dict:
+    """The contents of a dict without these names, or with LEFT in their place if they were there."""
+    return {k: LEFT if k in names else x for k, x in new.items() if k not in names or k in old}
+
+
 @contextlib.contextmanager
 def made(changes: Contents) -> Iterator[None]:
     """Inside, the changes are made."""
     before = [(box, copied(box)) for box, _ in changes]
-    put(changes)
+    put_changes(changes)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from spmd._torch import pytree
 from spmd.expand.capture import Captured
+from spmd.expand.module_attributes import is_attribute, leaves_of
 from spmd.expand.state import named_leaves
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Placed, placed_spec, placements_for, require_matches
@@ -16,11 +17,16 @@ from spmd.tensor.spec import Spec
 
 
 class Results:
-    """The results of one capture, by number, with the placements that were asked for."""
+    """The results of one capture, by number, with the placements that were asked for.
+
+    attributes: the paths of those that are set as attributes of modules, by number.
+    """
 
     def __init__(self, captured: Captured, outputs: Placed) -> None:
         tree = captured.tree
-        result, *_ = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+        result, changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+        kept = {path: each for path, each in changed.items() if is_attribute(path)}
+        self.attributes = {number: inner for path, each in kept.items() for inner, number in leaves_of(path, each)}
         paths = {number: path for path, number in named_leaves({"result": result})}
         self.paths = {number: path for number, path in paths.items() if number in captured.outputs}
         require_matches(outputs, list(self.paths.values()), "outputs")

@@ -14,7 +14,7 @@ tied tensor has several names and one slot:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.attributes import note_attributes
-from spmd.expand.guards import guard_key, module_guard
+from spmd.expand.guards import NOTHING, guard_key, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
 from spmd.expand.modules import modules_of, named_buffers, named_parameters, named_within
 from spmd.expand.objects import NAMED, PLAIN
@@ -144,16 +144,20 @@ class State:
         """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
         return {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
 
-    def constants(self, reads: Reads | None = None) -> dict[str, Hashable]:
+    def constants(
+        self, reads: Reads | None = None, of_tensors: Mapping[int, Mapping[str, Hashable]] | None = None
+    ) -> dict[str, Hashable]:
         """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
         Also of hooks on parameters and of attributes of tensors. A trace reads these values, and the program is right
-        for no others. reads: where to note what else than tensors and floats the state was found in.
+        for no others. reads: where to note what else than tensors and floats the state was found in. of_tensors: by
+        module and name, the guards of attributes that hold tensors (`module_guard`).
         """
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
-        found |= {path: module_guard(m, reads) for path, m in self.named_submodules().items()}
+        of = of_tensors or {}
+        found |= {path: module_guard(m, reads, of.get(id(m), NOTHING)) for path, m in self.named_submodules().items()}
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path
@@ -225,10 +229,9 @@ class State:
         by_id = {id(p): new[Slot("parameter", path)] for path, p in self.parameters().items()}
         path_of = {id(p): path for path, p in self.parameters().items()}
         by_id |= {id(b): new[Slot("buffer", path)] for path, b in self.buffers().items()}
-        for module in self.modules.values():
-            for m in modules_of(module):
-                for places in (m._parameters, m._buffers):
-                    places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
+        for m in self.submodules():
+            for places in (m._parameters, m._buffers):
+                places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
         for root, optimizer in self.optimizers.items():
             _install_optimizer_state(root, optimizer, by_id, path_of, new)
         for path in path_of.values():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from spmd import _torch
-from spmd.expand.again.given import Given
+from spmd.expand.again.given import Given, likeness
 from spmd.expand.again.results import Made, builder, picker
 from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram
@@ -71,12 +71,17 @@ class Repeat:
         _added: the gradients that the program reads, by the place of their parameter.
         """
         captured, known = self.bound.captured, list(self._kept.slots)
-        self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items()]
+        self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items() if path in paths]
+        # Where they are is among the reads. They are cut at each call, as arguments are: somebody may write into them.
+        of_modules = {path: x for path, x in call.attributes.tensors.items() if path in call.leaf_specs}
+        self._attributes = [(x, call.leaf_specs[path]) for path, x in of_modules.items()]
+        self._attributes_alike = [likeness(x) for x in of_modules.values()]
         self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
         gradients = [Slot("grad", path) for path in self._kept.parameters]
         self._added = [i for i, slot in enumerate(gradients) if slot in self.bound.read]
         sources: list[Any] = [*known, *(gradients[i] for i in self._added)]
-        sources += [Argument(path) for path in call.leaf_specs]
+        sources += [Argument(path) for path in call.leaf_specs if path in paths]
+        sources += [Argument(path) for path in of_modules]
         sources += [Argument(path) for path in self.paths] + self._draws
         at = {source: i for i, source in enumerate(sources)}
         places = [len(sources) if i in self.bound.dropped else at[i] for i in captured.inputs]
@@ -105,6 +110,8 @@ class Repeat:
         """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed."""
         leaves = self._given.leaves(args, kwargs)
         if leaves is None or surroundings() != self._surroundings or not self._read.holds():
+            return None
+        if not all([alike(x) for alike, (x, _) in zip(self._attributes_alike, self._attributes, strict=True)]):
             return None
         gradients = self._kept.gradients()
         if gradients is None or not self._kept.are_as_before():
@@ -152,6 +159,7 @@ class Repeat:
         values = [*blocks, *(ready.gradients[i]._current_block for i in self._added)]
         del ready.gradients[:]
         values += [block_of(ready.leaves[i], spec) for i, spec in self._blocks]
+        values += [block_of(x, spec) for x, spec in self._attributes]
         values += ready.numbers
         values += [stream.reserve_draws(self.bound.mesh, each.count) for each in self._draws]
         values.append(None)
@@ -180,6 +188,8 @@ def repeat_of(
     """
     given, build = Given(args, kwargs), builder(bound.captured.tree)
     if not given.can_repeat or build is None or bound.captured.changes or not _is_found_plainly(call.state):
+        return None
+    if None in map(likeness, call.attributes.tensors.values()):
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
         return None

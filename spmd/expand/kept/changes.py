@@ -17,7 +17,7 @@ from torch import nn
 from spmd.expand.guards import GUARDED_APART, MAX_DEPTH
 from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.modules import named_within
-from spmd.expand.python_state import Container, Contents, boxes
+from spmd.expand.python_state import LEFT, Container, Contents, boxes
 
 Changes = list[tuple[str, tuple, Any, tuple | None]]
 """For each container: the module and the keys that lead to it; what it gets, and of a dict the keys that go."""
@@ -46,7 +46,7 @@ def _places(modules: Mapping[str, nn.Module]) -> Iterator[tuple[tuple[str, tuple
 def _difference(box: Container, new: Any) -> tuple[Any, tuple | None]:
     if not isinstance(box, dict):
         return type(box)(new), None
-    changed = {key: x for key, x in new.items() if key not in box or box[key] is not x}
+    changed = {key: x for key, x in new.items() if x is not LEFT and (key not in box or box[key] is not x)}
     gone = tuple(key for key in box if key not in new)
     if list(_changed(box, changed, gone)) != list(new):
         raise CannotKeep("the step brings entries of a dict of a module into another order")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -53,9 +53,19 @@ class Sizes:
         with _torch.no_function_modes(), _torch.no_modes():
             return self._empty(t, shape, stride)
 
+    def attribute(self, path: str, t: torch.Tensor) -> torch.Tensor:
+        """A fake global tensor for one in an attribute of a module, whose sizes are no symbols."""
+        self.static[path] = tuple(t.shape)
+        return self.states([t])[0]
+
     def integer(self, path: str, n: int) -> torch.SymInt:
         """A symbol for an int among the arguments."""
         return self._symbol(path, None, n)
+
+    def forget(self, paths: Collection[str]) -> None:
+        """Forget tensors that the graph does not read."""
+        for path in paths:
+            self.static.pop(path, None)
 
     def assumed(self, why_static: str) -> Assumed:
         """What the trace has taken for granted. To be asked when it is complete."""

@@ -1,0 +1,248 @@
+"""Tensors that modules keep as plain attributes: a step reads them as it does arguments, and sets them as results.
+
+    self.mask = torch.ones(8, 8).tril()         in __init__, and no buffer: an input of the program
+    module.weight = module.weight_orig * mask   in a hook, as torch.nn.utils.prune does: a result
+    self.mean = 0.9 * self.mean + y.mean(0)     both, and both lie alike
+
+Such an attribute may be a tensor, or a list, dict, tuple or object of tensors and plain values. It has the path of the
+module and its own name, as a buffer has. What a step sets and does not read first is no input: it may be whatever it is
+before the call, and plays a role by its shape alone. What is neither read nor set stays as it is.
+
+Left out, and errors: what holds parameters or modules beside tensors, and what a step sets to something without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from spmd import _torch
+from spmd._torch import pytree
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.objects import NAMED, PLAIN, closed, opened, write_back
+from spmd.expand.state import State, named_leaves
+
+OF_ALL_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that torch gives each module."""
+
+NEVER = (*COMPARED_BY_VALUE, *NAMED, nn.Module)
+"""What holds no tensors."""
+
+
+class Attribute(NamedTuple):
+    """An attribute of a module that holds tensors."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return vars(self.module)[self.name]
+
+    @property
+    def place(self) -> tuple[int, str]:
+        return id(self.module), self.name
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """The attributes of modules that hold tensors, by path. trees: what they hold, opened. tensors: each tensor once,
+    under its first path. shared: the paths of those that several attributes hold."""
+
+    by_path: dict[str, Attribute]
+    trees: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    shared: frozenset[str]
+
+    @classmethod
+    def of(cls, state: State) -> Attributes:
+        """Those of the modules of a state, as they are now."""
+        own = {id(x) for x in (*state.parameters().values(), *state.buffers().values())}
+        known: dict[int, Any] = {}
+        found: dict[str, Attribute] = {}
+        trees: dict[str, Any] = {}
+        for path, module in _each_once(state.named_submodules()):
+            for name, value in vars(module).items():
+                if name in OF_ALL_MODULES or isinstance(value, NEVER):
+                    continue
+                if id(value) not in known:
+                    known[id(value)] = _with_tensors(value, own)
+                if (tree := known[id(value)]) is not None:
+                    each = Attribute(f"{path}.{name}", module, name)
+                    found[each.path], trees[each.path] = each, tree
+        first: dict[int, str] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        shared: set[str] = set()
+        for path in found:
+            for leaf_path, x in _tensors_of(path, trees[path]):
+                if id(x) in first:
+                    shared.add(first[id(x)])
+                else:
+                    first[id(x)], tensors[leaf_path] = leaf_path, x
+        return cls(found, trees, tensors, frozenset(shared))
+
+    @property
+    def places(self) -> frozenset[tuple[int, str]]:
+        """The modules, by identity, and the names of the attributes."""
+        return frozenset(each.place for each in self.by_path.values())
+
+    def guards(self) -> dict[int, dict[str, Hashable]]:
+        """By module and name, what a program depends on besides the tensors: which they are, and the rest."""
+        first = {id(x): path for path, x in self.tensors.items()}
+        found: dict[int, dict[str, Hashable]] = {}
+        for path, each in self.by_path.items():
+            found.setdefault(id(each.module), {})[each.name] = guard_of(self.trees[path], lambda x: first[id(x)])
+        return found
+
+    def put(self, new: Mapping[str, torch.Tensor]) -> Attributes:
+        """Put other tensors in the place of those of these paths, in copies of what holds them. Returns the new
+        attributes."""
+        by_id = {id(x): new[path] for path, x in self.tensors.items()}
+        copies: dict[int, Any] = {}
+        for path, each in self.by_path.items():
+            if id(each.value) not in copies:
+                copies[id(each.value)] = closed(pytree.tree_map(lambda x: by_id.get(id(x), x), self.trees[path]))
+        for each in self.by_path.values():
+            vars(each.module)[each.name] = copies[id(each.value)]
+        trees = {path: opened(each.value) for path, each in self.by_path.items()}
+        return Attributes(self.by_path, trees, {path: new[path] for path in self.tensors}, self.shared)
+
+
+def leaves_of(path: str, tree: Any) -> list[tuple[str, Any]]:
+    """What is in an attribute, by path."""
+    return [(f"{path}.{inner}".rstrip("."), x) for inner, x in named_leaves(tree)]
+
+
+def _tensors_of(path: str, tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((inner, x) for inner, x in leaves_of(path, tree) if isinstance(x, torch.Tensor))
+
+
+def guard_of(tree: Any, of_tensor: Callable[[torch.Tensor], Hashable] = lambda x: None) -> Hashable:
+    """The guard of an attribute: its structure, its plain values, and what stands for its tensors."""
+    leaves, structure = pytree.tree_flatten(tree)
+    inside = (of_tensor(x) if isinstance(x, torch.Tensor) else guard_key(_torch.number_now(x)) for x in leaves)
+    return "tensors", str(structure), tuple(inside)
+
+
+def _each_once(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for path, module in modules.items():
+        found.setdefault(id(module), (path, module))
+    return list(found.values())
+
+
+def _with_tensors(value: Any, own: set[int]) -> Any:
+    """What an attribute holds, opened, if that is tensors and plain values; None for anything else.
+
+    own: the parameters and buffers, by identity, which have places of their own.
+    """
+    tree = opened(value)
+    leaves = pytree.tree_leaves(tree)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    plain = all(isinstance(x, (*PLAIN, *NAMED)) or _torch.is_symbol(x) for x in leaves)
+    if not tensors or not plain or any(id(x) in own or isinstance(x, nn.Parameter) for x in tensors):
+        return None
+    return tree
+
+
+# ---- what a step sets -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SetByStep:
+    """What a step has set. trees: the attributes that hold other tensors now, opened, by path. changed: those where
+    more than the tensors is new. places: where tensors were before or are now."""
+
+    trees: dict[str, Any]
+    changed: tuple[str, ...]
+    places: frozenset[tuple[int, str]]
+
+    @classmethod
+    def between(cls, before: Attributes, after: Attributes, written: frozenset[str]) -> SetByStep:
+        """What differs between the attributes before a step and after it. written: the tensors, by path, that it wrote
+        into. Raises RuntimeError for what cannot be a result."""
+        for path in before.by_path.keys() - after.by_path.keys():
+            raise RuntimeError(
+                f"the step takes the tensors out of {path}; let it set others in their place, such as zeros, or do it "
+                "between steps"
+            )
+        for path in sorted(written & before.shared):
+            raise RuntimeError(
+                f"the step writes into {path}, which several attributes hold; keep it once with register_buffer"
+            )
+        trees, changed = {}, []
+        for path, tree in after.trees.items():
+            old = before.trees.get(path)
+            if path not in before.by_path or guard_of(tree) != guard_of(old):
+                changed.append(path)
+            elif _same_tensors(old, tree) and not _has_written(path, tree, written):
+                continue
+            trees[path] = tree
+        alone = {path for path in changed if path not in before.by_path and isinstance(trees[path], torch.Tensor)}
+        return cls(trees, tuple(x for x in changed if x not in alone), before.places | after.places)
+
+    def stand_ins(self) -> dict[str, Any]:
+        """The same trees with tensors without values of their own."""
+        return {path: pytree.tree_map(_stand_in, tree) for path, tree in self.trees.items()}
+
+
+def _stand_in(x: Any) -> Any:
+    if not isinstance(x, torch.Tensor):
+        return _torch.number_now(x)
+    shape = [_torch.number_now(n) for n in x.shape]
+    with _torch.no_modes():
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+
+
+def _has_written(path: str, tree: Any, written: frozenset[str]) -> bool:
+    return any(inner in written for inner, _ in _tensors_of(path, tree))
+
+
+def _same_tensors(old: Any, new: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True)
+    return all(x is y for x, y in pairs if isinstance(x, torch.Tensor))
+
+
+def check_read(attributes: Attributes, paths: Iterable[str]) -> None:
+    """Refuse to read these tensors where they want gradients, which a program would not give them."""
+    for path in paths:
+        if attributes.tensors[path].requires_grad:
+            raise RuntimeError(
+                f"the step reads {path}, which requires a gradient and is no parameter of a module or of an optimiser, "
+                "so that its program would give it none; make it an nn.Parameter, or keep it detached"
+            )
+
+
+def is_attribute(name: str) -> bool:
+    """Whether something that a step changes is an attribute of a module, by its path, and no argument, by its name."""
+    return "." in name
+
+
+def set_attributes(state: State, new: Mapping[str, Any]) -> None:
+    """Give the attributes of these paths, opened, to the modules. Containers that they are in stay the same ones."""
+    modules = state.named_submodules() if new else {}
+    for path, tree in new.items():
+        of, _, name = path.rpartition(".")
+        own = vars(modules[of])
+        own[name] = write_back(own.get(name), tree)
+
+
+@contextlib.contextmanager
+def attributes_set(state: State, new: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, modules have these attributes."""
+    modules = {path: state.named_submodules()[path.rpartition(".")[0]] for path in new}
+    before = [(vars(module), dict(vars(module))) for module in modules.values()]
+    for path, tree in new.items():
+        vars(modules[path])[path.rpartition(".")[2]] = closed(tree)
+    try:
+        yield
+    finally:
+        for own, old in reversed(before):
+            own.clear()
+            own.update(old)

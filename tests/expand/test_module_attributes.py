@@ -1,0 +1,271 @@
+"""Tensors in plain attributes of modules: read as arguments are, set as results are, kept over calls as buffers are."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import spmd
+from spmd import LocalTensorMode, Shard
+from spmd.expand import capture as tracing
+from spmd.expand.objects import opened
+from tests.expand.side_by_side import rows, seeded
+from tests.tensor.single import every_rank
+
+BATCHES = [(x.double(), y) for x, y in rows(6, 4)]
+INPUTS = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
+
+
+def train_step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Net(nn.Module):
+    """With one attribute or several that are no buffers. read, write: what becomes of them in a forward."""
+
+    def __init__(self, before=None, forward=None):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
+        vars(self).update(before or {})
+        self.between = forward
+
+    def forward(self, x):
+        return self.down(F.gelu(self.between(self, self.up(x))))
+
+
+def with_hook(change):
+    def build():
+        model = Net(forward=lambda self, h: h)
+        change(model.up), change(model.down)
+        return model
+
+    return build
+
+
+def of(before, forward):
+    return lambda: Net({name: copy.deepcopy(x) for name, x in before.items()}, forward)
+
+
+# ---- what modules do with tensors -------------------------------------------------------------
+
+
+def reads_a_mask(self, h):
+    return h * self.mask
+
+
+def adds_up(self, h):
+    """Two means that are carried over calls, one of them written in place."""
+    self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+    self.count += 1
+    return h - self.mean / self.count
+
+
+def keeps_what_it_saw(self, h):
+    self.seen = h.detach() * 2
+    return h
+
+
+def keeps_it_in_several_ways(self, h):
+    self.parts["h"], self.pair = h.detach(), (h.detach().sum(0), 3)
+    return h
+
+
+def begins_with_none(self, h):
+    """As a recurrent layer that keeps its state."""
+    if self.state is None:
+        self.state = torch.zeros_like(h)
+    self.state = (0.5 * self.state + h).detach()
+    return h + self.state
+
+
+def of_a_pair(self, h):
+    a, b = self.hidden
+    self.hidden = (a + h.detach().mean(0), torch.maximum(b, h.detach().amax(0)))
+    return h + a * b
+
+
+def cached_by_size(self, h):
+    if h.shape[1] not in self.cache:
+        self.cache[h.shape[1]] = torch.arange(h.shape[1], dtype=h.dtype) / 7
+    return h * self.cache[h.shape[1]]
+
+
+class Statistics:
+    """An object of the user's."""
+
+    def __init__(self):
+        self.total, self.name = torch.zeros(6, dtype=torch.float64), "total"
+
+
+def in_an_object(self, h):
+    self.statistics.total = self.statistics.total + h.detach().sum(0)
+    return h + self.statistics.total
+
+
+def sets_a_flag_too(self, h):
+    """As lazy initialisation does."""
+    if not self.ready:
+        self.ready, self.scale = True, h.detach().abs().mean(0)
+    return h / self.scale
+
+
+def forgets_at_once(self, h):
+    self.saved = h * 2
+    h = self.saved + 1
+    self.saved = None
+    return h
+
+
+def writes_a_row(self, h):
+    """As a queue of keys."""
+    self.queue[1] = h.detach().mean(0)
+    return h @ self.queue.t() @ self.queue
+
+
+def doubled(module, args):
+    module.twice = module.weight * 2
+
+
+def hooked(layer):
+    """A hook of the user's that computes a tensor, and a forward that reads it."""
+    layer.register_forward_pre_hook(doubled)
+    layer.forward = lambda x: F.linear(x, layer.twice, layer.bias)
+
+
+def pruned_twice(layer):
+    prune.l1_unstructured(layer, "weight", 0.3)
+    prune.random_unstructured(layer, "weight", 0.3)
+    prune.random_unstructured(layer, "bias", 1)
+
+
+W = torch.arange(6.0, dtype=torch.float64)
+KEPT = {
+    "a mask": (of({"mask": W > 2}, reads_a_mask), 1),
+    "prune": (with_hook(pruned_twice), 1),
+    "weight_norm": (with_hook(nn.utils.weight_norm), 1),
+    "spectral_norm": (with_hook(nn.utils.spectral_norm), 1),
+    "a hook": (with_hook(hooked), 2),
+    "means": (of({"mean": W / 9, "count": torch.ones(())}, adds_up), 1),
+    "what it saw": (of({"seen": torch.zeros(2)}, keeps_what_it_saw), 2),
+    "what it saw, new": (of({}, keeps_what_it_saw), 2),
+    "in several ways": (of({"parts": {}, "pair": None}, keeps_it_in_several_ways), 3),
+    "none before": (of({"state": None}, begins_with_none), 2),
+    "a pair": (of({"hidden": (W, W / 3)}, of_a_pair), 1),
+    "by size": (of({"cache": {}}, cached_by_size), 3),
+    "in an object": (of({"statistics": Statistics()}, in_an_object), 1),
+    "with a flag": (of({"ready": False}, sets_a_flag_too), 3),
+    "forgotten at once": (of({"saved": None}, forgets_at_once), 1),
+    "a row": (of({"queue": torch.ones(2, 6, dtype=torch.float64)}, writes_a_row), 1),
+}
+"""Each with the captures that it costs: a second one where Python finds another attribute in the second call, and one
+that says whether what a container holds would grow with each call."""
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("build, captures", KEPT.values(), ids=KEPT.keys())
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_what_modules_keep_is_what_one_device_keeps(build, captures, shape):
+    """Losses, parameters and attributes; on one device an attribute may have a history, which ends with a step here."""
+    alone, ours = seeded(build), seeded(build)
+    of_alone, of_ours = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (alone, ours))
+    losses = [train_step(alone, of_alone, x, y) for x, y in BATCHES]
+    with LocalTensorMode(4), mock.patch.object(tracing, "_traced", wraps=tracing._traced) as traced:
+        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        params = {"up.weight*": {"tp": Shard(0)}} if shape[1] > 1 else {}
+        step = spmd.compile(train_step, mesh, params=params, inputs=INPUTS, fully_shard="dp")
+        for (x, y), want in zip(BATCHES, losses, strict=True):
+            torch.testing.assert_close(every_rank(step(ours, of_ours, x, y))[0], want)
+        want, mine = held(alone), held(ours)
+        assert want.keys() == mine.keys()
+        for name, x in want.items():
+            torch.testing.assert_close(every_rank(mine[name])[0], x, msg=lambda text, name=name: f"{name}: {text}")
+    assert traced.call_count <= captures  # steps of one function on several meshes share theirs
+
+
+def held(model):
+    """All tensors of a model, by name."""
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    for path, module in model.named_modules():
+        for name, x in vars(module).items():
+            tree = opened(x) if not name.startswith("_") else ()
+            leaves = spmd._torch.pytree.tree_flatten_with_path(tree)[0]
+            found |= {f"{path}.{name}{at}": leaf for at, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {name: x.detach() for name, x in found.items()}
+
+
+# ---- what is refused --------------------------------------------------------------------------
+
+
+def takes_it_out(self, h):
+    h, self.mask = h * self.mask, None
+    return h
+
+
+def writes_into_one_of_two(self, h):
+    self.mask.add_(1)
+    return h * self.again
+
+
+WANTS = torch.ones(6, dtype=torch.float64, requires_grad=True)
+BOTH = torch.ones(6, dtype=torch.float64)
+REFUSED = {
+    "taken out": ({"mask": BOTH}, takes_it_out, r"takes the tensors out of model\.mask; let it set others"),
+    "wants a gradient": ({"mask": WANTS}, reads_a_mask, r"reads model\.mask, which requires .* make it an nn\.Param"),
+    "shared": ({"mask": BOTH, "again": BOTH}, writes_into_one_of_two, r"model\.mask, .* once with register_buffer"),
+}
+
+
+@pytest.mark.parametrize("before, forward, why", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_says_what_to_write(before, forward, why):
+    """And the module is as it was."""
+    model = seeded(lambda: Net(before, forward))
+    with pytest.raises(RuntimeError, match=why):
+        spmd.compile(lambda model, x: model(x), LINE)(model, BATCHES[0][0])
+    assert all(vars(model)[name] is x for name, x in before.items())
+    assert torch.equal(model.mask, BOTH) and type(model.up.weight) is nn.Parameter
+
+
+# ---- between calls ----------------------------------------------------------------------------
+
+LINE = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+
+
+def test_what_a_user_sets_between_calls_is_read():
+    """Other values in the tensor, and another tensor, without another program."""
+    model = seeded(of({"mask": W > 2}, reads_a_mask))
+    alone, step, x = copy.deepcopy(model), spmd.compile(lambda model, x: model(x), LINE), BATCHES[0][0]
+    for change in (lambda m: None, lambda m: m.mask.fill_(True), lambda m: setattr(m, "mask", W > 4)):
+        for _ in range(2):
+            change(alone), change(model)
+            torch.testing.assert_close(step(model, x).full_tensor(), alone(x))
+    assert len(step.programs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("name", ["a mask", "weight_norm", "means", "a pair", "in an object"])
+def test_a_saved_step_sets_them_too(name, tmp_path):
+    build, _ = KEPT[name]
+    alone, first, ours = (seeded(build) for _ in range(3))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (alone, first, ours)]
+    step = spmd.compile(train_step, LINE)
+    step(first, optimizers[1], *BATCHES[0])
+    step.save(tmp_path / "step.spmd")
+    loaded = spmd.load_step(tmp_path / "step.spmd", train_step, LINE)
+    torch.testing.assert_close(
+        loaded(ours, optimizers[2], *BATCHES[0]).full_tensor(), train_step(alone, optimizers[0], *BATCHES[0])
+    )
+    want, mine = held(alone), held(ours)
+    for path, x in want.items():
+        got = mine[path].full_tensor() if isinstance(mine[path], spmd.DTensor) else mine[path]
+        torch.testing.assert_close(got, x)
