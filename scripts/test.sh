@@ -5,7 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh" "[test]"
 bin="$(dirname "$PYTHON")"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the tensors of tests are small, and their ranks are many
-export PYTHONDONTWRITEBYTECODE= # many processes import spmd, and the first one compiles it for all
 
 status=0
 "$bin/ruff" check . || status=1
