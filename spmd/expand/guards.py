@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ COMPARED_BY_ID = (
     torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
     BlockFunction,
 )  # fmt: skip
-CONTAINERS = (dict, list, tuple, set, frozenset)
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 MAX_DEPTH = 8
 """How deep to look into objects within objects. What is deeper is compared by identity."""
 
@@ -57,7 +58,7 @@ def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) ->
     if kind is float:
         return float, repr(value)  # NaN equals NaN, and 0.0 does not equal -0.0
     if isinstance(value, COMPARED_BY_VALUE):
-        return kind, value
+        return (kind, value, *_own_attributes(value, depth, reads))
     if depth == 0 or isinstance(value, COMPARED_BY_ID):
         return ById(value)
     if isinstance(value, functools.partial):
@@ -69,14 +70,46 @@ def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) ->
             reads.box(value)
         if isinstance(value, dict):
             pairs = value.items()
-            return kind, tuple((guard_key(k, depth - 1, reads), guard_key(v, depth - 1, reads)) for k, v in pairs)
+            inside = tuple((guard_key(k, depth - 1, reads), guard_key(v, depth - 1, reads)) for k, v in pairs)
+            return (kind, inside, *_own_attributes(value, depth, reads))
         parts = (guard_key(v, depth - 1, reads) for v in value)
-        return kind, tuple(parts) if isinstance(value, (list, tuple)) else frozenset(parts)
+        inside = frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
+        return (kind, inside, *_own_attributes(value, depth, reads))
+    return (kind, *attributes) if (attributes := _own_attributes(value, depth, reads)) else ById(value)
+
+
+def _own_attributes(value: Any, depth: int, reads: Reads | None) -> tuple:
+    """The keys of an object's dict and slots, as far as it has them. None of objects of exactly a class of Python."""
+    if type(value) in _WITHOUT_ATTRIBUTES or depth == 0:
+        return ()
+    found: tuple = ()
     if hasattr(value, "__dict__"):
         if reads is not None:
             reads.object(value)
-        return kind, guard_key(vars(value), depth - 1, reads)
-    return ById(value)
+        found = (guard_key(vars(value), depth - 1, reads),)
+    for name in _slots(type(value)):
+        if reads is not None:
+            reads.slot(value, name)
+        if hasattr(value, name):
+            found += ((name, guard_key(getattr(value, name), depth - 1, reads)),)
+    return found
+
+
+_WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})
+
+
+def _slots(kind: type) -> Iterator[str]:
+    """The slots of a class whose objects may change. One that has a hash of its own makes values, which do not."""
+    if kind.__hash__ in (object.__hash__, None):
+        for each in kind.__mro__:
+            slots = each.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if name not in ("__dict__", "__weakref__"):
+                    yield f"_{each.__name__.lstrip('_')}{name}" if _is_private(name) else name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("__") and not name.endswith("__")
 
 
 def is_number(value: Any) -> bool:

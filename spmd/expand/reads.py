@@ -19,6 +19,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -57,6 +58,10 @@ class Reads:
         """The class and the attributes of an object."""
         self.objects[id(x)] = x
         self.boxes[id(vars(x))] = vars(x)
+
+    def slot(self, x: Any, name: str) -> None:
+        """What an object has in a slot, be it nothing."""
+        self.look_ups.append((partial(getattr, x), name))
 
     def item(self, box: dict, key: Any) -> None:
         """What a dict has under a key, be it nothing."""

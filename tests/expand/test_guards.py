@@ -5,6 +5,7 @@ import functools
 import itertools
 import threading
 import types
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,6 +91,72 @@ def run(module, x):
 )
 def test_modules_that_differ_in_an_attribute_have_programs_of_their_own(attributes):
     check(run, (Scaled(), X), (Scaled(**attributes), X), (Scaled(), X))
+
+
+@dataclass(slots=True)
+class Slotted:
+    rate: float
+
+
+class PrivateSlot:
+    __slots__ = ("__rate",)
+
+    def __init__(self, rate):
+        self.__rate = rate
+
+    def set(self, rate):
+        self.__rate = rate
+
+    @property
+    def rate(self):
+        return self.__rate
+
+
+class Named(str):
+    rate = 1.0
+
+
+class Rates(list):
+    rate = 1.0
+
+
+def _set_rate(held):
+    held.rate = 3.0
+
+
+HELD = {
+    "slots": (lambda: Slotted(1.0), lambda held: held.rate, _set_rate),
+    "a private slot": (lambda: PrivateSlot(1.0), lambda held: held.rate, lambda held: held.set(3.0)),
+    "slots in a list": (lambda: [Slotted(1.0)], lambda held: held[0].rate, lambda held: _set_rate(held[0])),
+    "an attribute of text": (lambda: Named("a"), lambda held: held.rate, _set_rate),
+    "an attribute of a list": (lambda: Rates([1.0]), lambda held: held.rate, _set_rate),
+    "a deque": (lambda: deque([1.0, 2.0], maxlen=2), lambda held: held[0], lambda held: held.append(3.0)),
+}
+
+
+class Holder(nn.Module):
+    def __init__(self, held, read):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0, 0.5]))
+        self.held, self.read = held, read
+
+    def forward(self, x):
+        return (x * self.weight).sum() * self.read(self.held)
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_an_object_holds_is_a_guard(kind):
+    """Also where the calls before were made again at once."""
+    make, read, change = HELD[kind]
+    module, alone = Holder(make(), read), Holder(make(), read)
+    step = spmd.compile(lambda module, x: module(x), line())
+    before = [value(step(module, X)).detach() for _ in range(4)]
+    change(module.held)
+    change(alone.held)
+    after = [value(step(module, X)).detach() for _ in range(2)]
+    for got in after:
+        torch.testing.assert_close(got, alone(X).detach())
+    assert all(torch.equal(before[0], each) and not torch.equal(after[0], each) for each in before)
 
 
 def test_layers_of_other_types_have_programs_of_their_own():
