@@ -141,3 +141,23 @@ def test_a_capture_is_forgotten_with_its_steps(captures):
             del step
             gc.collect()
     assert len(captures) == 2
+
+
+@pytest.mark.parametrize("cleared", [(), (0,), (0, 1, 2, 3)], ids=["none", "one", "all"])
+def test_a_capture_that_ignores_gradients_serves_another_size_without_them(cleared):
+    """The traced call has gradients of an earlier backward; the next batch is shorter, and some of them are gone."""
+
+    def run(step, model, optimizer, batch):
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+        found = [step(model, optimizer, *batch)]
+        for i in cleared:
+            list(model.parameters())[i].grad = None
+        return [*found, step(model, optimizer, *[t[:4] for t in batch])]
+
+    alone = run(fresh(train_step), *pair(), BATCH)
+    with LocalTensorMode(4), spmd.implicit_replication():
+        step = spmd.compile(fresh(train_step), on_mesh(4, 1), inputs=ROWS)
+        model, optimizer = pair()
+        found = run(step, model, optimizer, BATCH)
+    for got, want in zip(found, alone, strict=True):
+        torch.testing.assert_close(got.full_tensor().reconcile(), want)
