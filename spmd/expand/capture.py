@@ -39,12 +39,7 @@ from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
-from spmd.expand.module_attributes import (
-    Attributes,
-    SetByStep,
-    attributes_set,
-    check_read,
-)
+from spmd.expand.module_attributes import Attributes, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
@@ -376,7 +371,8 @@ def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Dr
     lift_sizes(graph, flat.sizes)
     remove_noops(graph)
     attributes = {Argument(path) for path in flat.attributes.tensors}
-    inputs = remove_inputs(graph, inputs, attributes & unread_inputs(graph, inputs))
+    gradients = {i for i in inputs if isinstance(i, Slot) and i.kind == "grad"} if flat.ignores_gradients else set()
+    inputs = remove_inputs(graph, inputs, (attributes | gradients) & unread_inputs(graph, inputs))
     check_read(flat.attributes, [i.path for i in inputs if i in attributes])
     fill_phases(graph)
     return (*inputs, *number_draws(graph))

@@ -24,10 +24,7 @@ def expansion_of(
     def spec_of_input(i: Slot | Argument | Draws) -> Spec | None:
         if isinstance(i, Draws):
             return None
-        if not isinstance(i, Slot):
-            return call.leaf_specs.get(i.path)
-        # a gradient that the traced call had and this one has not: the program is for any, and reads none
-        return call.specs[i] if i.kind != "grad" or i in call.specs else call.specs[Slot("parameter", i.path)]
+        return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
 
     inputs = [(str(i), spec_of_input(i)) for i in captured.inputs]
     names = [str(o) if isinstance(o, Slot) else f"result {o}" for o in captured.outputs]
