@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -87,7 +87,9 @@ def _own_attributes(value: Any, depth: int, reads: Reads | None) -> tuple:
         if reads is not None:
             reads.object(value)
         found = (guard_key(vars(value), depth - 1, reads),)
-    for name in _slots(type(value)):
+    # a class with a hash of its own makes values, which do not change
+    slots = slots_of(type(value)) if type(value).__hash__ in (object.__hash__, None) else ()
+    for name in slots:
         if reads is not None:
             reads.slot(value, name)
         if hasattr(value, name):
@@ -98,18 +100,20 @@ def _own_attributes(value: Any, depth: int, reads: Reads | None) -> tuple:
 _WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})
 
 
-def _slots(kind: type) -> Iterator[str]:
-    """The slots of a class whose objects may change. One that has a hash of its own makes values, which do not."""
-    if kind.__hash__ in (object.__hash__, None):
-        for each in kind.__mro__:
-            slots = each.__dict__.get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if name not in ("__dict__", "__weakref__"):
-                    yield f"_{each.__name__.lstrip('_')}{name}" if _is_private(name) else name
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The attributes that objects of a class keep in slots, by the names under which they are found."""
+    found = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        own = [slots] if isinstance(slots, str) else slots
+        found += [_mangled(base, name) for name in own if name not in ("__dict__", "__weakref__")]
+    return tuple(found)
 
 
-def _is_private(name: str) -> bool:
-    return name.startswith("__") and not name.endswith("__")
+def _mangled(base: type, name: str) -> str:
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{base.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def is_number(value: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
-from spmd.expand.guards import ById
+from spmd.expand.guards import ById, slots_of
 from spmd.expand.kept.notation import CannotKeep, module_name, spec_text
 from spmd.expand.python_state import is_set
 from spmd.expand.state import Slot
@@ -87,13 +87,8 @@ def _described(x: Any, around: tuple[int, ...]) -> str:
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:
-    slots = [name for kind in type(x).__mro__ for name in _names(getattr(kind, "__slots__", ()))]
-    found = {name: getattr(x, name) for name in slots if hasattr(x, name) and name not in ("__dict__", "__weakref__")}
+    found = {name: getattr(x, name) for name in slots_of(type(x)) if hasattr(x, name)}
     return found | vars(x) if hasattr(x, "__dict__") else found or None
-
-
-def _names(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def tensor_text(x: torch.Tensor) -> str:

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.bytecode import instructions
-from spmd.expand.guards import GUARDED_APART, ById
+from spmd.expand.guards import GUARDED_APART, ById, slots_of
 from spmd.expand.python_state import Contents, copied, differs, is_set, put
 
 MOST_VALUES = 20_000
@@ -360,7 +360,7 @@ class Reach:
         for name in sorted(set(names) & own.keys()):
             self.key.append(name)
             self.value(own[name])
-        for name in _slots(type(x)):
+        for name in slots_of(type(x)):
             if hasattr(x, name):
                 self.key.append(name)
                 self.held.attributes.append((x, name, getattr(x, name)))
@@ -401,19 +401,10 @@ def _is_ours(forward: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
-    found = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
-
-
-@functools.lru_cache(maxsize=4096)
 def _hides(kind: type) -> str:
     """Why objects of a class cannot be looked at: they are larger than what Python code sees of them."""
     known = max((base.__basicsize__ for base in kind.__mro__ if base in KNOWN_SIZES), default=object.__basicsize__)
-    words = len(_slots(kind)) + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
+    words = len(slots_of(kind)) + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
     if kind.__basicsize__ <= known + words * tuple.__itemsize__ and kind is not object:
         return ""
     return "" if kind is object else f"a {kind.__module__}.{kind.__qualname__}, which keeps what Python cannot see"
