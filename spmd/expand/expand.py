@@ -42,6 +42,7 @@ from spmd.expand.nodes import (
     first_positions,
     in_schema_order,
     line_of,
+    operands_in_order,
     result_metadata,
     source_of,
 )  # fmt: skip
@@ -421,9 +422,7 @@ class _Expander:
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensors among the arguments, in schema order. A tensor that occurs twice is listed twice."""
-        found: list[fx.Node] = []
-        in_schema_order(node, lambda n: found.append(n) if self._spec(n) is not None else None)
-        return found
+        return [n for n in operands_in_order(node) if self._spec(n) is not None]
 
     # ---- moves ----------------------------------------------------------------------------------
     def move(self, value: fx.Node, moves: Plan, phase: int | None = None) -> fx.Node:

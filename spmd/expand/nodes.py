@@ -110,6 +110,13 @@ def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[t
     return args, {name: fx.map_arg(node.kwargs[name], operand) for name in order}
 
 
+def operands_in_order(node: fx.Node) -> list[fx.Node]:
+    """The operands of a call in the order of `Call.tensors`. One that occurs twice is listed twice."""
+    found: list[fx.Node] = []
+    in_schema_order(node, found.append)
+    return found
+
+
 def result_metadata(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     """The metadata of each result; None where it is no tensor."""
     value = node.meta["val"]

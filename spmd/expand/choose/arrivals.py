@@ -21,7 +21,7 @@ from spmd.expand.choose.options import Way
 from spmd.expand.choose.price import node_work, program_cost
 from spmd.expand.choose.work import Roofline
 from spmd.expand.expand import expand
-from spmd.expand.nodes import in_schema_order
+from spmd.expand.nodes import operands_in_order
 from spmd.expand.places.roles import Roles
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import TensorMeta
@@ -53,7 +53,7 @@ def along(mesh: DeviceMesh, axis: int) -> DeviceMesh:
 def arrivals(node: fx.Node, mesh: DeviceMesh, rows: Sequence[Row], refused: set[Hashable]) -> list[Way]:
     """The ways of an op on a mesh of one axis beyond these rows. refused: gets what came to nothing, which is not tried
     again on an axis that shares out as evenly."""
-    operands = _operands(node)
+    operands = operands_in_order(node)
     shapes = [tuple(n.meta["val"].shape) for n in operands]
     known = {row.ins for row in rows}
     found: dict[tuple[Placement, ...], Way] = {}
@@ -77,15 +77,9 @@ def arrival(node: fx.Node, mesh: DeviceMesh, row: Row) -> Way:
     return Way(row, True) if way is None else replace(way, row=row)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    in_schema_order(node, lambda n: found.append(n))
-    return found
-
-
 def tried(node: fx.Node, mesh: DeviceMesh, ins: tuple[Placement, ...]) -> Way | None:
     """What the op does with operands that arrive so; None if it does no more than its rule says."""
-    graph, given, operands = _torch.new_graph(), {}, _operands(node)
+    graph, given, operands = _torch.new_graph(), {}, operands_in_order(node)
     specs: dict[fx.Node, Spec] = {}
     for n, p in zip(operands, ins, strict=True):
         if n not in given:

@@ -19,7 +19,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.constraints import ConstrainOp
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.nodes import in_schema_order
+from spmd.expand.nodes import operands_in_order
 from spmd.expand.places.roles import MARK
 from spmd.tensor.call import TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
@@ -83,9 +83,7 @@ def _operands(cell: Cell, tensors: Collection[fx.Node]) -> list[fx.Node]:
         return _nodes_in(node.args)
     if not node.kwargs:
         return [n for n in _nodes_in(node.args) if n in tensors]
-    found: list[fx.Node] = []
-    in_schema_order(node, lambda n: found.append(n) if n in tensors else None)
-    return found
+    return [n for n in operands_in_order(node) if n in tensors]
 
 
 def _nodes_in(args: Sequence) -> list[fx.Node]:

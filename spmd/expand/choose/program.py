@@ -29,7 +29,7 @@ from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
 from spmd.expand.local_map import settle
 from spmd.expand.memory import Memory
-from spmd.expand.nodes import in_schema_order
+from spmd.expand.nodes import operands_in_order
 from spmd.expand.places.places import Places
 from spmd.expand.places.roles import Roles
 from spmd.expand.program import Program
@@ -229,7 +229,7 @@ class Kept:
             _fit(value, pin.placements(i, value_shape(value)[0]))
             for node, pin in pins.items()
             if pin.moves_first
-            for i, value in enumerate(_tensors_of(node))
+            for i, value in enumerate(filter(is_tensor, operands_in_order(node)))
         )
         return Choice(pins, held) if fit else None
 
@@ -238,13 +238,6 @@ def _fit(value: fx.Node, placements: Sequence[Placement]) -> bool:
     """Whether the shards have whole units of a value."""
     shape, _ = value_shape(value)
     return all(is_unit_of(shape[p.dim], p.units) for p in placements if isinstance(p, Shard))
-
-
-def _tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments, in schema order. One that occurs twice is listed twice."""
-    found: list[fx.Node] = []
-    in_schema_order(node, lambda n: found.append(n) if is_tensor(n) else None)
-    return found
 
 
 @dataclass(frozen=True)
