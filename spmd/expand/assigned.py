@@ -28,7 +28,7 @@ def assigned_tensor(
     """
     for path, module in modules.items():
         if name := python.attribute_with_new_tensor(module, but):
-            line = line_naming(functions_of(module), {name})
+            line = line_naming(_functions(module), {name})
             return f"the step keeps a tensor in {path}.{name}, which its program would not{_ADVICE}{line}"
     return ""
 
@@ -39,7 +39,7 @@ _ADVICE = (
 )
 
 
-def functions_of(module: nn.Module) -> Iterator[types.FunctionType]:
+def _functions(module: nn.Module) -> Iterator[types.FunctionType]:
     """The functions that may have set an attribute of a module: its methods, and its hooks."""
     for base in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
         methods = (x for name, x in vars(base).items() if name != "__init__")

@@ -224,22 +224,26 @@ def is_attribute(name: str) -> bool:
     return "." in name
 
 
+def _with_owners(state: State, new: Mapping[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """For each of these paths the attributes of its module, its own name there, and what it is to be."""
+    modules = state.named_submodules() if new else {}
+    parts = [(*path.rpartition("."), tree) for path, tree in new.items()]
+    return [(vars(modules[of]), name, tree) for of, _, name, tree in parts]
+
+
 def set_attributes(state: State, new: Mapping[str, Any]) -> None:
     """Give the attributes of these paths, opened, to the modules. Containers that they are in stay the same ones."""
-    modules = state.named_submodules() if new else {}
-    for path, tree in new.items():
-        of, _, name = path.rpartition(".")
-        own = vars(modules[of])
+    for own, name, tree in _with_owners(state, new):
         own[name] = write_back(own.get(name), tree)
 
 
 @contextlib.contextmanager
 def attributes_set(state: State, new: Mapping[str, Any]) -> Iterator[None]:
     """Inside, modules have these attributes."""
-    modules = {path: state.named_submodules()[path.rpartition(".")[0]] for path in new}
-    before = [(vars(module), dict(vars(module))) for module in modules.values()]
-    for path, tree in new.items():
-        vars(modules[path])[path.rpartition(".")[2]] = closed(tree)
+    places = _with_owners(state, new)
+    before = [(own, dict(own)) for own, _, _ in places]
+    for own, name, tree in places:
+        own[name] = closed(tree)
     try:
         yield
     finally:

@@ -15,19 +15,11 @@ import spmd
 from spmd import LocalTensorMode, Shard
 from spmd.expand import capture as tracing
 from spmd.expand.objects import opened
-from tests.expand.side_by_side import rows, seeded
+from tests.expand.side_by_side import rows, seeded, train_step
 from tests.tensor.single import every_rank
 
 BATCHES = [(x.double(), y) for x, y in rows(6, 4)]
 INPUTS = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}}
-
-
-def train_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 class Net(nn.Module):
