@@ -10,36 +10,20 @@ Python. Exits 1 if one differs.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from _seeds import asked, seeds
+
 from tests.expand.random_sessions import Session, differences
 
 
-def asked(session: Session) -> list[str]:
-    """What differs, as text. A session that is refused differs."""
-    try:
-        return differences(session)
-    except Exception:
-        return [traceback.format_exc()]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
-    parser.add_argument("--number", type=int, default=20, help="how many sessions")
-    args = parser.parse_args()
-    wrong = 0
-    for seed in range(args.seed, args.seed + args.number):
-        session = Session.of(seed)
-        if found := asked(session):
-            wrong += 1
-            print(f"# seed {seed}\n{session}", *found[:4], sep="\n", flush=True)
-    print(f"{args.number} sessions, {wrong} differ")
+    every = seeds(__doc__.splitlines()[0], 20, "sessions")
+    wrong = sum([differs for _, differs in asked(every, Session.of, differences)])
+    print(f"{len(every)} sessions, {wrong} differ")
     return int(bool(wrong))
 
 

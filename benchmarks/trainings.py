@@ -14,15 +14,14 @@ one differs.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from _seeds import asked, seeds
 from _table import table
 
 from spmd import FullyShard
@@ -44,27 +43,12 @@ def what(training: Training) -> Iterator[str]:
     yield from sorted(set(training.kinds))
 
 
-def asked(training: Training) -> list[str]:
-    """What differs, as text. A training that is refused differs."""
-    try:
-        return differences(training)
-    except Exception:
-        return [traceback.format_exc()]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0, help="the first seed; the others follow it")
-    parser.add_argument("--number", type=int, default=100, help="how many trainings")
-    args = parser.parse_args()
     ran: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
-    for seed in range(args.seed, args.seed + args.number):
-        training = Training.of(seed)
+    for training, differs in asked(seeds(__doc__.splitlines()[0], 100, "trainings"), Training.of, differences):
         ran.update(what(training))
-        if found := asked(training):
-            wrong.update(what(training))
-            print(f"# seed {seed}\n{training}", *found[:4], sep="\n", flush=True)
+        wrong.update(what(training) if differs else ())
     print(table(["what", "trainings", "differ"], [[key, str(n), str(wrong[key])] for key, n in ran.items()]))
     return int(bool(wrong))
 
