@@ -18,11 +18,13 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import io
 import random
 import sys
 import sysconfig
 import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -69,13 +71,20 @@ def search_of(fn: Callable, given: Iterable[Any] = (), reads: Reads | None = Non
     given, and those found."""
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
+    held = []
     for x in [*given, *search.found.values()]:
         if isinstance(x, nn.Module):
-            search.module(x)
+            held += search.module(x)
         elif isinstance(x, Optimizer):
             search.optimizer(x)
         else:
-            search.code(x, [name for fn in search.functions for name in names_in(fn.__code__).attributes])
+            held.append(("", "", x))
+    looked_through = -1
+    while looked_through < len(search.functions):  # what is held may bring functions that name more
+        looked_through = len(search.functions)
+        attributes = frozenset(name for fn in search.functions for name in names_in(fn.__code__).attributes)
+        for of, name, x in held:
+            search.held(of, name, x, attributes)
     return search
 
 
@@ -132,6 +141,7 @@ class Search:
             self.method(fn.__func__, fn.__self__, "self")
         elif isinstance(fn, types.FunctionType):
             self.functions.append(fn)
+            self.reads.function(fn)
             names = names_in(fn.__code__)
             variables = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
             for name in names.globals:
@@ -157,36 +167,57 @@ class Search:
                 self.attributes(name, owner, names_in(fn.__code__))
             self.function(fn)
 
-    def module(self, module: nn.Module) -> None:
-        """Look through the code that a module runs: its `forward`, what that names, and its hooks. What the module
-        itself holds has guards of its own."""
+    def module(self, module: nn.Module) -> list[tuple[str, str, Any]]:
+        """Look through the `forward` that a module runs, and what that names. Given back is by class and name what
+        modules hold that may have code: hooks, functions, objects of the user. The values have guards of their own."""
         modules = modules_of(module)
         for kind in dict.fromkeys(map(type, modules)):
             self.code_of(kind, "forward")
-        for m in modules:
-            for name, x in vars(m).items():
-                if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x):
-                    self.code(x, self.classes.get(type(m), ()))
+        return [
+            (type(m).__name__, name, x)
+            for m in modules
+            for name, x in vars(m).items()
+            if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x)
+        ]
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Look through the code of an optimiser of the user."""
         self.code_of(type(optimizer), "step")
 
-    def code(self, x: Any, attributes: Iterable[str]) -> None:
-        """Look through the code of a function, or of an object of the user, that something holds whose values have
-        guards of their own. attributes: what code names of it."""
+    def held(self, of: str, name: str, x: Any, attributes: frozenset[str]) -> None:
+        """Look through the code of what an object of a class holds under a name. An iterator that code names is
+        refused, and so is a file if code names what reads it."""
+        if name in attributes and (_is_iterator(x) or (isinstance(x, io.IOBase) and attributes & _READING)):
+            raise _refused(f"{of}.{name}", x)
+        if name in attributes and is_generator(x) and not any(x is other for _, other in self.generators):
+            self.generators.append((name, x))
+        self.code(x, attributes)
+
+    def code(self, x: Any, attributes: frozenset[str]) -> None:
+        """Look through the code of a function, of a class of the user or of an object of one, that something holds
+        whose values have guards of their own. attributes: what code names of it, and of what it holds."""
+        if type(x) in _WITHOUT_CODE or (id(x), attributes) in self.seen:
+            return
         if isinstance(x, CONTAINERS):
             for each in (x.values() if isinstance(x, dict) else x) if len(x) <= MOST_ITEMS else ():
                 self.code(each, attributes)
         elif isinstance(x, types.MethodType):
             self.code_of(type(x.__self__), x.__name__)
+            self.code(x.__self__, attributes)
         elif isinstance(x, functools.partial):
             self.code(x.func, attributes)
+        elif isinstance(x, weakref.ref):
+            self.code(x(), attributes)
         elif isinstance(x, (types.FunctionType, _CACHED)):
             self.value(x.__name__, x, _NO_NAMES)
-        elif self.is_of_user(x) and not isinstance(x, (type, types.ModuleType, *STATE)):
-            self.kind(type(x), Names((), tuple(sorted(attributes))))
+        elif isinstance(x, type):
+            self.kind(x, Names((), tuple(sorted(attributes))))
+        elif self.is_object(x) and not isinstance(x, (types.ModuleType, *STATE)):
+            self.seen.add((id(x), attributes))
+            self.code(type(x), attributes)
             self.code_of(type(x), "__call__")
+            for name in sorted(attributes & vars(x).keys()):
+                self.held(type(x).__name__, name, vars(x)[name], attributes)
 
     def code_of(self, kind: type, name: str) -> None:
         """Look through a method of a class, those that it hides, and those that it names, where the user wrote them."""
@@ -211,8 +242,9 @@ class Search:
     def kind(self, kind: type, names: Names) -> None:
         """Look through the methods and classes in a class of the user that code names, and what Python calls unnamed,
         and note what it names."""
-        if self.is_foreign(kind.__module__):
+        if self.is_foreign(kind.__module__) or (kind, names.attributes) in self.seen:
             return
+        self.seen.add((kind, names.attributes))
         self.classes.setdefault(kind, set()).update(names.attributes)
         called = FUNCTION_METHODS if issubclass(kind, torch.autograd.Function) else ()
         for attribute in (*names.attributes, *called, *_called_unnamed(kind, self.is_foreign)):
@@ -256,7 +288,7 @@ class Search:
         elif isinstance(value, types.FunctionType):
             if not self.is_foreign(value.__module__):
                 self.function(value)
-        elif isinstance(value, types.SimpleNamespace) or self.is_of_user(value):
+        elif self.is_object(value):
             if not isinstance(value, types.ModuleType):
                 self.boxes.append((name, vars(value)))
                 self.kind(type(value), names)
@@ -279,8 +311,10 @@ class Search:
                     if fn is not None and not self.is_foreign(fn.__module__):
                         self.method(fn, owner, name)
 
-    def is_of_user(self, value: Any) -> bool:
-        """Whether it is an object of a class of the user, or a module of Python that the user wrote."""
+    def is_object(self, value: Any) -> bool:
+        """Whether it is an object of a class of the user, a namespace, or a module of Python that the user wrote."""
+        if isinstance(value, types.SimpleNamespace):
+            return True
         of = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
         return hasattr(value, "__dict__") and not self.is_foreign(of)
 
@@ -322,6 +356,7 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
 
 _CACHED = functools._lru_cache_wrapper
 _WITHOUT_CODE = {bool, int, float, str, type(None), types.BuiltinFunctionType}
+_READING = {"read", "readline", "readlines"}
 STATE = torch.Tensor, nn.Module, Optimizer
 
 
@@ -366,7 +401,7 @@ def _refused(name: str, value: Any) -> TypeError:
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"
         )
-    if isinstance(value, Iterator):
+    if isinstance(value, (Iterator, io.IOBase)):
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, of which the capture would take a value once; take the "
             "next value outside of the step, and pass it as an argument"

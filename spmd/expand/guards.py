@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
-from collections.abc import Hashable, Mapping
+import weakref
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping
+from logging import Logger
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from spmd.expand.reads import Reads
+from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.block_function import BlockFunction
 
 COMPARED_BY_VALUE = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format,
+    DeviceMesh,
 )  # fmt: skip
 COMPARED_BY_ID = (
-    torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType,
-    BlockFunction,
+    torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.CodeType, BlockFunction, Logger,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-MAX_DEPTH = 8
+MAX_DEPTH = 32
 """How deep to look into objects within objects. What is deeper is compared by identity."""
 
 
@@ -46,10 +51,11 @@ class ById:
         return id(self.value)
 
 
-def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) -> Hashable:
-    """A hashable key of a value: numbers by type and value, containers and plain objects by their contents.
+def guard_key(value: Any, reads: Reads | None = None) -> Hashable:
+    """A hashable key of a value: numbers by type and value, arrays, containers and plain objects by their contents.
 
-    reads: where to note which containers and objects these are.
+    A function is the same as long as its code, its defaults and its attributes are. reads: where to note which
+    containers and objects these are.
 
     >>> guard_key([1]) == guard_key([1]), guard_key([1]) == guard_key([True]), guard_key([1]) == guard_key((1,))
     (True, False, False)
@@ -57,47 +63,132 @@ def guard_key(value: Any, depth: int = MAX_DEPTH, reads: Reads | None = None) ->
     kind = type(value)
     if kind is float:
         return float, repr(value)  # NaN equals NaN, and 0.0 does not equal -0.0
-    if isinstance(value, COMPARED_BY_VALUE):
-        return (kind, value, *_own_attributes(value, depth, reads))
-    if depth == 0 or isinstance(value, COMPARED_BY_ID):
-        return ById(value)
-    if isinstance(value, functools.partial):
-        return kind, *(guard_key(v, depth - 1, reads) for v in (value.func, value.args, value.keywords))
-    if isinstance(value, types.MethodType):  # its attributes are those of its function
-        return kind, ById(value.__func__), ById(value.__self__)
-    if isinstance(value, CONTAINERS):
-        if reads is not None and not isinstance(value, (tuple, frozenset)):
-            reads.box(value)
-        if isinstance(value, dict):
-            pairs = value.items()
-            inside = tuple((guard_key(k, depth - 1, reads), guard_key(v, depth - 1, reads)) for k, v in pairs)
-            return (kind, inside, *_own_attributes(value, depth, reads))
-        parts = (guard_key(v, depth - 1, reads) for v in value)
-        inside = frozenset(parts) if isinstance(value, (set, frozenset)) else tuple(parts)
-        return (kind, inside, *_own_attributes(value, depth, reads))
-    return (kind, *attributes) if (attributes := _own_attributes(value, depth, reads)) else ById(value)
+    if kind in _WHOLE_IN_THEMSELVES:
+        return kind, value
+    return _Walk(reads).key(value)
 
 
-def _own_attributes(value: Any, depth: int, reads: Reads | None) -> tuple:
-    """The keys of an object's dict and slots, as far as it has them. None of objects of exactly a class of Python."""
-    if type(value) in _WITHOUT_ATTRIBUTES or depth == 0:
-        return ()
-    found: tuple = ()
-    if hasattr(value, "__dict__"):
+class _Walk:
+    """A way through one value. An object that is met again is named by the number of those met before it."""
+
+    def __init__(self, reads: Reads | None) -> None:
+        self.reads = reads
+        self._met: dict[int, Hashable] = {}
+        self._depth = 0
+
+    def key(self, x: Any) -> Hashable:
+        kind = type(x)
+        if kind is float:
+            return float, repr(x)
+        if isinstance(x, COMPARED_BY_VALUE):
+            return (kind, x, *self._attributes(x))
+        if isinstance(x, COMPARED_BY_ID):
+            return ById(x)
+        if id(x) in self._met:
+            return self._met[id(x)]
+        if self._depth == MAX_DEPTH:
+            return ById(x)
+        self._depth += 1
+        self._met[id(x)] = "met before", len(self._met)
+        found = self._inside(x)
+        if isinstance(x, (tuple, frozenset)):
+            self._met[id(x)] = found  # Python may share equal ones
+        self._depth -= 1
+        return found
+
+    def _inside(self, x: Any) -> Hashable:
+        for kinds, look in _LOOKS:
+            if isinstance(x, kinds):
+                return look(self, x)
+        return self._object(x)
+
+    def _container(self, x: Any) -> Hashable:
+        if self.reads is not None and not isinstance(x, (tuple, frozenset)):
+            self.reads.box(x)
+        if isinstance(x, dict):
+            inside: Any = tuple([(self.key(k), self.key(v)) for k, v in x.items()])
+        else:
+            inside = (frozenset if isinstance(x, (set, frozenset)) else tuple)([self.key(v) for v in x])
+        return (type(x), inside, *self._attributes(x))
+
+    def _function(self, x: types.FunctionType) -> Hashable:
+        """A function, with what can be set anew in it."""
+        if self.reads is not None:
+            self.reads.function(x)
+        bound = (self.key(v) for v in (x.__defaults__, x.__kwdefaults__) if v)
+        return (ById(x), ById(x.__code__), *bound, *(self._attributes(x) if vars(x) else ()))
+
+    def _method(self, x: types.MethodType) -> Hashable:  # its attributes are those of its function
+        return type(x), self.key(x.__func__), self.key(x.__self__)
+
+    def _builtin(self, x: types.BuiltinFunctionType) -> Hashable:
+        if x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type)):
+            return ById(x)
+        return type(x), x.__name__, self.key(x.__self__)
+
+    def _partial(self, x: functools.partial) -> Hashable:
+        return (type(x), *map(self.key, (x.func, x.args, x.keywords)), *self._attributes(x))
+
+    def _array(self, x: np.ndarray | np.generic) -> Hashable:
+        if self.reads is not None and not isinstance(x, np.generic):
+            self.reads.keyed(x, guard_key)
+        numbers = self.key(x.tolist()) if x.dtype.hasobject else x.tobytes()
+        return type(x), x.dtype, x.shape, numbers
+
+    def _bytes(self, x: bytearray | memoryview | array) -> Hashable:
+        if self.reads is not None:
+            self.reads.keyed(x, guard_key)
+        return type(x), getattr(x, "typecode", getattr(x, "format", "")), bytes(x)
+
+    def _view(self, x: types.MappingProxyType) -> Hashable:
+        return type(x), self._by_key(x, x.copy())
+
+    def _weak(self, x: weakref.ref) -> Hashable:
+        """What a weak reference refers to now; neither the key nor what was read keeps it alive."""
+        there = x()
+        return type(x), ById(x) if isinstance(there, COMPARED_BY_ID) else self._by_key(x, there)
+
+    def _by_key(self, x: Any, inside: Any) -> Hashable:
+        """The key of what is inside of x, where x alone, by a key of its own, can tell later whether it is the same."""
+        reads, self.reads = self.reads, None
         if reads is not None:
-            reads.object(value)
-        found = (guard_key(vars(value), depth - 1, reads),)
-    # a class with a hash of its own makes values, which do not change
-    slots = slots_of(type(value)) if type(value).__hash__ in (object.__hash__, None) else ()
-    for name in slots:
-        if reads is not None:
-            reads.slot(value, name)
-        if hasattr(value, name):
-            found += ((name, guard_key(getattr(value, name), depth - 1, reads)),)
-    return found
+            reads.keyed(x, guard_key)
+        found = self.key(inside)
+        self.reads = reads
+        return found
+
+    def _object(self, x: Any) -> Hashable:
+        kind = type(x)
+        attributes = self._attributes(x)
+        return (kind, *attributes) if attributes and not hides(kind) else (kind, ById(x), *attributes)
+
+    def _attributes(self, x: Any) -> tuple:
+        """The keys of an object's dict and slots, as far as it has them. None of objects of just a class of Python."""
+        if type(x) in _WITHOUT_ATTRIBUTES:
+            return ()
+        found: tuple = ()
+        if hasattr(x, "__dict__"):
+            if self.reads is not None:
+                self.reads.object(x)
+            found = (tuple([(k, self.key(v)) for k, v in vars(x).items()]),)
+        # a class with a hash of its own makes values, which do not change
+        slots = slots_of(type(x)) if type(x).__hash__ in (object.__hash__, None) else ()
+        for name in slots:
+            if self.reads is not None:
+                self.reads.slot(x, name)
+            if hasattr(x, name):
+                found += ((name, self.key(getattr(x, name))),)
+        return found
 
 
 _WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})
+_WHOLE_IN_THEMSELVES = frozenset({*COMPARED_BY_VALUE} - {float})
+_LOOKS: tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...] = (
+    (CONTAINERS, _Walk._container), (types.FunctionType, _Walk._function), (types.MethodType, _Walk._method),
+    (types.BuiltinFunctionType, _Walk._builtin), (functools.partial, _Walk._partial),
+    ((np.ndarray, np.generic), _Walk._array), ((bytearray, memoryview, array), _Walk._bytes),
+    (types.MappingProxyType, _Walk._view), (weakref.ref, _Walk._weak),
+)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,6 +200,20 @@ def slots_of(kind: type) -> tuple[str, ...]:
         own = [slots] if isinstance(slots, str) else slots
         found += [_mangled(base, name) for name in own if name not in ("__dict__", "__weakref__")]
     return tuple(found)
+
+
+KNOWN_SIZES = {dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict, int, float, str, bytes, object}
+"""Classes of C of which Python code sees everything."""
+
+
+@functools.lru_cache(maxsize=4096)
+def hides(kind: type) -> str:
+    """Why objects of a class cannot be looked at: they are larger than what Python code sees of them."""
+    known = max((base.__basicsize__ for base in kind.__mro__ if base in KNOWN_SIZES), default=object.__basicsize__)
+    words = len(slots_of(kind)) + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
+    if kind.__basicsize__ <= known + words * tuple.__itemsize__ and kind is not object:
+        return ""
+    return "" if kind is object else f"a {kind.__module__}.{kind.__qualname__}, which keeps what Python cannot see"
 
 
 def _mangled(base: type, name: str) -> str:

@@ -77,26 +77,42 @@ def named_values(
     functions: each with the object that it is a method of, its class, or None. classes: each with the names of
     attributes that code may read of it. reads: where to note what was looked at.
     """
-    found: dict[str, Any] = {}
+    found = _Found()
     for kind, names in classes.items():
         for name in sorted(names):
-            if (plain := plain_values(_attribute(kind, name, reads), reads)) is not NOTHING:
-                found[f"{kind.__qualname__}.{name}"] = plain
+            found.add(f"{kind.__qualname__}.{name}", kind, plain_values(_attribute(kind, name, reads), reads))
     for fn, owner in functions:
         for (kind, name), *rest in chains_in(fn.__code__):
-            text, value = name, _variable(fn, owner, kind, name, reads)
+            text, value, place = name, *_variable(fn, owner, kind, name, reads)
             for kind, part in rest:
                 is_method = kind == "attribute" and (type(value) in CONTAINERS or isinstance(value, CONTEXT))
                 if is_method or isinstance(value, np.ndarray):
                     break  # an element, or a method that may read all of it
                 text += f".{part}" if kind == "attribute" else f"[{part!r}]"
                 value = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
-            if value is not owner and (plain := plain_values(value, reads)) is not NOTHING:
-                found.setdefault(text if owner is None else f"{name_of(owner)}: {text}", plain)
+            if value is not owner:
+                found.add(text if owner is None else f"{name_of(owner)}: {text}", place, plain_values(value, reads))
         for name, value in _defaults(fn):
-            if (plain := plain_values(value, reads)) is not NOTHING:
-                found.setdefault(f"{fn.__qualname__}: default {name}", plain)
-    return found
+            found.add(f"{fn.__qualname__}: default {name}", fn, plain_values(value, reads))
+        found.add(f"{fn.__qualname__}: code", fn, fn.__code__)
+    return found.values
+
+
+class _Found:
+    """Values by text. Where two places have values of one text, the later ones are numbered."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._places: dict[str, list[Any]] = {}
+
+    def add(self, text: str, place: Any, plain: Any) -> None:
+        if plain is NOTHING:
+            return
+        places = self._places.setdefault(text, [])
+        at = next((i for i, each in enumerate(places) if each is place), len(places))
+        if at == len(places):
+            places.append(place)
+            self.values[f"{text} ({at + 1})" if at else text] = plain
 
 
 def _defaults(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -115,19 +131,20 @@ def name_of(owner: Any) -> str:
 NOTHING = object()
 
 
-def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: Reads) -> Any:
+def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: Reads) -> tuple[Any, Any]:
+    """The value of a variable, and what has it."""
     code = fn.__code__
     if kind == "local" or name in code.co_cellvars:  # which lambdas, and loops in brackets, share
         is_self = owner is not None and code.co_argcount and code.co_varnames[0] == name
-        return owner if is_self else NOTHING
+        return (owner if is_self else NOTHING), owner
     if kind == "global":
         reads.item(fn.__globals__, name)
-        return fn.__globals__.get(name, NOTHING)
+        return fn.__globals__.get(name, NOTHING), fn.__globals__
     if name not in code.co_freevars:
-        return NOTHING
+        return NOTHING, None
     cell = fn.__closure__[code.co_freevars.index(name)]
     reads.cell(cell)
-    return cell.cell_contents if is_set(cell) else NOTHING
+    return (cell.cell_contents if is_set(cell) else NOTHING), cell
 
 
 def _attribute(x: Any, name: str, reads: Reads) -> Any:

@@ -39,7 +39,7 @@ def unchanged(fn: Callable, given: Iterable[Any] = (), modules: Iterable[nn.Modu
     classes = Classes.now(search)
     search.boxes += classes.boxes()
     watched = Boxes.now(search.boxes), Variables.now(search), classes
-    settings, numbers = Settings.now(), RandomNumbers.now([*search.generators, *_generators_of(modules)])
+    settings, numbers = Settings.now(), RandomNumbers.now([*_generators_of(modules), *search.generators])
     changed, left, drawn = [], "", ""
     try:
         yield

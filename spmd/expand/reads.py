@@ -18,7 +18,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -44,6 +44,7 @@ class Reads:
         self.keys_alone: set[int] = set()
         self.objects: dict[int, Any] = {}
         self.look_ups: list[LookUp] = []
+        self.by_key: dict[int, tuple[Any, Callable[[Any], Hashable]]] = {}
 
     def box(self, box: Any) -> None:
         """The contents of a dict, list, set or deque, in their order."""
@@ -70,6 +71,17 @@ class Reads:
     def place(self, x: Any) -> None:
         """The dict of an object's attributes, and not what is in it."""
         self.look_ups.append((_attributes, x))
+
+    def function(self, fn: types.FunctionType) -> None:
+        """What a function does: its code, its defaults and its attributes."""
+        self.look_ups += [(partial(getattr, fn), name) for name in ("__code__", "__defaults__", "__kwdefaults__")]
+        if fn.__kwdefaults__:
+            self.box(fn.__kwdefaults__)
+        self.object(fn)
+
+    def keyed(self, x: Any, key: Callable[[Any], Hashable]) -> None:
+        """What an object holds that no identities tell, such as the numbers of an array, by a key of it."""
+        self.by_key[id(x)] = x, key
 
     def cell(self, cell: types.CellType) -> None:
         """The value of a variable around a function."""
@@ -110,6 +122,7 @@ class Snapshot:
         models = [(each, x) for each, x in found if isinstance(x, (nn.Module, Optimizer))]
         self._models = [(each, weakref.ref(x)) for each, x in models]
         others = [(each, x) for each, x in found if not isinstance(x, (nn.Module, Optimizer))]
+        self._keyed = [(x, key, key(x)) for x, key in reads.by_key.values()]
         self._look_ups, self._found = [each for each, _ in others], [x for _, x in others]
 
     def _all_values(self) -> chain:
@@ -126,6 +139,7 @@ class Snapshot:
             and all(map(is_, map(type, self._typed), self._types))
             and all(map(is_, map(vars, self._objects), self._attributes))
             and all(map(is_, [get(key, _NOTHING) for get, key in self._look_ups], self._found))
+            and all(key(x) == before for x, key, before in self._keyed)
             and all(get(key, _NOTHING) is model() for (get, key), model in self._models)
         )
 

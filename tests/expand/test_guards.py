@@ -2,9 +2,13 @@
 
 import copy
 import functools
+import gc
+import io
 import itertools
 import threading
 import types
+import weakref
+from array import array
 from collections import deque
 from dataclasses import dataclass
 
@@ -124,6 +128,60 @@ def _set_rate(held):
     held.rate = 3.0
 
 
+class Rate:
+    """Has its rate from a class, in a slot of functools, or of itself."""
+
+    scale = 1.0
+
+    def __init__(self):
+        self.own = 1.0
+
+    def get(self):
+        return self.own
+
+    @property
+    def of_class(self):
+        return Rate.scale
+
+
+class OtherRate(Rate):
+    scale = 1.0
+
+
+def function():
+    """A new function, with code that can be set."""
+    made = types.FunctionType((lambda x, rate=1.0, *, other=1.0: x * rate * other).__code__, globals(), "f", (1.0,))
+    made.__kwdefaults__ = {"other": 1.0}
+    return made
+
+
+def _set(owner, name, value):
+    setattr(owner, name, value)
+
+
+def deep(levels):
+    held = types.SimpleNamespace(inside=1.0)
+    for _ in range(levels):
+        held = types.SimpleNamespace(inside=held)
+    return held
+
+
+def deepest(held):
+    return held if isinstance(held.inside, float) else deepest(held.inside)
+
+
+def cyclic():
+    held = Rate()
+    held.rate = 1.0
+    held.itself = {"again": [held, weakref.ref(held)]}
+    return held
+
+
+LIVES = Rate()
+"""Something that weak references may refer to."""
+
+SHARED = {"rate": 1.0}
+
 HELD = {
     "slots": (lambda: Slotted(1.0), lambda held: held.rate, _set_rate),
     "a private slot": (lambda: PrivateSlot(1.0), lambda held: held.rate, lambda held: held.set(3.0)),
@@ -131,7 +189,52 @@ HELD = {
     "an attribute of text": (lambda: Named("a"), lambda held: held.rate, _set_rate),
     "an attribute of a list": (lambda: Rates([1.0]), lambda held: held.rate, _set_rate),
     "a deque": (lambda: deque([1.0, 2.0], maxlen=2), lambda held: held[0], lambda held: held.append(3.0)),
-}
+    "defaults": (function, lambda held: held(1.0), lambda held: _set(held, "__defaults__", (3.0,))),
+    "a default by name": (function, lambda held: held(1.0), lambda held: held.__kwdefaults__.update(other=3.0)),
+    "code": (
+        function, lambda held: held(1.0),
+        lambda held: _set(held, "__code__", (lambda x, rate=1.0, *, other=1.0: x * rate * other * 3).__code__),
+    ),
+    "an attribute of a function": (function, lambda held: getattr(held, "rate", 1.0), _set_rate),
+    "an array": (lambda: np.ones(3), lambda held: float(held[1]), lambda held: held.__setitem__(1, 3.0)),
+    "a large array": (lambda: np.ones(4096), lambda held: held.sum(), lambda held: held.__setitem__(1, 3.0)),
+    "an array of objects": (
+        lambda: np.array([[1.0], None], dtype=object), lambda held: held[0][0],
+        lambda held: held[0].__setitem__(0, 3.0),
+    ),
+    "bytes": (lambda: bytearray(b"a"), lambda held: held[0], lambda held: held.__setitem__(0, 3)),
+    "an array of Python": (lambda: array("d", [1.0]), lambda held: held[0], lambda held: held.__setitem__(0, 3.0)),
+    "a view of a dict": (
+        lambda: types.MappingProxyType(SHARED), lambda held: held["rate"], lambda held: SHARED.update(rate=3.0)
+    ),
+    "a weak reference": (lambda: weakref.ref(LIVES), lambda held: held().own, lambda held: _set(LIVES, "own", 3.0)),
+    "a dict of weak references": (
+        lambda: weakref.WeakValueDictionary(a=LIVES), lambda held: held["a"].own,
+        lambda held: _set(LIVES, "own", 3.0),
+    ),
+    "what a method reads": (lambda: Rate().get, lambda held: held(), lambda held: _set(held.__self__, "own", 3.0)),
+    "what a method of Python reads": (
+        lambda: {"rate": 1.0}.get, lambda held: held("rate"), lambda held: held.__self__.update(rate=3.0)
+    ),
+    "an object 12 deep": (
+        lambda: deep(12), lambda held: deepest(held).inside, lambda held: _set(deepest(held), "inside", 3.0)
+    ),
+    "an object in itself": (cyclic, lambda held: held.itself["again"][0].rate, _set_rate),
+    "an attribute of a class": (Rate, lambda held: held.scale, lambda held: _set(Rate, "scale", 3.0)),
+    "a class": (lambda: Rate, lambda held: held.scale, lambda held: _set(Rate, "scale", 3.0)),
+    "an attribute of a class of what is held": (
+        lambda: types.SimpleNamespace(rate=OtherRate()), lambda held: held.rate.scale,
+        lambda held: _set(OtherRate, "scale", 3.0),
+    ),
+    "an attribute of another class": (Rate, lambda held: held.of_class, lambda held: _set(Rate, "scale", 3.0)),
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_before():
+    yield
+    LIVES.own = Rate.scale = OtherRate.scale = 1.0
+    SHARED.update(rate=1.0)
 
 
 class Holder(nn.Module):
@@ -145,7 +248,7 @@ class Holder(nn.Module):
 
 
 @pytest.mark.parametrize("kind", HELD)
-def test_what_an_object_holds_is_a_guard(kind):
+def test_what_an_object_holds_is_a_guard(kind, as_before):
     """Also where the calls before were made again at once."""
     make, read, change = HELD[kind]
     module, alone = Holder(make(), read), Holder(make(), read)
@@ -157,6 +260,57 @@ def test_what_an_object_holds_is_a_guard(kind):
     for got in after:
         torch.testing.assert_close(got, alone(X).detach())
     assert all(torch.equal(before[0], each) and not torch.equal(after[0], each) for each in before)
+
+
+DRAWN_FROM = {
+    "count": (itertools.count, next),
+    "generator": (lambda: (float(i) for i in range(9)), next),
+    "in an object": (lambda: types.SimpleNamespace(numbers=iter([1.0] * 9)), lambda held: next(held.numbers)),
+    "file": (lambda: io.StringIO("1\n" * 9), lambda held: float(held.readline())),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN_FROM)
+def test_an_iterator_that_a_module_holds_is_refused_where_code_names_it(kind):
+    """The capture would take a value once."""
+    make, read = DRAWN_FROM[kind]
+    with pytest.raises(TypeError, match=r"the step uses \w+\.\w+, a .*pass it as an argument"):
+        spmd.compile(lambda module, x: module(x), line())(Holder(make(), read), X)
+    unread = Holder(2.0, float)
+    expected = unread(X)
+    unread.numbers_not_named = make()
+    torch.testing.assert_close(value(spmd.compile(lambda m, x: m(x), line())(unread, X)), expected)
+
+
+def test_variables_of_one_name_in_two_files_are_two_guards():
+    """So are the defaults of two functions of one name."""
+    first, second = ({"RATE": 1.0, "__name__": __name__} for _ in range(2))
+    source = (lambda x: x * RATE).__code__  # noqa: F821
+    both = [types.FunctionType(source, variables, "scaled") for variables in (first, second)]
+    twice = [function(), function()]
+
+    def step(x):
+        for f in (*both, *twice):
+            x = f(x)
+        return x
+
+    ours = spmd.compile(step, line())
+    assert torch.equal(value(ours(X)), X)
+    second["RATE"] = 3.0
+    torch.testing.assert_close(value(ours(X)), X * 3)
+    twice[1].__defaults__ = (5.0,)
+    torch.testing.assert_close(value(ours(X)), X * 15)
+
+
+def test_a_weak_reference_keeps_nothing_alive():
+    held = Rate()
+    module = Holder(weakref.ref(held), lambda held: held().own)
+    step = spmd.compile(lambda module, x: module(x), line())
+    for _ in range(3):
+        step(module, X)
+    del held
+    gc.collect()
+    assert module.held() is None
 
 
 def test_layers_of_other_types_have_programs_of_their_own():

@@ -127,6 +127,7 @@ _TEXTS: list[tuple[Any, Callable[[Any], str]]] = [
     (torch.Tensor, tensor_text),
     (np.ndarray, lambda x: f"array {x.dtype} {x.shape} {digest(np.ascontiguousarray(x).tobytes())}"),
     ((torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, _torch.OpOverload), str),
+    (types.CodeType, lambda x: f"code {code_text(x)}"),
     (type, lambda x: f"type {qualified(x)}"),
     (types.ModuleType, lambda x: f"module {module_name(x.__name__)}"),
     (types.BuiltinFunctionType, lambda x: f"function {qualified(x)}"),

@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.bytecode import instructions
-from spmd.expand.guards import GUARDED_APART, ById, slots_of
+from spmd.expand.guards import GUARDED_APART, KNOWN_SIZES, ById, hides, slots_of
 from spmd.expand.python_state import Contents, copied, differs, is_set, put
 
 MOST_VALUES = 20_000
@@ -54,9 +54,6 @@ BY_IDENTITY = (
     Logger, Enum, Optimizer, type(torch.ops.aten.relu), type(torch.ops.aten.relu.default), types.CodeType,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-KNOWN_SIZES = {dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict, int, float, str, bytes, object}
-"""Classes of C of which Python code sees everything."""
-
 LIBRARIES = ("torch", "spmd", "numpy")
 """Packages whose functions do what they do by their arguments, and by modes that are looked at elsewhere."""
 
@@ -210,8 +207,8 @@ class Reach:
                 self.key.append((x._version, repr(x.tolist()) if few else None))
 
     def _container(self, x: Any) -> None:
-        if type(x) not in KNOWN_SIZES and (hides := _hides(type(x))):
-            self.unseen = self.unseen or hides
+        if type(x) not in KNOWN_SIZES and (hidden := hides(type(x))):
+            self.unseen = self.unseen or hidden
         self.key.append((type(x), len(x)))
         if not isinstance(x, (tuple, frozenset)):
             self.held.boxes.append((x, copied(x)))
@@ -344,8 +341,8 @@ class Reach:
         if package(type(x).__module__) == "spmd":
             self._identity(x)
             return
-        if hides := _hides(type(x)):
-            self.unseen = self.unseen or hides
+        if hidden := hides(type(x)):
+            self.unseen = self.unseen or hidden
         self.key.append(type(x))
         self._class(type(x))
         self._own_attributes(x)
@@ -398,16 +395,6 @@ def _is_library(module: Any) -> bool:
 def _is_ours(forward: Any) -> bool:
     """Whether the forward of a module is the one that stamps it."""
     return getattr(getattr(forward, "__code__", None), "co_filename", "").endswith("stamp/blocks.py")
-
-
-@functools.lru_cache(maxsize=4096)
-def _hides(kind: type) -> str:
-    """Why objects of a class cannot be looked at: they are larger than what Python code sees of them."""
-    known = max((base.__basicsize__ for base in kind.__mro__ if base in KNOWN_SIZES), default=object.__basicsize__)
-    words = len(slots_of(kind)) + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
-    if kind.__basicsize__ <= known + words * tuple.__itemsize__ and kind is not object:
-        return ""
-    return "" if kind is object else f"a {kind.__module__}.{kind.__qualname__}, which keeps what Python cannot see"
 
 
 def _array(x: Any) -> Hashable | None:
