@@ -10,8 +10,11 @@ that of its slowest rank, and the result is the lower quartile over all rounds. 
 quartile less than the median: beside ten busy programs half of the errors are below 8%; with medians they are below
 14%. A round times everything once, in its own order, so that a temporary disturbance affects all measurements alike.
 
-Local ops are timed on all ranks at once, too (`comm/local_ops.py`): what a program computes is priced by them. So are
-copies to host memory and back, on devices that have memory of their own: the slower way counts.
+Local ops and copies are timed on all ranks at once, too (`comm/local_ops.py`): what a program computes is priced by
+them. Many calls are timed as one row, until all ranks have done theirs, less what it takes to find out that nobody has
+anything to do. Rows are long: ranks that share a core take turns of some milliseconds, and one that got the first turn
+would see nothing of the other. Copies to host memory and back are timed one by one, on devices that have memory of
+their own: the slower way counts.
 
 Every other size is held out. The curves are fitted to the remaining sizes (`mesh/fit.py`), and their error is the
 distance from the held-out sizes.
@@ -36,9 +39,9 @@ import torch
 import torch.distributed as dist
 
 from spmd.comm import functional as comm
-from spmd.comm.local_ops import local_cases
+from spmd.comm.local_ops import LocalCase, local_cases
 from spmd.mesh import PRESETS, Compute, DeviceMesh, Link, Machine, Measured, MeshTopoInfo
-from spmd.mesh.fit import Sample, fit_curve, fit_ring
+from spmd.mesh.fit import Sample, fit_curve, fit_ring, fit_sum
 from spmd.mesh.layout import Ladder, group_shape
 from spmd.mesh.machine import COLLECTIVES, COPY, LocalOp
 
@@ -49,7 +52,8 @@ LONGEST_S, FEWEST_SIZES = 0.05, 5
 LARGEST = 2**30
 APART = frozenset({"cuda"})  # devices whose memory is not that of their host
 HOST_SIZES = tuple([2**k for k in range(16, 29, 2)])  # bytes that are copied to host memory and back
-PIECES = 4  # pieces that the timed copy concatenates on dim 1, as a gather on dim 1 does
+ROW_S = 0.008  # how long a row of calls of a local op takes on a rank that computes alone
+MOST_CALLS = 4_000
 
 Signature = tuple[int, int, int]  # ranks a host, hosts, ranks that send through one network card
 ALONE: Signature = (1, 1, 1)
@@ -100,8 +104,8 @@ class TimedCollective:
 
 Times = dict[TimedCollective, list[tuple[int, float]]]
 """(bytes, microseconds) of every timed collective, one entry a size."""
-LocalTimes = dict[tuple[str, str], list[tuple[float, float]]]
-"""(operations or bytes, microseconds) of every kind of local op and dtype, one entry a size."""
+LocalTimes = dict[tuple[str, str], list[tuple[float, float, float]]]
+"""(operations or bytes, bytes of a product, microseconds) of every kind of local op and dtype, one entry a size."""
 
 
 def lower_quartile(times: np.ndarray) -> np.ndarray:
@@ -142,6 +146,7 @@ def calibrate(
     sizes = {kind: timer.sizes(kind) for kind in _what_to_time(topology)}
     times = timer.collectives(sizes, rounds, between)
     local = timer.local_ops(rounds, between)
+    times[TimedCollective(COPY, ALONE)] = [(int(nbytes), us) for nbytes, _, us in local.pop((COPY, "float32"))]
     host = timer.host_copies(rounds, between) if mesh.device_type in APART else None
     found = [_calibration(times, local, host, topology, name) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, 0)
@@ -149,14 +154,13 @@ def calibrate(
 
 
 def _what_to_time(topology: MeshTopoInfo) -> list[TimedCollective]:
-    """Each collective on each kind of group, along the first axes that have such groups, and the copy."""
+    """Each collective on each kind of group, along the first axes that have such groups."""
     n, found = len(topology.sizes), {}
     for axes in (each for count in range(1, n + 1) for each in combinations(range(n), count)):
         ladders = topology.crossings(axes)
         if len(ladders) == 1 and ladders[0] and group_shape(ladders[0]):
             found.setdefault(group_shape(ladders[0]), (axes, ladders[0]))
-    timed = [TimedCollective(collective, group, *where) for group, where in found.items() for collective in COLLECTIVES]
-    return [*timed, TimedCollective(COPY, ALONE)]
+    return [TimedCollective(collective, group, *where) for group, where in found.items() for collective in COLLECTIVES]
 
 
 # ---- timing -----------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ class _Timer:
 
     def sizes(self, kind: TimedCollective) -> list[int]:
         """The sizes to time, from the smallest to where memory or time ends. Each is called once, as a warm-up."""
-        sizes, step = [], 4 * PIECES**2 * self._size(kind)
+        sizes, step = [], 64 * self._size(kind)
         while True:
             nbytes = max(1, SMALLEST // step) * step * 2 ** len(sizes)
             enough = len(sizes) >= FEWEST_SIZES
@@ -199,21 +203,26 @@ class _Timer:
         return found
 
     def local_ops(self, rounds: int, between: Callable[[], object]) -> LocalTimes:
-        """By kind of op and dtype, (operations or bytes, microseconds) on the slowest rank, while all ranks compute."""
+        """By kind of op and dtype, what a call takes on the slowest rank, while all ranks compute."""
         cases = list(local_cases(self.mesh.device_type, self.largest))
-        for case in cases:
-            case.once()
-        rows = [lambda: None, *[case.run for case in cases]]
+        calls = self._calls_of(cases)
+        rows = [lambda: None, *[partial(case.run, n) for case, n in zip(cases, calls, strict=True)]]
         every = np.empty((rounds, len(rows)))
         for times in every:
             times[:] = [self._seconds_together(row) for row in rows]
             between()
-        slowest = self._slowest(every)
-        us = (self.typical(slowest[:, 1:]) - slowest[:, 0].min()).clip(1e-9) / [case.calls for case in cases] * 1e6
+        seconds = self.typical(self._slowest(every))
+        us = (seconds[1:] - seconds[0]).clip(1e-9) / calls * 1e6
         found: LocalTimes = {}
         for case, each in zip(cases, us.tolist(), strict=True):
-            found.setdefault((case.kind, case.dtype), []).append((case.x, each))
+            found.setdefault((case.kind, case.dtype), []).append((case.x, case.nbytes, each))
         return found
+
+    def _calls_of(self, cases: Sequence[LocalCase]) -> list[int]:
+        """How many calls of each make a row; the same on all ranks, which try them now."""
+        fewest = [min(self._seconds(case.once) for _ in range(3)) for case in cases]
+        alone = self._slowest(np.array(fewest))
+        return (ROW_S / alone).round().clip(2, MOST_CALLS).astype(int).tolist()
 
     def host_copies(self, rounds: int, between: Callable[[], object]) -> list[tuple[int, float]]:
         """(bytes, microseconds) of a copy to pinned host memory or back, whichever is slower; all ranks copy."""
@@ -267,9 +276,6 @@ class _Timer:
 
     def _call(self, kind: TimedCollective, nbytes: int) -> Callable[[], object]:
         x = self._ones(nbytes // 4)
-        if kind.collective == COPY:
-            pieces = x.view(PIECES, -1, PIECES).unbind(0)
-            return lambda: torch.cat(pieces, 1)
         n, group = self._size(kind), (self.mesh.flatten(axes=kind.axes), kind.axes[0])
         part, ring = x[: len(x) // n], [(i + 1) % n for i in range(n)]
         return {
@@ -315,16 +321,24 @@ def _calibration(
         measured=tuple(curve for curve, _ in curves.values()),
         memory=memory,
         compute=Compute(2 * memory.gb_per_s, _rates(local)),  # a copy reads and writes each byte
-        local_ops=tuple(LocalOp(*kind, fit_curve(*zip(*found, strict=True))) for kind, found in local.items()),
+        local_ops=tuple(_local_op(*kind, found) for kind, found in local.items()),
         host=_link(host) if host else None,
     )
     return Calibration(machine, tuple(point for _, points in curves.values() for point in points))
 
 
+def _local_op(kind: str, dtype: str, found: Sequence[tuple[float, float, float]]) -> LocalOp:
+    xs, nbytes, us = zip(*found, strict=True)
+    if kind != "product":
+        return LocalOp(kind, dtype, fit_curve(xs, us))
+    a_call, us_per_flop, us_per_byte = fit_sum([xs, nbytes], us)
+    return LocalOp(kind, dtype, ((a_call, us_per_flop),), us_per_byte)
+
+
 def _rates(local: LocalTimes) -> tuple[tuple[str, float], ...]:
     """For each dtype 1e9 operations a second of the largest product that was timed."""
     largest = {dtype: max(found) for (kind, dtype), found in local.items() if kind == "product"}
-    return tuple((dtype, 1e-3 * flops / us) for dtype, (flops, us) in largest.items())
+    return tuple((dtype, 1e-3 * flops / us) for dtype, (flops, _, us) in largest.items())
 
 
 def _curve(kind: TimedCollective, found: Sequence[tuple[int, float]]) -> tuple[Measured, list[Point]]:

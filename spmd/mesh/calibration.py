@@ -9,8 +9,8 @@
 
 A file looks like this. `ways` gives the times of any group, `measured` those of groups that were timed, and
 `local_ops` those of what a rank computes.
-`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `host`, `protocol`, `measured`, `local_ops`, `sharing` and
-`residual` may be left out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
+`nics_per_host`, `ranks_per_host`, `memory`, `compute`, `host`, `protocol`, `measured`, `local_ops`, `us_per_byte`,
+`sharing` and `residual` may be left out. The fields are those of `machine.py`, in microseconds and 1e9 bytes a second.
 
     {"spmd_topology": 1, "name": "node 17", "nics_per_host": 8, "ranks_per_host": 8,
      "memory": {"hop_us": 2.0, "gb_per_s": 866.6},
@@ -20,7 +20,8 @@ A file looks like this. `ways` gives the times of any group, `measured` those of
                "links": [{"hop_us": 0.6, "gb_per_s": 87.7}, {"hop_us": 2.7, "gb_per_s": 19.3}]}],
      "measured": [{"collective": "all_reduce", "ranks_per_host": 8, "hosts": 1, "sharing": 1, "residual": 0.04,
                    "lines": [[25.0, 0.0], [18.0, 1e-5]]}],
-     "local_ops": [{"kind": "pointwise", "dtype": "float32", "lines": [[2.0, 0.0], [1.5, 1e-4]]}]}
+     "local_ops": [{"kind": "pointwise", "dtype": "float32", "lines": [[2.0, 0.0], [1.5, 1e-4]]},
+                   {"kind": "product", "dtype": "float32", "lines": [[2.0, 1e-5]], "us_per_byte": 1e-4}]}
 
 `$SPMD_TOPOLOGY` names such a file, or a preset.
 """
@@ -139,7 +140,7 @@ def _list_of(read: Callable[[Any, str], Any]) -> Callable[[Any, str], tuple]:
 
 _READ: dict[str, Callable[[Any, str], Any]] = {
     **dict.fromkeys(("algorithm", "collective", "dtype", "kind", "name", "protocol"), _text),
-    **dict.fromkeys(("base_us", "gb_per_s", "hop_us", "residual"), _number),
+    **dict.fromkeys(("base_us", "gb_per_s", "hop_us", "residual", "us_per_byte"), _number),
     **dict.fromkeys(("hosts", "sharing"), _count),
     **dict.fromkeys(("nics_per_host", "ranks_per_host"), _count_or_none),
     "compute": lambda content, name: None if content is None else _value(Compute, content, name),

@@ -68,6 +68,22 @@ def errors(curve: Sequence[Line], nbytes: Sequence[float], us: Sequence[float]) 
     return np.max([a + b * x for a, b in curve], axis=0) / y - 1
 
 
+def fit_sum(terms: Sequence[Sequence[float]], us: Sequence[float]) -> list[float]:
+    """The c without negative numbers for which c[0] + c[1] * terms[0] + ... is nearest to the measured times.
+
+    What is added up grows with each term. So is the time of a product of matrices, of a call, its operations and its
+    bytes, for matrices of any form:
+
+        >>> flops, nbytes = [2e6, 2e6, 16e6, 128e6], [1e5, 9e5, 1e6, 2e6]
+        >>> us = [5 + 1e-5 * x + 2e-4 * y for x, y in zip(flops, nbytes)]
+        >>> [float(f"{c:.3g}") for c in fit_sum([flops, nbytes], us)]
+        [5.0, 1e-05, 0.0002]
+    """
+    if min(us) <= 0 or any(len(each) != len(us) for each in terms):
+        raise ValueError("fit_sum: give times above 0, and for each as many terms")
+    return _least_errors(np.stack([np.ones(len(us)), *np.asarray(terms, float)], 1), np.asarray(us, float))
+
+
 def fit_ring(samples: Sequence[Sample], levels: int) -> Way:
     """One ring for all samples: it gives the costs of groups that were not timed.
 

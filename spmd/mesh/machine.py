@@ -140,25 +140,31 @@ class LocalOp:
     The microseconds for x are the maximum over `lines` of us + us_per_unit * x. For a "product" of matrices and for
     "attention" x are operations, for others the bytes that are read and written: "pointwise" ops such as add, "special"
     ones such as exp and gelu, "reduction" and "norm". A "view" takes what a call does. dtype: what was timed.
+    us_per_byte: what each byte that is read and written takes beside the operations. It tells products of one form from
+    those of another: of two with as many operations, that with fewer rows and more sums reads and writes less.
 
         >>> LocalOp("product", "float32", ((4.0, 0.0), (3.0, 2e-5))).us(1_000_000)
         23.0
+        >>> LocalOp("product", "float32", ((3.0, 2e-5),), us_per_byte=1e-4).us(1_000_000, nbytes=50_000)
+        28.0
     """
 
     kind: str
     dtype: str
     lines: tuple[tuple[float, float], ...]
+    us_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lines", tuple((us, us_per_unit) for us, us_per_unit in self.lines))
         if self.kind not in LOCAL_OPS:
             raise ValueError(f"no kind of local op {self.kind!r}; choose one of {', '.join(LOCAL_OPS)}")
-        if not self.lines or not all(0 <= number < inf for line in self.lines for number in line):
+        numbers = [self.us_per_byte, *[number for line in self.lines for number in line]]
+        if not self.lines or not all(0 <= number < inf for number in numbers):
             raise ValueError(f"{self}: give one line or more, of numbers that are at least 0 and finite")
 
-    def us(self, x: float) -> float:
-        """The microseconds for so many operations, or bytes."""
-        return max([us + us_per_unit * x for us, us_per_unit in self.lines])
+    def us(self, x: float, nbytes: float = 0.0) -> float:
+        """The microseconds for so many operations, or bytes. nbytes: those beside operations."""
+        return max([us + us_per_unit * x for us, us_per_unit in self.lines]) + self.us_per_byte * nbytes
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,21 @@ def test_any_machine_is_the_same_after_a_file(
 ) -> None:
     ring = Way("ring", 1.0, (LINK, LINK))
     compute = Compute(memory.gb_per_s, (("bfloat16", 989e3), ("float32", 67e3)))
-    ops = (LocalOp("pointwise", "float32", ((memory.hop_us, 0.0), (0.5, 1e-4))),)
+    curve = LocalOp("pointwise", "float32", ((memory.hop_us, 0.0), (0.5, 1e-4)))
+    ops = (curve, LocalOp("product", "float32", ((0.5, 1e-5),), us_per_byte=memory.hop_us))
     machine = Machine(name, (ring, *more), nics, ranks, tuple(found), memory, compute, ops)
     path = tmp_path_factory.mktemp("machine") / "machine.json"
     save(machine, path)
     assert load(path) == machine and hash(load(path)) == hash(machine)
+
+
+def test_products_of_an_older_file_have_no_bytes(tmp_path: Path) -> None:
+    """It knows operations alone, and prices as it did."""
+    path = tmp_path / "machine.json"
+    path.write_text(changed(local_ops=[{"kind": "product", "dtype": "float32", "lines": [[4.0, 0.0], [3.0, 2e-5]]}]))
+    [op] = load(path).local_ops
+    assert op == LocalOp("product", "float32", ((4.0, 0.0), (3.0, 2e-5)))
+    assert op.us(1e6, nbytes=1e6) == op.us(1e6) == 23.0
 
 
 def changed(**more: object) -> str:
@@ -118,6 +128,10 @@ def changed(**more: object) -> str:
         (changed(measured=[{**FILE["measured"][0], "lines": [[1, -1]]}]), "at least 0 and finite"),
         (changed(measured=FILE["measured"] * 2), "is measured twice"),
         (changed(local_ops=[{"kind": "mm", "dtype": "float32", "lines": [[1, 0]]}]), "no kind of local op 'mm'"),
+        (
+            changed(local_ops=[{"kind": "product", "dtype": "float32", "lines": [[1, 0]], "us_per_byte": -1}]),
+            "at least 0 and finite",
+        ),
     ],
 )
 def test_a_mistake_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from spmd.mesh import HostGrid, Link, Machine, Measured, MeshTopoInfo, Way, ways_cost
 from spmd.mesh.cost import all_reduce_cost
-from spmd.mesh.fit import MOST_LINES, Sample, errors, fit_curve, fit_ring
-from spmd.mesh.machine import COLLECTIVES
+from spmd.mesh.fit import MOST_LINES, Sample, errors, fit_curve, fit_ring, fit_sum
+from spmd.mesh.machine import COLLECTIVES, LocalOp
 
 SIZES = [2**k for k in range(10, 25)]
 REGIMES = {
@@ -86,3 +86,45 @@ def test_a_ring_is_found_again(places: str, levels: int) -> None:
     for level, link in enumerate(found.links):
         known = ring.links[level if topo.crossings(2)[0][0].level == 0 else 1]
         assert (link.hop_us, link.gb_per_s) == pytest.approx((known.hop_us, known.gb_per_s), rel=1e-3)
+
+
+SHAPES = [(8, 8, 8), (128, 128, 128), (512, 512, 512), (1024, 128, 128), (128, 1024, 128), (16, 768, 768), (99, 32, 99)]
+"""(m, k, n) of products: square, of many rows, of long sums, of few rows, and as the scores of attention."""
+
+
+def amounts(m: int, k: int, n: int) -> tuple[float, float]:
+    """Operations of a product, and the bytes that it reads and writes."""
+    return 2.0 * m * k * n, 4.0 * (m * k + k * n + m * n)
+
+
+@pytest.mark.parametrize("made_of", [(5.0, 1e-5, 2e-4), (0.0, 2e-5, 0.0), (3.0, 0.0, 1e-4), (4.0, 1e-6, 1e-3)])
+def test_products_without_noise_are_found(made_of: tuple[float, float, float]) -> None:
+    """Of a call, operations and bytes, from products of several forms; so those that were not timed have their time."""
+    flops, nbytes = zip(*[amounts(*shape) for shape in SHAPES], strict=True)
+    us = [made_of[0] + made_of[1] * x + made_of[2] * y for x, y in zip(flops, nbytes, strict=True)]
+    a_call, per_flop, per_byte = fit_sum([flops, nbytes], us)
+    op = LocalOp("product", "float32", ((a_call, per_flop),), per_byte)
+    for shape in [*SHAPES, (64, 256, 96), (2048, 16, 16)]:
+        x, y = amounts(*shape)
+        assert op.us(x, y) == pytest.approx(made_of[0] + made_of[1] * x + made_of[2] * y, rel=1e-3)
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=len(SHAPES), max_size=len(SHAPES)), st.integers(0, 2))
+@settings(max_examples=50, deadline=None)
+def test_whatever_was_timed_prices_grow_with_each_dim(us: list[float], dim: int) -> None:
+    op = LocalOp("product", "float32", *_fitted(us))
+    for shape in SHAPES:
+        larger = tuple([size * (2 if at == dim else 1) for at, size in enumerate(shape)])
+        assert 0 <= op.us(*amounts(*shape)) <= op.us(*amounts(*larger))
+
+
+def _fitted(us: list[float]) -> tuple:
+    a_call, per_flop, per_byte = fit_sum(list(zip(*[amounts(*shape) for shape in SHAPES], strict=True)), us)
+    return ((a_call, per_flop),), per_byte
+
+
+def test_sums_need_times() -> None:
+    with pytest.raises(ValueError, match="fit_sum: give times above 0"):
+        fit_sum([[1.0, 2.0]], [1.0, 0.0])
+    with pytest.raises(ValueError, match="for each as many terms"):
+        fit_sum([[1.0]], [1.0, 2.0])

@@ -1,6 +1,6 @@
 """What local ops take by a calibration: curves by kind and size, in place of the roofline.
 
-    mm(f32[64, 128], f32[128, 512])    a "product" of 8.4e6 operations
+    mm(f32[64, 128], f32[128, 512])    a "product" of 8.4e6 operations, with 0.43 MB read and written
     gelu(f32[64, 512])                 a "special" op of 0.26 MB read and written
 
 The curves hold what it takes to call an op from Python, and were taken while all ranks of a host ran.
@@ -66,7 +66,9 @@ class OpTimes:
         if by_dtype is None:
             return self.bytes_us(work.nbytes)
         curve = by_dtype.get(str(work.dtype).removeprefix("torch.")) or next(iter(by_dtype.values()))
-        return curve.us(work.flops if curve.kind in ("product", "attention") else work.nbytes)
+        if curve.kind in ("product", "attention"):
+            return curve.us(work.flops, work.nbytes)
+        return curve.us(work.nbytes)
 
     def bytes_us(self, nbytes: float) -> float:
         """Microseconds of an op that reads and writes so many bytes."""

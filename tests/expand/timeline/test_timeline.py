@@ -11,6 +11,7 @@ from torch import optim
 
 import spmd
 from spmd import MeshTopoInfo, Shard
+from spmd.comm.local_ops import FORMS, local_cases
 from spmd.expand.timeline.replay import busy_us, critical_us, replay, step_us
 from spmd.expand.timeline.timeline import timeline_of
 from spmd.expand.timeline.work import Sending, Task, Work
@@ -170,3 +171,25 @@ def test_ops_are_priced_by_what_was_measured():
     took = {task.name: task.us for task in program.work.tasks if task.is_op}
     #       2 * 8 * 8 * 8 operations; 512 bytes read and 512 written
     assert took == {"mm": pytest.approx(6.024), "t": 0.5, "gelu": 13.24, "_softmax": 11.24, "add": 16.36}
+
+
+def test_products_are_priced_by_their_form():
+    """Two of as many operations: the one that reads and writes more takes longer."""
+    product = LocalOp("product", "float32", ((5.0, 1e-3),), us_per_byte=0.01)
+    ops = product, LocalOp("pointwise", "float32", ((1.0, 0.0),))
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)).with_topology(replace(TEXTBOOK, local_ops=ops))
+    step = spmd.compile(lambda a, b, c, d: (a @ b, c @ d), mesh)
+    program = step.program_for(torch.ones(64, 4), torch.ones(4, 4), torch.ones(16, 8), torch.ones(8, 8))
+    took = [task.us for task in program.work.tasks if task.is_op]
+    #       2,048 operations each; 528 numbers of 4 bytes, and 320
+    assert took == [pytest.approx(7.048 + 21.12), pytest.approx(7.048 + 12.8)]
+
+
+def test_a_calibration_times_each_form_of_a_product():
+    """On the smallest memory, too, and with the operations and bytes of what is called."""
+    cases = [case for case in local_cases("cpu", 1) if (case.kind, case.dtype) == ("product", "float32")]
+    assert len(cases) == len(FORMS["cpu"])
+    for case in cases:
+        x, y = case.once.args
+        assert case.x == 2.0 * x.numel() * y.shape[-1]
+        assert case.nbytes == x.nbytes + y.nbytes + case.once().nbytes
