@@ -5,8 +5,9 @@
 
 Moves are recorded by running their own code (`Move.start`, `Move.finish`) on fx proxies. So are recipes, which depend
 on where the rank's block begins. Axes become the names of this rank's groups, and local shapes become numbers. The
-result has only torch ops and functional collectives: no mesh, no spec, no process group object. It can be run as it is
-or given to Inductor. Only a draw of random numbers keeps its spec, because it needs the rank's tiles.
+result has only torch ops and functional collectives: no mesh, no spec, no process group object; over very many ranks
+also functions of tensors and numbers that stand for many ops (`redistribute/tables.py`). It can be run as it is or
+given to Inductor. Only a draw of random numbers keeps its spec, because it needs the rank's tiles.
 
 A collective is launched at its move and waited for just before its first reader, and so is a copy from host memory.
 Where reduce-scatters are exchanges of terms, a bucket of them is waited for before the next one is launched, at the
@@ -71,6 +72,8 @@ class _Launch:
         after = self.step.after
         if isinstance(self.step, Bucket):
             done = self.step.arrived(self.handle, coordinate, transport)
+            if self.step.copies_out:  # what is there is cut
+                return [p.node for p in done]
             return [_with_spec(p.node, spec) for p, spec in zip(done, after, strict=True)]
         return _with_spec(self.step.finish(self.handle, coordinate, transport).node, after)
 

@@ -19,15 +19,22 @@ from spmd.comm.added import COMBINE, added_rows
 from spmd.expand.nodes import is_collective
 from spmd.tensor.recipes.host import from_host, to_host
 from spmd.tensor.recipes.updates import adamw
+from spmd.tensor.redistribute import tables
 
 UNDECLARED_ALIASES = {torch.ops.aten._unsafe_view.default}
 """Ops whose results alias their operand although their schemas do not say so."""
 
-SPLITS = {torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int, "split"}
+SPLITS = {
+    torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int, "split",
+    tables.pieces,
+}  # fmt: skip
 """Calls that split a tensor into pieces without a common element."""
 
 
-MAKE_NEW = {torch.cat, torch.mm, adamw, added_rows, from_host, to_host, "sum", *COMBINE.values()}
+MAKE_NEW = {
+    torch.cat, torch.mm, adamw, added_rows, tables.filled, tables.block, tables.in_row, from_host, to_host, "sum",
+    *COMBINE.values(),
+}  # fmt: skip
 """Functions and methods, of those that the code of moves and kernels calls, that make a new tensor."""
 
 

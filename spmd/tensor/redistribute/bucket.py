@@ -12,8 +12,9 @@ gathered is cut out tensor by tensor, each where it is read first, so that they 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,9 +23,11 @@ import torch
 
 from spmd.comm import Transport, transport, wire
 from spmd.mesh import DeviceMesh, MeshTopoInfo, cost
+from spmd.tensor.redistribute import tables
 from spmd.tensor.redistribute.collective_moves import AllGather, AllReduce, AllToAll, ReduceScatter, wire_items
 from spmd.tensor.redistribute.moves import MoveContext, Parts, group_size
 from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.redistribute.tables import Column, columns_of
 from spmd.tensor.spec import Spec
 
 
@@ -136,8 +139,22 @@ class Bucket:
 
     def cut(self, index: int, piece, coordinate: tuple[int, ...], transport: Transport):
         """The block after one of the moves, of what arrived for it, if they are copied out."""
-        step = self.steps[index]
-        return step.move.cut_out(piece, MoveContext(step.before, step.after, coordinate, transport))
+        step, columns = self.steps[index], self._columns(coordinate, transport)
+        ctx = MoveContext(step.before, step.after, coordinate, transport)
+        if columns is None:
+            return step.move.cut_out(piece, ctx)
+        n = group_size(self.axes, step.before)
+        return tables.in_graph(tables.block, piece, columns[index], n, ctx.shape_after())
+
+    def _columns(self, coordinate: tuple[int, ...], transport: Transport) -> tuple[Column, ...] | None:
+        """Where the tensors of gathers are in the table that comes, asked for each of them."""
+        if coordinate not in self._found:
+            self._found[coordinate] = _Gathered.columns(self.steps, _contexts(self.steps, coordinate, transport))
+        return self._found[coordinate]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, ...], tuple[Column, ...] | None]:
+        return {}
 
     def finish(self, y, coordinate: tuple[int, ...], transport: Transport) -> list:
         """Wait, and cut what came into the blocks after the moves."""
@@ -192,42 +209,76 @@ class _AllReduced:
 
 
 class _Gathered:
-    """What a rank sends, one block behind the other; what comes is a row of all blocks for each rank."""
+    """What a rank sends, one block behind the other; what comes is a row of all blocks for each rank.
 
-    @staticmethod
-    def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
+    Of very many ranks, the row that is sent and each block are made by one call (`tables`).
+    """
+
+    @classmethod
+    def start(cls, steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
-        flat = torch.cat([move.row_of(xs[i], ctx) for i, ctx in enumerate(ctxs)], 0)
+        if cls.columns(steps, ctxs) is None:
+            flat = torch.cat([move.row_of(xs[i], ctx) for i, ctx in enumerate(ctxs)], 0)
+        else:
+            flat = tables.in_graph(tables.in_row, xs, tuple([move.row(ctx) for ctx in ctxs]))
         return by.all_gather_into_tensor(flat, group_size(move.axes, steps[0].before), ctxs[0].group(move.axes))
 
-    @staticmethod
-    def arrived(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+    @classmethod
+    def arrived(cls, steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
+        """For each move what its block is cut out of."""
         move, ctxs = steps[0].move, _contexts(steps, at, by)
+        if cls.columns(steps, ctxs) is not None:
+            return [by.wait_tensor(y)] * len(steps)
         rows = [wire_items(steps[0].before.dtype) * move.row(ctx) for ctx in ctxs]
         table = by.wait_tensor(y).view(group_size(move.axes, steps[0].before), sum(rows))
         pieces = table.split(rows, 1)
         return [pieces[i] for i in range(len(steps))]
 
+    @staticmethod
+    def columns(steps: Steps, ctxs: Sequence[MoveContext]) -> tuple[Column, ...] | None:
+        """Where the tensors are in the table that comes; None where they are cut out box by box."""
+        move, is_sent_as_bytes = steps[0].move, steps[0].before.dtype in wire.BYTES_ONLY
+        return None if is_sent_as_bytes else _columns(ctxs, move.pieces, move.row)
+
 
 class _Scattered:
-    """A row for each rank, with its pieces of all tensors one behind the other."""
+    """A row for each rank, with its pieces of all tensors one behind the other.
+
+    Of very many ranks, all rows are filled by one call, and the row that comes is cut by one (`tables`).
+    """
 
     @staticmethod
     def start(steps: Steps, xs: Any, at: tuple[int, ...], by: Transport) -> Any:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
         n, rows = group_size(move.axes, steps[0].before), [move.row_sent(ctx) for ctx in ctxs]
-        flat = torch.cat([move.rows_of(xs[i], ctx).view(n, rows[i]) for i, ctx in enumerate(ctxs)], 1)
-        return move.sent(flat.view(-1), sum(rows), ctxs[0])
+        columns = _columns(ctxs, move.pieces, move.row_sent)
+        if columns is None:
+            flat = torch.cat([move.rows_of(xs[i], ctx).view(n, rows[i]) for i, ctx in enumerate(ctxs)], 1).view(-1)
+        else:
+            flat = tables.in_graph(tables.filled, xs, columns, n, move.dtype_sent(ctxs[0]))
+        return move.sent(flat, sum(rows), ctxs[0])
 
     @staticmethod
     def arrived(steps: Steps, y: Any, at: tuple[int, ...], by: Transport) -> list:
         move, ctxs = steps[0].move, _contexts(steps, at, by)
-        rows = [move.row_sent(ctx) for ctx in ctxs]
-        pieces = move.arrived(y, sum(rows), ctxs[0]).split(rows, 0)
+        rows, shapes = [move.row_sent(ctx) for ctx in ctxs], [ctx.shape_after() for ctx in ctxs]
+        row = move.arrived(y, sum(rows), ctxs[0])
+        if _columns(ctxs, move.pieces, move.row_sent) is not None:
+            found = tables.in_graph(tables.pieces, row, tuple(rows), tuple(shapes))
+            return [move.unpacked(found[i], ctx) for i, ctx in enumerate(ctxs)]
+        pieces = row.split(rows, 0)
         found = [move.unpacked(pieces[i], ctx) for i, ctx in enumerate(ctxs)]
-        shapes = [ctx.shape_after() for ctx in ctxs]
         own = [x if prod(s) == n else x.narrow(0, 0, prod(s)) for x, s, n in zip(found, shapes, rows, strict=True)]
         return [x.view(shape) for x, shape in zip(own, shapes, strict=True)]
+
+
+def _columns(ctxs: Sequence[MoveContext], pieces: Callable, width: Callable) -> tuple[Column, ...] | None:
+    """Where tensors stand side by side in a table with a row for each rank; None where a rank is a box.
+
+    pieces: gives the boxes of a tensor. width: how many columns it has.
+    """
+    parts = [pieces(ctx).parts for ctx in ctxs]
+    return None if None in parts else columns_of([width(ctx) for ctx in ctxs], parts)
 
 
 class _Exchanged:

@@ -85,14 +85,17 @@ class AllGather(Move):
 
     def unpacked(self, y, ctx: MoveContext):
         """The block after the move, from the rows of all ranks."""
-        boxes = received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
-        return boxes.joined_rows(from_wire(y, ctx.before.dtype), ctx.shape_after())
+        return self.pieces(ctx).joined_rows(from_wire(y, ctx.before.dtype), ctx.shape_after())
+
+    def pieces(self, ctx: MoveContext) -> Boxes:
+        """The box that comes from each rank, relative to this rank's block after the move."""
+        return received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
     def cut_out(self, table, ctx: MoveContext):
         """The same, copied out of some columns of a table with a row for each rank."""
         if ctx.before.dtype in wire.BYTES_ONLY:
             return self.unpacked(table.clone(memory_format=torch.contiguous_format).reshape(-1), ctx)
-        return received_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate).joined_table(table, ctx.shape_after())
+        return self.pieces(ctx).joined_table(table, ctx.shape_after())
 
     def _details(self, before, after):
         return [dims_text(self.axes, before)]
@@ -241,7 +244,7 @@ class _Scattering(_Reduction):
     def nbytes(self, before, after):
         return min(before.local_nbytes, group_size(self.axes, before) * after.local_nbytes)
 
-    def _pieces(self, ctx: MoveContext) -> Boxes:
+    def pieces(self, ctx: MoveContext) -> Boxes:
         """The box of each rank after the move, relative to this rank's block."""
         return sent_boxes(ctx.before, ctx.after, self.axes, ctx.coordinate)
 
@@ -284,7 +287,7 @@ class ReduceScatter(_Scattering):
 
     def row(self, ctx: MoveContext) -> int:
         """How many elements each rank gets: those of the largest piece."""
-        return self._pieces(ctx).largest
+        return self.pieces(ctx).largest
 
     def row_sent(self, ctx: MoveContext) -> int:
         """How many items that are on the wire."""
@@ -296,13 +299,17 @@ class ReduceScatter(_Scattering):
 
     def rows_of(self, x, ctx: MoveContext):
         """The items that this rank sends, which need not lie one behind the other."""
-        pieces = self._pieces(ctx)
+        pieces = self.pieces(ctx)
         dtype, op = reduced_as(ctx.before.dtype, self.op(ctx.before))
         flat = pieces.cut_rows(x, ctx.shape_before())
         if wire.marks_nan(ctx.before.dtype, op):
             rows = flat.split([pieces.largest] * len(pieces.sizes), 0)
             flat = torch.cat([wire.with_marks(rows[i], ctx.before.dtype, op) for i in range(len(pieces.sizes))], 0)
         return _cast(flat, ctx.before.dtype, dtype)
+
+    def dtype_sent(self, ctx: MoveContext) -> torch.dtype:
+        """The dtype of what is on the wire, where it is not marked."""
+        return reduced_as(ctx.before.dtype, self.op(ctx.before))[0]
 
     def sent(self, flat, row: int, ctx: MoveContext):
         """Launch the reduction of rows of this length, one for each rank."""
@@ -354,7 +361,7 @@ class ReduceInOrder(_Scattering):
         return (group_size(self.axes, before) - 1) * volumes(sides(after)) * before.dtype.itemsize
 
     def start(self, x, ctx):
-        wanted = self._pieces(ctx)
+        wanted = self.pieces(ctx)
         if not wanted.largest:
             return x
         flat, items = wanted.cut(x, ctx.shape_before()), wire_items(ctx.before.dtype)
@@ -362,7 +369,7 @@ class ReduceInOrder(_Scattering):
         return ctx.transport.all_to_all_single(to_wire(flat, ctx.before.dtype), *sizes, ctx.group(self.axes))
 
     def finish(self, y, ctx):
-        wanted = self._pieces(ctx)
+        wanted = self.pieces(ctx)
         if not wanted.largest:
             return y.new_zeros(ctx.shape_after())
         y, shape = from_wire(ctx.transport.wait_tensor(y), ctx.before.dtype), ctx.shape_after()

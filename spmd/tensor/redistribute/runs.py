@@ -28,6 +28,7 @@ from spmd.tensor.redistribute import boxes as one_by_one
 from spmd.tensor.redistribute.all_ranks import sides
 from spmd.tensor.redistribute.boxes import Box, narrowed, overlap, relative_to, shape_of, tiled, volume
 from spmd.tensor.redistribute.moves import Coordinate, members
+from spmd.tensor.redistribute.tables import Part
 from spmd.tensor.spec import Spec
 
 
@@ -108,6 +109,18 @@ class Boxes:
     def one_by_one(self) -> list[Box]:
         """The boxes themselves."""
         return [single.first for run in self.runs for single in run.singles()]
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...] | None:
+        """The boxes that have elements as parts of a table with a row for each rank; None where single boxes will do.
+        """
+        if not self._is_short:
+            return None
+        starts = itertools.accumulate([run.count for run in self.runs], initial=0)
+        return tuple([
+            (at, run.count, run.first, run.dim, run.step)
+            for at, run in zip(starts, self.runs, strict=False) if run.volume
+        ])  # fmt: skip
 
     # ---- cutting --------------------------------------------------------------------------------
     def cut(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -134,6 +134,73 @@ def test_a_bucket_of_all_to_alls_gives_each_its_blocks(ranks):
         assert all(torch.equal(y, x[r,]) for y, x in zip(got, want, strict=True))
 
 
+class Gathering(Sent):
+    """A transport that keeps what is sent to all; or to be reduced, what has a row for each rank."""
+
+    def all_gather_into_tensor(self, flat, n, group):
+        self.flat = flat
+        return flat
+
+    def exchanges_terms(self, device_type):
+        return False
+
+    def reduce_scatter_tensor(self, flat, op, n, group):
+        self.flat = flat
+        return flat
+
+
+def summed_and_gathered(mesh, *sizes):
+    """Buckets that reduce tensors into shards of a dim, every second one of columns, and that gather them again."""
+    sharded = [[(0,), ()] if i % 2 else [(), (0,)] for i in range(len(sizes))]
+    shards = [Spec.of(mesh, size, torch.float32, dims=dims) for size, dims in zip(sizes, sharded, strict=True)]
+    summed = [Spec.of(mesh, size, torch.float32, partial=[(0, "sum")]) for size in sizes]
+    whole = [Spec.of(mesh, size, torch.float32) for size in sizes]
+    reduced = [Step(ReduceScatter((0,)), a, b) for a, b in zip(summed, shards, strict=True)]
+    gathered = [Step(AllGather((0,)), a, b) for a, b in zip(shards, whole, strict=True)]
+    return Bucket(tuple(reduced)), Bucket(tuple(gathered))
+
+
+TABLES = (80, 40), (7, 83), (41, 3), (120, 81), (1, 1)
+
+
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_a_bucket_of_sums_gives_each_its_shards(ranks):
+    """A row for each rank has its blocks: even, uneven and empty ones, of rows and of columns."""
+    bucket, _ = summed_and_gathered(DeviceMesh("cpu", torch.arange(ranks)), *TABLES)
+    xs = [torch.arange(float(n * m)).view(n, m) + 1_000 * i for i, (n, m) in enumerate(TABLES)]
+    want, carrier = [blocks(x, spec) for x, spec in zip(xs, bucket.after, strict=True)], Gathering()
+    bucket.start(xs, (0,), carrier)
+    for r, row in enumerate(carrier.flat.view(ranks, -1)):
+        got = bucket.finish(row, (r,), carrier)
+        assert all(torch.equal(y, x[r,]) for y, x in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [4, 40])
+def test_a_bucket_of_gathers_gives_all_the_whole(ranks):
+    """What is cut out of the table that comes is each tensor, in memory of its own."""
+    _, bucket = summed_and_gathered(DeviceMesh("cpu", torch.arange(ranks)), *TABLES)
+    xs = [torch.arange(float(n * m)).view(n, m) + 1_000 * i for i, (n, m) in enumerate(TABLES)]
+    have = [blocks(x, spec) for x, spec in zip(xs, bucket.before, strict=True)]
+    carriers = [Gathering() for _ in range(ranks)]
+    for r, carrier in enumerate(carriers):
+        bucket.start([x[r,] for x in have], (r,), carrier)
+    came = torch.cat([carrier.flat for carrier in carriers])
+    for y, x in zip(bucket.finish(came, (0,), carriers[0]), xs, strict=True):
+        assert torch.equal(y, x) and y.is_contiguous()
+        assert y.untyped_storage().data_ptr() != came.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("of, most", [(0, 12), (1, 12)], ids=["sums", "gathers"])
+def test_a_bucket_of_thousands_is_a_node_for_each_tensor(of, most):
+    """Five tensors are sent and cut by a call each, beside those of the bucket itself."""
+    bucket = summed_and_gathered(DeviceMesh("cpu", torch.arange(2048)), *TABLES)[of]
+    graph, carrier = fx.Graph(), Gathering()
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    xs = [fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(len(TABLES))]
+    bucket.finish(bucket.start(xs, (0,), carrier), (0,), carrier)
+    assert len(graph.nodes) <= most
+
+
 def test_a_bucket_over_thousands_of_ranks_is_a_few_ops():
     """However many they are: three all-to-alls over 2,048 ranks are cut, sent and joined in fewer than 60 ops."""
     bucket = bucket_of(DeviceMesh("cpu", torch.arange(2048)), (512, 256), (4096, 2048), (2050, 3))
