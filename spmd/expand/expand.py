@@ -126,7 +126,7 @@ class _Expander:
     graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
     value with this spec; for a node and a halo, the node of what the halo gives. moved_anew: nodes of `graph` that are
     moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
-    last reduction. known: how ops are written that move and decompose nothing, by their arguments. gathered: ops that
+    last reduction. known: how ops are written that are not decomposed, by their arguments. gathered: ops that
     no rule knows, with the bytes gathered for them. results: for a decomposed op with several results, these. settled:
     calls of functions of blocks, which may be open on some axes, as they are written. decomposition_graph: holds the
     ops of decompositions as nodes of global tensors. source: the op of the captured graph that is being written, by
@@ -189,7 +189,7 @@ class _Expander:
             self._python_call(node)
 
     def _op(self, node: fx.Node) -> None:
-        """An op of torch's. Where one of the same arguments was lowered without moves, that is how it is written."""
+        """An op of torch's. Where one of the same arguments was lowered, that is how it is written."""
         if node.target is MARK:
             self.local[node] = self._current(node.args[0])
             return
@@ -199,14 +199,16 @@ class _Expander:
         elif node.target in READS_VALUE:
             self._read_value(node)
         elif (known := self.known.get(key := self._key(node, current))) is not None:
-            self._written(node, *known, *in_schema_order(node, current.__getitem__))
+            self._write_lowered(node, *known, current)
         else:
             with self._arriving(node):
-                made = len(self.decomposition_graph.nodes)
                 if not self._decompose(node):
-                    lowering = self._lowered(node)
-                    if key is not None and made == len(self.decomposition_graph.nodes) and _is_plain(lowering):
-                        self.known[key] = lowering, self.chosen[node]
+                    lowering = self.lowering(node, {})
+                    arrive = [p.dst for p in lowering.plans]
+                    pin = Pin(lowering.rows) if lowering.rows else arriving(arrive, lowering.outs)
+                    self._write_lowered(node, lowering, pin, {n: self._current(n) for n in current})
+                    if key is not None:
+                        self.known[key] = lowering, pin
 
     def _key(self, node: fx.Node, current: Mapping[fx.Node, fx.Node]) -> Hashable:
         """What decides how an op is written: its arguments, the specs of its operands, and which of these are one. None
@@ -332,20 +334,18 @@ class _Expander:
         return SpecTensor(item, self._spec(item), self._emit)
 
     # ---- lowered --------------------------------------------------------------------------------
-    def _lowered(self, node: fx.Node) -> Lowering:
-        """Write a node as it is lowered, behind the moves of its operands."""
-        lowering = self.lowering(node, {})
-        plans, before = iter(lowering.plans), {n: self._current(n) for n in _torch.operands_of(node)}
+    def _write_lowered(self, node: fx.Node, lowering: Lowering, pin: Pin, before: Mapping[fx.Node, fx.Node]) -> None:
+        """Write a node as it is lowered, behind the moves of its operands. pin: how it runs. before: what has the
+        values of its operands."""
+        plans = iter(lowering.plans)
 
         def operand(n: fx.Node) -> fx.Node:
             # Each plan begins at the spec that the tensor had when the op was lowered. If a tensor is an operand twice,
             # a reduction for the one changes what `_current` gives, so the values are looked up before any move.
             return before[n] if before[n].meta["spec"] is None else self.move(before[n], next(plans))
 
-        arrive = [p.dst for p in lowering.plans]
-        pin = Pin(lowering.rows) if lowering.rows else arriving(arrive, lowering.outs)
-        self._written(node, lowering, pin, *in_schema_order(node, operand))
-        return lowering
+        moves_nothing = not any([p.effective.steps for p in lowering.plans])
+        self._written(node, lowering, pin, *in_schema_order(node, before.__getitem__ if moves_nothing else operand))
 
     def _written(self, node: fx.Node, lowering: Lowering, pin: Pin, args: tuple, kwargs: dict[str, Any]) -> None:
         """Write what a rank calls for a node. pin: how it runs."""
@@ -506,11 +506,6 @@ class _Expander:
     def _record(self, node: fx.Node, new: fx.Node, spec: ResultSpecs) -> None:
         new.meta.update({"spec": spec, SOURCE: self.source, LINE: self.line})
         self.local[node] = new
-
-
-def _is_plain(lowering: Lowering) -> bool:
-    """Whether an op is written as it is, on operands as they are."""
-    return not any(p.effective.steps for p in lowering.plans) and not lowering.gathered and lowering.local is None
 
 
 def _remove_unread(graph: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from spmd.comm.chunk import Unit, lengths, unit_over, unit_times
 from spmd.tensor.call import Call
@@ -143,13 +144,14 @@ Choice = list[Row]
 """One row per axis of the mesh."""
 
 
-def _first_cheapest(options: Sequence[Row], price_of: Callable[[Row], Price]) -> Row:
+def _first_cheapest(options: Sequence[Row], price_of: Callable[[Row, float], Price]) -> Row:
+    """price_of: of a row, and microseconds above which it need not be told exactly."""
     best = options[0]
-    least = price_of(best)
+    least = price_of(best, inf)
     for row in options[1:]:
         if least == FREE:  # no price is lower
             break
-        found = price_of(row)
+        found = price_of(row, least.us)
         if found < least:
             best, least = row, found
     return best
@@ -161,10 +163,16 @@ def _cheapest_rows(call: Call, rule: Rule, options: Sequence[Row], in_place: boo
         return as_given
     choice = [options[0]] * call.mesh.ndim
     axes = [a for a, n in enumerate(call.mesh.shape) if n > 1]
+    chosen_for: dict[int, Choice] = {}  # for an axis, the rows of the others, and its own
     for _ in range(3 if len(axes) > 1 else 1):
         before = list(choice)
         for axis in axes:
-            choice[axis] = _first_cheapest(options, lambda row, a=axis: _price(call, rule, choice, a, row, in_place))
+            if chosen_for.get(axis) == choice:
+                continue
+            choice[axis] = _first_cheapest(
+                options, lambda row, most, a=axis: _price(call, rule, choice, a, row, in_place, most)
+            )
+            chosen_for[axis] = list(choice)
         if choice == before:
             break
     return choice
@@ -184,13 +192,15 @@ def _rows_as_given(call: Call, rule: Rule, options: Sequence[Row], in_place: boo
     return choice if free else None
 
 
-def _price(call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool) -> Price:
+def _price(
+    call: Call, rule: Rule, choice: Choice, axis: int, row: Row, in_place: bool, most: float = inf
+) -> Price:  # fmt: skip
     """The price of a row on an axis, given the rows of the other axes. Rows that may not be chosen are forbidden."""
     if not _is_legal(call, rule, choice, axis, row):
         return FORBIDDEN
     if in_place and not _keeps_target(row, not matches(call.tensors[0], axis, row.ins[0]), call.tensors[0].on(axis)):
         return FORBIDDEN
-    return price(call, choice, axis, row)
+    return price(call, choice, axis, row, most)
 
 
 def rows_as_given(call: Call) -> tuple[Row, ...] | None:

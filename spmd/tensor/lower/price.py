@@ -56,15 +56,18 @@ FORBIDDEN = Price(True, inf, 0, 0)
 FREE = Price(False, 0.0, 0, 0)
 
 
-def price(call: Call, choice: Sequence[Row], axis: int, row: Row) -> Price:
-    """The price of a row on an axis, given the rows of the other axes."""
+def price(call: Call, choice: Sequence[Row], axis: int, row: Row, most: float = inf) -> Price:
+    """The price of a row on an axis, given the rows of the other axes. most: microseconds above which any price will
+    do that is above, too: then what operands take is enough, to which the rest only adds."""
     first = call.first_use or range(len(row.ins))
     wanted = {(f, want): i for i, (f, want) in enumerate(zip(first, row.ins, strict=True))}
     made = [_Made.of(call, choice, axis, i, want) for (_, want), i in wanted.items()]
+    us, steps = sum([m.us for m in made]), sum([m.steps for m in made])
+    if round(us, 6) > most:
+        return Price(False, round(us, 6), steps, steps)
     sharded = is_sharded(call, axis)
     owed = [_owed_us(call, choice, axis, j, p, sharded) for j, p in enumerate(row.outs) if call.outs[j]]
-    us = sum([m.us for m in made]) + sum(owed) + (_work_us(call, choice, axis, row) if sharded else 0.0)
-    steps = sum([m.steps for m in made])
+    us = us + sum(owed) + (_work_us(call, choice, axis, row) if sharded else 0.0)
     # Rounded: sums that are equal on paper must tie, and alike on every machine.
     return Price(False, round(us, 6), steps + sum([us > 0 for us in owed]), steps)
 
