@@ -161,9 +161,11 @@ def seen_as_compiling() -> Iterator[None]:
 
     torch's own code hears what is true: its optimisers would compute with tensors in place of numbers, and round
     otherwise than on one device. Its checkpoints hear that nothing is compiled: they compute again what they are told
-    to, here and now, where they would leave that to a compiler. One thread at a time may be inside.
+    to, here and now, where they would leave that to a compiler. Its checks of all values in a tensor, as distributions
+    make of their parameters, become asserts that run when the graph does. One thread at a time may be inside.
     """
     real, real_of_checkpoints = torch.compiler.is_compiling, checkpoint._is_compiling
+    is_all_true = torch._is_all_true
 
     def is_compiling() -> bool:
         asked_by = sys._getframe(1).f_globals.get("__name__", "")
@@ -172,9 +174,24 @@ def seen_as_compiling() -> Iterator[None]:
     def checkpoints_are_compiling(*given: Any) -> bool:
         return False if threading.get_ident() == thread else real_of_checkpoints(*given)
 
+    def asserted(x: torch.Tensor) -> Any:
+        if threading.get_ident() != thread:
+            return is_all_true(x)
+        torch.ops.aten._assert_async.msg(x.all(), f"a value is not what {_checked_by()} allows")
+        return True
+
     thread = threading.get_ident()
     torch.compiler.is_compiling, checkpoint._is_compiling = is_compiling, checkpoints_are_compiling
+    torch._is_all_true = asserted
     try:
         yield
     finally:
         torch.compiler.is_compiling, checkpoint._is_compiling = real, real_of_checkpoints
+        torch._is_all_true = is_all_true
+
+
+def _checked_by() -> str:
+    """The class whose method asks whether all is true, with the argument that it looks at where it is named."""
+    names = sys._getframe(2).f_locals
+    of = type(names["self"]).__name__ if "self" in names else "torch"
+    return f"{of}({names['param']})" if "param" in names else of

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.nodes import read_instead
+from spmd.expand.nodes import is_dead, read_instead
 from spmd.expand.origins import GRADIENT_OF, SITES, moved_to
 from spmd.expand.phases import NEW_VALUE
 
@@ -31,7 +31,7 @@ def remove_noops(graph: fx.Graph) -> None:
         elif node in operands:
             moved_to(node, operands[node], (NEW_VALUE, SITES, GRADIENT_OF))
             graph.erase_node(node)
-        elif not node.users and node.op not in ("placeholder", "output") and not node.is_impure():
+        elif is_dead(node):
             graph.erase_node(node)
 
 

@@ -383,11 +383,15 @@ OURS = "", "torch", "spmd"
 """Packages that are never the user's, also where the step is a module of torch's."""
 
 
-@functools.lru_cache(maxsize=1024)
 def is_installed(package: str) -> bool:
+    """Whether a package is torch, spmd, Python's own, or one that was installed, and no user's."""
     if package in OURS or package in sys.stdlib_module_names:
         return True
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    return _is_of_site(getattr(sys.modules.get(package), "__file__", None) or "")  # it may be imported later
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_of_site(file: str) -> bool:
     return file.startswith(tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
 
 

@@ -41,6 +41,7 @@ from spmd.expand.nodes import (
     described_call,
     first_positions,
     in_schema_order,
+    is_dead,
     line_of,
     operands_in_order,
     result_metadata,
@@ -394,7 +395,7 @@ class _Expander:
             return SCALAR if found is None else found
 
         args, kwargs = fx.map_arg(node.args, spec), fx.map_arg(node.kwargs, spec)
-        repeats = first_positions(self._operands(node))
+        repeats = first_positions([n for n in operands_in_order(node) if n in specs or self._spec(n) is not None])
         rows, place, as_given = self._rows(node), self._place(node), widened(node)
         key = (node.target, frozen(args), frozen(kwargs), repeats, rows, place, as_given)
 
@@ -511,5 +512,5 @@ class _Expander:
 def _remove_unread(graph: fx.Graph) -> None:
     """Remove what is not read: where a decomposition leaves out an operand, nothing reads what was moved for it."""
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and is_dead(node):
             graph.erase_node(node)

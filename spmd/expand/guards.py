@@ -13,7 +13,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from logging import Logger
 from typing import Any
 
@@ -49,6 +49,11 @@ class ById:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def items_of(box: dict) -> Iterable[tuple[Any, Any]]:
+    """The items that a dict has itself, in order, whatever a class of its own gives for them."""
+    return (OrderedDict if isinstance(box, OrderedDict) else dict).items(box)
 
 
 def guard_key(value: Any, reads: Reads | None = None) -> Hashable:
@@ -106,7 +111,7 @@ class _Walk:
         if self.reads is not None and not isinstance(x, (tuple, frozenset)):
             self.reads.box(x)
         if isinstance(x, dict):
-            inside: Any = tuple([(self.key(k), self.key(v)) for k, v in x.items()])
+            inside: Any = tuple([(self.key(k), self.key(v)) for k, v in items_of(x)])
         else:
             inside = (frozenset if isinstance(x, (set, frozenset)) else tuple)([self.key(v) for v in x])
         return (type(x), inside, *self._attributes(x))

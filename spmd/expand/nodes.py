@@ -12,7 +12,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.origins import ORIGIN, Line
 from spmd.tensor.cache import frozen
-from spmd.tensor.call import SCALAR, TensorMeta
+from spmd.tensor.call import ASSERTS, SCALAR, TensorMeta
 
 SOURCE = "source"
 """In the metadata of a node of a program: the op of the captured graph that it was written for, by name."""
@@ -115,6 +115,13 @@ def operands_in_order(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     in_schema_order(node, found.append)
     return found
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nothing reads a node, and it does nothing else: it is no input, output or assert."""
+    if node.users or node.op in ("placeholder", "output"):
+        return False
+    return not node.is_impure() and node.target not in ASSERTS  # of which torch knows one as impure
 
 
 def result_metadata(node: fx.Node) -> tuple[TensorMeta | None, ...]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from spmd import _torch
-from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH
+from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH, items_of
 from spmd.expand.told import Told
 
 Container = dict | list | set | deque
@@ -106,8 +106,14 @@ class PythonState:
 def put(contents: Contents) -> None:
     """Give the containers these contents."""
     for box, new in contents:
-        box.clear()
-        (box.extend if isinstance(box, list | deque) else box.update)(new)
+        if isinstance(box, dict):
+            kind = OrderedDict if isinstance(box, OrderedDict) else dict  # a class of the user may do more
+            kind.clear(box)
+            for key, value in new.items():
+                kind.__setitem__(box, key, value)
+        else:
+            box.clear()
+            (box.extend if isinstance(box, list | deque) else box.update)(new)
 
 
 LEFT = object()
@@ -150,7 +156,7 @@ def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator
     inside = value
     if not isinstance(value, (dict, list, set, tuple, frozenset)):
         inside = {"__dict__": vars(value)} if hasattr(value, "__dict__") else {}
-    for step, x in inside.items() if isinstance(inside, dict) else enumerate(inside):
+    for step, x in items_of(inside) if isinstance(inside, dict) else enumerate(inside):
         yield from boxes(x, seen, depth - 1, (*steps, step))
 
 
@@ -189,7 +195,7 @@ def is_set(cell: types.CellType) -> bool:
 
 
 def _pairs(box: Container) -> list[tuple[Any, Any]]:
-    return list(box.items()) if isinstance(box, dict) else [(None, x) for x in box]
+    return list(items_of(box)) if isinstance(box, dict) else [(None, x) for x in box]
 
 
 def _keys_and_values(box: Container) -> list[Any]:
@@ -224,7 +230,9 @@ def _without_symbols(x: Any) -> Any:
 
 def copied(box: Container) -> Any:
     """The contents of a container, for `put`."""
-    return type(box)(box) if type(box) in (dict, list, set) else dict(box) if isinstance(box, dict) else list(box)
+    if isinstance(box, dict):
+        return dict(items_of(box))
+    return type(box)(box) if type(box) in (list, set) else list(box)
 
 
 def differs(box: Container, old: Any) -> bool:
@@ -233,5 +241,5 @@ def differs(box: Container, old: Any) -> bool:
         return True
     if isinstance(box, set):
         return box != set(old)
-    now, then = (list(x.items()) if isinstance(x, dict) else [(None, v) for v in x] for x in (box, old))
+    now, then = (list(items_of(x)) if isinstance(x, dict) else [(None, v) for v in x] for x in (box, old))
     return any((k is not j and k != j) or v is not w for (k, v), (j, w) in zip(now, then, strict=True))

@@ -16,8 +16,11 @@ from spmd import _torch
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
-READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
-"""Ops that return a Python value: every rank needs the global tensor."""
+ASSERTS = {aten._assert_async.default, aten._assert_async.msg}
+"""Ops that return nothing, and raise where a value is false."""
+
+READS_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, *ASSERTS}
+"""Ops that return a Python value, or none: every rank needs the global tensor."""
 
 
 @dataclass(frozen=True)

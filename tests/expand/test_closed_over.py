@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import spmd
 from spmd import DTensor, LocalTensorMode, Shard
+from spmd.expand.closed_over import is_installed
 from tests.expand.side_by_side import rows, same, seeded, values
 from tests.ways import run
 
@@ -181,3 +183,11 @@ def test_what_cannot_be_found_or_seen_is_an_error(make, kind, message):
         with pytest.raises(kind, match=message):
             step(model, X, Y)
         assert type(model.weight) is nn.Parameter
+
+
+def test_a_package_that_is_imported_later_is_known_as_installed(monkeypatch):
+    """It may have been asked for before."""
+    monkeypatch.delitem(sys.modules, "pytest")
+    assert not is_installed("pytest")
+    monkeypatch.setitem(sys.modules, "pytest", pytest)
+    assert is_installed("pytest")

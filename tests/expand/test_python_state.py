@@ -390,3 +390,33 @@ def test_optimisers_that_no_program_can_hold_are_refused_by_name(kind):
     with pytest.raises(NotImplementedError, match=rf"(?s)step.* {kind}, .*test_python_state.py:\d+, in step"):
         spmd.compile(step, line(1))(model, optimizer, X)
     assert not optimizer.state and type(model.weight) is nn.Parameter
+
+
+class Made(OrderedDict):
+    """Gives a new object for each key, as registries of activations do."""
+
+    def __getitem__(self, key):
+        return [super().__getitem__(key)]
+
+
+REGISTRY = Made(tanh=torch.tanh, relu=torch.relu)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dict_that_makes_what_it_gives_is_left_as_it_is(fails):
+    """Also by a capture that ends with an error, which takes back what was changed."""
+    REGISTRY.move_to_end("tanh", last=False)
+    before = list(OrderedDict.items(REGISTRY))
+
+    def step(x):
+        if fails:
+            REGISTRY["new"] = torch.sin
+        return REGISTRY["tanh"][0](x)
+
+    compiled = spmd.compile(step, line(1))
+    if fails:
+        with pytest.raises(RuntimeError, match="the step changes REGISTRY"):
+            compiled(X)
+    else:
+        torch.testing.assert_close(whole(compiled(X)), X.tanh())
+    assert list(OrderedDict.items(REGISTRY)) == before

@@ -1,13 +1,16 @@
 """Parameters that are stored, computed with and updated in different places train as on one device."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import optim
 
-from spmd import FullyShard, Replicate, Shard
+import spmd
+from spmd import FullyShard, LocalTensorMode, Replicate, Shard
 from spmd.expand.places.roles import phase_of
-from tests.expand.places.trained import TP, Odd, check, plain_step, planned
+from tests.expand.places.trained import TP, Odd, check, plain_step, planned, whole
 from tests.expand.side_by_side import seeded
 
 OPTIMIZERS = {
@@ -147,3 +150,32 @@ def test_a_wrong_value_of_fully_shard_is_said(wrong):
     """When it is made."""
     with pytest.raises(ValueError, match=r"level|reshard_after_forward|state"):
         FullyShard("dp", **wrong)
+
+
+ON_VIEWS = {
+    "product": lambda w, x: torch.einsum("nd,edh->neh", x, w),
+    "permuted": lambda w, x: w.permute(1, 0, 2) * 2.0 * x.sum(),
+    "copied": lambda w, x: w.permute(2, 1, 0).contiguous() * x.sum(),
+    "two views": lambda w, x: w.transpose(0, 1).transpose(1, 2).relu() * x.sum(),
+}
+
+
+@pytest.mark.parametrize("level", [1, 3])
+@pytest.mark.parametrize("kind", ON_VIEWS)
+def test_arithmetic_on_views_of_what_is_stored_in_shards(kind, level):
+    """Also as the first thing that reads the parameter, before the view was written for another reader."""
+    torch.manual_seed(0)
+    model, x = torch.nn.ParameterDict({"w": torch.randn(4, 6, 8)}), torch.randn(8, 6)
+
+    def step(model, x):
+        loss = ON_VIEWS[kind](model.w, x).square().sum()
+        loss.backward()
+        return loss
+
+    alone = copy.deepcopy(model)
+    expected = step(alone, x)
+    with LocalTensorMode(2):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        got = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, fully_shard=FullyShard("dp", level))(model, x)
+        torch.testing.assert_close(whole(got), expected.detach())
+        torch.testing.assert_close(whole(model.w.grad), alone.w.grad)
