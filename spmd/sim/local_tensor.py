@@ -238,14 +238,18 @@ def _run_general(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         raise AssertionError(f"{op} was given nothing that differs between ranks")
     if torch.Tag.inplace_view in op.tags:
         return _run_in_place_view(op, ranks, args, kwargs)
-    results = []
-    for i, rank in enumerate(ranks):
-        mine = [leaf._locals[i] if type(leaf) is LocalTensor else pick(leaf, rank) for leaf in flat]
-        if i == 0:
-            _check_written(op, *pytree.tree_unflatten(flat, structure))
-            first = mine
-        own_args, own_kwargs = pytree.tree_unflatten(mine, structure)
-        results.append(_torch.run_with_bits(op, *own_args, **own_kwargs))
+    of_ranks = [
+        [leaf._locals[i] if type(leaf) is LocalTensor else pick(leaf, rank) for leaf in flat]
+        for i, rank in enumerate(ranks)
+    ]
+    first = of_ranks[0]
+    if _writes_plain(op, args, kwargs):  # which all ranks share: once, if it is one value that is written
+        if any(values_of(leaf) is not None or not _is_one_value(leaf) for leaf in flat):
+            raise plain_tensor_error(op)
+        own_args, own_kwargs = pytree.tree_unflatten(first, structure)
+        return _torch.run_with_bits(op, *own_args, **own_kwargs)
+    own = [pytree.tree_unflatten(mine, structure) for mine in of_ranks]
+    results = [_torch.run_with_bits(op, *own_args, **own_kwargs) for own_args, own_kwargs in own]
     # An op that writes an argument and returns it must return the LocalTensor itself.
     known = {id(own): leaf for own, leaf in zip(first, flat, strict=True) if type(leaf) is LocalTensor}
     return _join_results(ranks, results, known)
@@ -253,7 +257,8 @@ def _run_general(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 def _run_in_place_view(op: Callable, ranks: Ranks, args: tuple, kwargs: Mapping[str, Any]) -> LocalTensor:
     """Run an op, such as `t_`, that gives its first argument another shape, on the same memory."""
-    _check_written(op, args, kwargs)
+    if _writes_plain(op, args, kwargs):
+        raise plain_tensor_error(op)
     x, flat, structure = args[0], *pytree.tree_flatten(args[1:])
     mine = [torch.ops.aten.alias.default(local) for local in x._locals]  # another LocalTensor may have the same ones
     for i, rank in enumerate(ranks):
@@ -326,13 +331,22 @@ def _join_shapes(ranks: Ranks, of: Sequence[torch.Tensor]) -> tuple[list, list]:
     )
 
 
-def _check_written(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    """RuntimeError if the op writes a plain tensor: all ranks share it, so each rank would overwrite the others."""
+def _writes_plain(op: Callable, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the op writes a plain tensor: all ranks share it, so each rank would overwrite the others."""
     for name in _torch.written(op):
         i = _torch.argument_index(op, name)
         target = args[i] if i < len(args) else kwargs.get(name)
         if any(isinstance(x, torch.Tensor) and type(x) is not LocalTensor for x in pytree.tree_leaves(target)):
-            raise plain_tensor_error(op)
+            return True
+    return False
+
+
+def _is_one_value(x: Any) -> bool:
+    """Whether a LocalTensor, such as a number that was made a tensor, has the same bits on all ranks."""
+    if type(x) is not LocalTensor:
+        return True
+    first, *others = [(each.shape, each.contiguous().view(-1).view(torch.uint8)) for each in x._locals]
+    return all(shape == first[0] and torch.equal(bits, first[1]) for shape, bits in others)
 
 
 def plain_tensor_error(what: object) -> RuntimeError:

@@ -241,6 +241,26 @@ def test_what_cannot_be_is_an_error(wrong: Callable, message: str) -> None:
         wrong()
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__((0, 1), 5.0),
+        lambda x: x.__setitem__((0, 1), float("nan")),
+        lambda x: x.__setitem__(x > 0, 7),
+        lambda x: x.copy_(torch.arange(3.0)),
+        lambda x: x.masked_fill_(torch.tensor([True, False, True]), 3.0),
+    ],
+)
+def test_a_plain_tensor_can_be_given_what_is_the_same_on_all_ranks(write: Callable) -> None:
+    """A number that is assigned becomes a tensor of each rank on its way."""
+    x, expected = torch.ones(2, 3), torch.ones(2, 3)
+    write(expected)
+    with LocalTensorMode(2):
+        write(x)
+    assert type(x) is torch.Tensor
+    torch.testing.assert_close(x, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_plain_tensor_is_left_as_it_was_where_it_cannot_be_written() -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(RuntimeError):
