@@ -3,9 +3,12 @@
     torch.as_tensor(lr / (1 + decay * step))      one number, as ASGD keeps it: an op of the program
     torch._fused_adamw_(ps, ..., lr=lr)           the arithmetic of the step, for each parameter
     torch.lstm(x, ...)                            its products and gates
+    tokens.chunk(4)                               four slices of one length
 
 Of a symbol torch would ask for the value, and freeze it. For recurrent layers torch may have one kernel of the machine,
-with memory of its own that no other op can read.
+with memory of its own that no other op can read. Parts of a batch have sizes that differ as symbols, the last one's
+being what is left; where they are equal here, they are made equal symbols, so that what is computed with one part is
+seen to be what is computed with the next.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ aten = torch.ops.aten
 
 
 class TracedCalls(TorchFunctionMode):
-    """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, and recurrent layers are made of many
-    ops."""
+    """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, recurrent layers are made of many ops,
+    and equal parts of a batch have one size."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -38,6 +41,8 @@ class TracedCalls(TorchFunctionMode):
                 raise FrozenValue(told._what)
             if _has_symbol(args[0]):
                 return _tensor(args[0], **_options(**kwargs))
+        if function in _PARTS and (parts := _PARTS[function](*args, **kwargs)) is not None:
+            return parts
         if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):
             return Normalise.table[_torch.FUSED_STEPS[function]](*args, **kwargs)
         return function(*args, **kwargs)
@@ -68,3 +73,43 @@ def _tensor(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
     if dtype is None:
         dtype = torch.get_default_dtype() if isinstance(data, (float, torch.SymFloat)) else torch.int64
     return aten.scalar_tensor.default(data, dtype=dtype, device=device)
+
+
+# ---- parts of a batch -------------------------------------------------------------------------
+
+
+def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+    """What `chunk` and `tensor_split` give where the size is a symbol that is divisible: parts of one length."""
+    if not isinstance(chunks, (int, torch.SymInt)) or not _is_cut_evenly(input, dim, count := int(chunks)):
+        return None
+    size = input.shape[dim]
+    return _parts(input, dim, size // count, count) if size % count == 0 else None
+
+
+def _pieces(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+    """What `split` gives where the length of a part is a symbol, too, and divides the size."""
+    length = split_size_or_sections
+    if not isinstance(length, torch.SymInt) or _torch.number_now(length) < 1:
+        return None
+    count, rest = divmod(_torch.number_now(tensor.shape[dim]), _torch.number_now(length))
+    if rest or not _is_cut_evenly(tensor, dim, count):
+        return None
+    size = tensor.shape[dim]
+    return _parts(tensor, dim, size // count, count) if size % count == 0 and length == size // count else None
+
+
+def _is_cut_evenly(x: torch.Tensor, dim: Any, count: int) -> bool:
+    """Whether a dim is a symbol whose value now is a multiple. Of what has gradients parts are left as they are: the
+    gradient of a split is one op."""
+    if type(dim) is not int or x.requires_grad or not -x.ndim <= dim < x.ndim or count < 2:
+        return False
+    now = _torch.number_now(x.shape[dim])
+    return isinstance(x.shape[dim], torch.SymInt) and now > 0 and now % count == 0
+
+
+def _parts(x: torch.Tensor, dim: int, length: Any, count: int) -> tuple[torch.Tensor, ...]:
+    return tuple([x.narrow(dim, i * length, length) for i in range(count)])
+
+
+_PARTS = dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.tensor_split, torch.Tensor.tensor_split), _chunks)
+_PARTS |= dict.fromkeys((torch.split, torch.Tensor.split), _pieces)

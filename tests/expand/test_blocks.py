@@ -426,11 +426,21 @@ def test_what_code_outside_sets_during_the_step_is_seen(kind, step):
     captures(step, model=Stack(kind), x=torch.rand(6, 3))
 
 
-def test_micro_batches_are_stamped():
+PARTS = {
+    "unflatten": lambda x: x.unflatten(0, (3, -1)),
+    "chunk": lambda x: x.chunk(3),
+    "split": lambda x: x.split(x.shape[0] // 3),
+    "tensor_split": lambda x: torch.tensor_split(x, 3),
+    "slices": lambda x: [x[i * (len(x) // 3) : (i + 1) * (len(x) // 3)] for i in range(3)],
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_micro_batches_are_stamped(way):
     """A loop over parts of the batch in the step: two calls of blocks are traced, those of all parts are stamped."""
 
     def step(model, x):
-        return sum(_backward(model(part).square().sum()) for part in x.unflatten(0, (3, -1)))
+        return sum(_backward(model(part).square().sum()) for part in PARTS[way](x))
 
     given = trained(Stack())
     assert captures(step, model=given["model"], x=torch.ones(6, 3))[1] == 3 * 4 - 2

@@ -50,6 +50,34 @@ def tensor(*shape):
     return torch.linspace(-1.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
+PARTS = {
+    "chunk": lambda x: x.chunk(3),
+    "split": lambda x: x.split(x.shape[0] // 3),
+    "split by a number": lambda x: torch.split(x, 2),
+    "tensor_split": lambda x: x.tensor_split(3),
+    "of the second dim": lambda x: x.chunk(2, 1),
+    "with gradients": lambda x: (x * 1.0).requires_grad_().chunk(3),
+}
+
+
+@pytest.mark.parametrize("way", PARTS)
+def test_parts_of_a_batch_are_those_of_one_device_at_any_size(way):
+    """Sizes that are divisible have one capture; where the last part is shorter, there is another one."""
+
+    def step(x):
+        return [part.cumsum(0).sum(1) * i for i, part in enumerate(PARTS[way](x), 1)]
+
+    sizes = [(6, 4), (12, 4), (9, 6), (7, 4), (8, 5), (6, 4), (3, 8), *([] if way == "split" else [(2, 2), (1, 4)])]
+    got, _ = on_ranks(step, [(tensor(*size),) for size in sizes])
+    for mine, size in zip(got, sizes, strict=True):
+        expected = step(tensor(*size))
+        assert len(mine) == len(expected)
+        for one, other in zip(mine, expected, strict=True):
+            torch.testing.assert_close(one, other.detach())
+    _, made_for_even = on_ranks(step, [(tensor(*size),) for size in [(6, 4), (12, 4), (9, 6), (6, 8)]])
+    assert made_for_even == (3 if way == "split by a number" else 1)
+
+
 # ---- trainings --------------------------------------------------------------------------------
 
 BATCHES = [(4, 6), (4, 6), (3, 5), (1, 6), (5, 1)]

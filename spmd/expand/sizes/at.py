@@ -101,15 +101,15 @@ def _agrees(node: fx.Node, mesh: DeviceMesh, asked: set[tuple]) -> bool:
         return Spec.of(mesh, value.shape, value.dtype, stride=value.stride) if known else SCALAR
 
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), described)
-    key = node.target, repr(args), repr(kwargs)
-    if key in asked:
-        return True
-    asked.add(key)
     value = node.meta["val"]
     shapes = [
         (x.shape, x.dtype) if isinstance(x, TensorMeta) else None
         for x in (value if isinstance(value, tuple) else (value,))
     ]
+    key = node.target, repr(args), repr(kwargs), tuple(shapes)
+    if key in asked:
+        return True
+    asked.add(key)
     args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: 1.0 if x is SCALAR else x)
     try:
         return makes(shapes, node.target, args, kwargs, torch.device(mesh.device_type))
