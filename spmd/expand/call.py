@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.closed_over import Search
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
-from spmd.expand.guards import guard_key, is_number, modes_guard
+from spmd.expand.guards import NOTHING, guard_key, is_number, modes_guard, module_guard
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
 from spmd.expand.named_values import named_values
@@ -25,6 +25,7 @@ from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.expand.unread_attributes import NO_NAMES, Names, left_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -62,9 +63,9 @@ class Call:
     @classmethod
     def of(
         cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads,
-        unread: Collection[str] = (),
+        unread: Collection[str] = (), unread_attributes: Names = NO_NAMES,
     ) -> Call:  # fmt: skip
-        """unread: the tensors in attributes of modules that no program reads so far."""
+        """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others."""
         named = opened(arguments)
         state = State.of(named, around.found)
         tensors = state.tensors()
@@ -76,7 +77,7 @@ class Call:
         numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
         values = named_values(around.methods_and_functions(), around.classes, reads)
         attributes = Attributes.of(state)
-        guards = _around(state, attributes, values, reads)
+        guards = _around(state, attributes, values, reads, unread_attributes)
         call = cls(
             arguments, named, state, tensors, specs, attributes, leaves, leaf_specs, table, numbers, guards, reads
         )
@@ -97,6 +98,19 @@ class Call:
                 self._take_attribute(path, x)
         vars(self).pop("common_key", None)
         vars(self).pop("keys", None)
+
+    def guards_of_modules(self, paths: Iterable[str]) -> dict[str, tuple]:
+        """The guards of all attributes of these modules."""
+        modules, of_tensors = self.state.named_submodules(), self.attributes.guards()
+        there = {path: modules[path] for path in paths if path in modules}
+        return {path: module_guard(m, None, of_tensors.get(id(m), NOTHING)) for path, m in there.items()}
+
+    def leave_out_attributes(self, guards: Mapping[str, tuple], unread: Names) -> None:
+        """Leave out guards of attributes of modules that no program reads. guards: of these modules, with all."""
+        if guards:
+            self.around = left_out(tuple((path, guards.get(path, key)) for path, key in self.around), unread)
+            vars(self).pop("common_key", None)
+            vars(self).pop("keys", None)
 
     @cached_property
     def common_key(self) -> tuple:
@@ -211,6 +225,8 @@ ANY_GRADIENTS = ((Slot("grad", "any"),),)
 """In the key of a program that reads no gradients of earlier steps, in their place."""
 
 
-def _around(state: State, attributes: Attributes, values: dict[str, Any], reads: Reads) -> tuple:
+def _around(
+    state: State, attributes: Attributes, values: dict[str, Any], reads: Reads, unread: Names
+) -> tuple:  # fmt: skip
     read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
-    return tuple((state.constants(reads, attributes.guards()) | read).items())
+    return tuple((state.constants(reads, attributes.guards(), unread) | read).items())

@@ -53,6 +53,7 @@ from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
 from spmd.expand.state import State, Tensors
 from spmd.expand.trace_errors import of_dtensor
+from spmd.expand.unread_attributes import UnreadAttributes, watched
 from spmd.expand.write import Writer
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns
@@ -165,6 +166,7 @@ class CompiledStep:
         self._writer = Writer(fn, mesh, settings)
         self._repeats: list[Repeat] = []
         self._unread: frozenset[str] = frozenset()
+        self._attributes = UnreadAttributes()
         self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -355,11 +357,16 @@ class CompiledStep:
         try:
             name = getattr(self.fn, "__name__", "the step")
             around = unchanged(self.fn, pytree.tree_leaves(call.given), call.state.submodules())
-            with tracing_lock, only_optimizers(call.state.optimizers, name), around:  # traces change classes
+            names = self._attributes.to_watch(self._captures.changed(call))
+            before, attributes = call.guards_of_modules(names), watched(call.state.named_submodules(), names)
+            optimizers = only_optimizers(call.state.optimizers, name)
+            with tracing_lock, optimizers, around, attributes as unread:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)
                 how = self.mesh, call.first, self._stamp_blocks, self._captures.apart
                 captured = capture(self.fn, call.named, run, call.state, *how)
             self._leave_out_unread(call, captured)
+            self._attributes = self._attributes.after(names, unread)
+            call.leave_out_attributes(before, self._attributes.unread)
             return captured
         except AttributeError as error:
             raise of_dtensor(error, DTensor) from error
@@ -375,7 +382,8 @@ class CompiledStep:
         given = pytree.tree_leaves(named)
         reads = Reads()
         search = find_closed_over(self.fn, given, reads)
-        return Call.of(named, search, self._table, self.settings.inputs, first, reads, self._unread)
+        unread = self._unread, self._attributes.unread
+        return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments

@@ -13,7 +13,7 @@ import types
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from logging import Logger
 from typing import Any
 
@@ -238,15 +238,17 @@ GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 
 
 def module_guard(
-    module: nn.Module, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING
+    module: nn.Module, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING,
+    without: Collection[str] = (),
 ) -> tuple:  # fmt: skip
     """The guard of a module's own attributes, its training flag and its hooks included.
 
-    of_tensors: the guards of the attributes that hold tensors; without one, tensors are compared by identity.
+    of_tensors: the guards of the attributes that hold tensors; without one, tensors are compared by identity. without:
+    names that are no guards.
     """
     own = vars(module)
     if reads is not None:
-        reads.object(module)
+        reads.object(module, without)
         for k, v in own.items():
             if isinstance(v, dict) and (k in GUARDED_APART or not v or "_hooks" in k):
                 reads.box(v)
@@ -258,7 +260,7 @@ def module_guard(
         else (k, of_tensors[k]) if k in of_tensors
         else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
         for k, v in own.items()
-        if v is not None and not (isinstance(v, dict) and not v) and k not in GUARDED_APART  # most are empty
+        if v is not None and not (isinstance(v, dict) and not v) and k not in GUARDED_APART and k not in without
     )  # fmt: skip
 
 

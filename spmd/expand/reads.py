@@ -18,7 +18,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -55,10 +55,17 @@ class Reads:
         self.boxes[id(box)] = box
         self.keys_alone.add(id(box))
 
-    def object(self, x: Any) -> None:
-        """The class and the attributes of an object."""
+    def object(self, x: Any, without: Collection[str] = ()) -> None:
+        """The class and the attributes of an object. without: the names of those that may change."""
         self.objects[id(x)] = x
-        self.boxes[id(vars(x))] = vars(x)
+        own = vars(x)
+        if not without:
+            self.boxes[id(own)] = own
+            return
+        for name in own:
+            if name not in without:
+                self.item(own, name)
+        self.look_ups.append((_Names(frozenset(without)), own))
 
     def slot(self, x: Any, name: str) -> None:
         """What an object has in a slot, be it nothing."""
@@ -142,6 +149,18 @@ class Snapshot:
             and all(key(x) == before for x, key, before in self._keyed)
             and all(get(key, _NOTHING) is model() for (get, key), model in self._models)
         )
+
+
+class _Names:
+    """Gives the names in a dict but for some, the same object as long as they are equal."""
+
+    def __init__(self, without: frozenset[str]) -> None:
+        self._without, self._last = without, ()
+
+    def __call__(self, box: dict, otherwise: Any) -> tuple:
+        if (now := tuple([name for name in box if name not in self._without])) != self._last:
+            self._last = now
+        return self._last
 
 
 def _attributes(x: Any, otherwise: Any) -> Any:

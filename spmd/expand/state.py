@@ -14,7 +14,7 @@ tied tensor has several names and one slot:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -145,19 +145,24 @@ class State:
         return {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
 
     def constants(
-        self, reads: Reads | None = None, of_tensors: Mapping[int, Mapping[str, Hashable]] | None = None
-    ) -> dict[str, Hashable]:
+        self, reads: Reads | None = None, of_tensors: Mapping[int, Mapping[str, Hashable]] | None = None,
+        unread: Mapping[str, Collection[str]] = NOTHING,
+    ) -> dict[str, Hashable]:  # fmt: skip
         """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
 
         Also of hooks on parameters and of attributes of tensors. A trace reads these values, and the program is right
         for no others. reads: where to note what else than tensors and floats the state was found in. of_tensors: by
-        module and name, the guards of attributes that hold tensors (`module_guard`).
+        module and name, the guards of attributes that hold tensors (`module_guard`). unread: names of attributes that
+        are no guards, by the path of the module.
         """
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
         of = of_tensors or {}
-        found |= {path: module_guard(m, reads, of.get(id(m), NOTHING)) for path, m in self.named_submodules().items()}
+        found |= {
+            path: module_guard(m, reads, of.get(id(m), NOTHING), unread.get(path, ()))
+            for path, m in self.named_submodules().items()
+        }
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path

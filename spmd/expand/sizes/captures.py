@@ -18,6 +18,7 @@ from spmd.expand.kept_numbers import Apart
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
 from spmd.expand.sizes.sources import Shapes
+from spmd.expand.unread_attributes import Names, changed
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.tensor.spec import Spec, contiguous
 
@@ -57,8 +58,12 @@ class Captures:
                 found = self._of_others(call, shapes) or make()
                 if not found.changes:  # what changes Python state is right for one call alone
                     self._keep(found, call)
-        self._last = guards
+        self._last = guards_of(call.key)
         return found
+
+    def changed(self, call: Any) -> Names:
+        """The attributes of modules that are not what they were in the last call."""
+        return changed(self._last, guards_of(call.key))
 
     def _of_others(self, call: Any, shapes: Shapes) -> Captured | None:
         """A capture of another step of the function."""

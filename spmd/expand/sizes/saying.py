@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -51,17 +52,44 @@ def _there(name: str, guards: Guards) -> Hashable:
 
 
 def _sentence(name: str, old: Hashable, new: Hashable, fn: Callable) -> str:
-    if _is_of_module(old) and _is_of_module(new) and old[0] is new[0]:
+    if is_of_module(old) and is_of_module(new) and old[0] is new[0]:
         ours, theirs = dict(old[1]), dict(new[1])
         attribute = next(k for k in {**ours, **theirs} if ours.get(k) != theirs.get(k))
         where = _first(_read_at(code, attribute) for code in _codes_of(old[0]))
-        return f"{name}: {attribute} was {_text(ours.get(attribute))} and is {_text(theirs.get(attribute))}{where}"
+        part, old, new = _part_that_differs(attribute, ours.get(attribute), theirs.get(attribute))
+        return f"{name}: {part} was {_text(old)} and is {_text(new)}{where}"
     code = getattr(inspect.unwrap(fn), "__code__", None)
     where = _first(_read_at(code, re.split(r"\W", name, maxsplit=1)[0]) for code in [code] if code is not None)
-    return f"{name} was {_text(old)} and is {_text(new)}{where}"
+    part, old, new = _part_that_differs(name, old, new)
+    return f"{part} was {_text(old)} and is {_text(new)}{where}"
 
 
-def _is_of_module(key: Hashable) -> bool:
+def _part_that_differs(name: str, old: Hashable, new: Hashable) -> tuple[str, Hashable, Hashable]:
+    """The first item or attribute that is another one, inside of a container or an object, and what it was and is."""
+    before, now = _parts(old), _parts(new)
+    if before is None or now is None or old[0] is not new[0]:
+        return name, old, new
+    gone = _Said("not there")
+    for part in {**before, **now}:
+        if before.get(part, gone) != now.get(part, gone):
+            return _part_that_differs(f"{name}{part}", before.get(part, gone), now.get(part, gone))
+    return name, old, new
+
+
+def _parts(key: Hashable) -> dict[str, Hashable] | None:
+    """The guards of what is in a container, or of the attributes of an object; None for other guards."""
+    if not (isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type) and isinstance(key[1], tuple)):
+        return None
+    kind, inside = key
+    if issubclass(kind, dict):
+        return {f"[{_shown(k)}]": v for k, v in inside}
+    if issubclass(kind, (list, tuple, deque)):
+        return {f"[{i}]": v for i, v in enumerate(inside)}
+    is_object = all(isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in inside)
+    return {f".{k}": v for k, v in inside} if is_object else None
+
+
+def is_of_module(key: Hashable) -> bool:
     """Whether this is the guard of the attributes of a module."""
     return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type) and issubclass(key[0], nn.Module)
 

@@ -5,13 +5,15 @@
     reads.names      {"layer_idx"} if code has read it, be it by `getattr` or `vars`; empty if no code has
 
 A plain attribute that no code reads plays no role in what was traced. Meanwhile the classes of the modules have a
-descriptor under its name, and the modules a dict, that note who asks.
+descriptor under its name, and the modules a dict, that note who asks. Several may be on at once, also of one name.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -19,11 +21,16 @@ from torch import nn
 
 class Reads:
     """Around a call of a module: names, of those given, that are read of it, of modules inside, or of others of their
-    classes. In this thread."""
+    classes. In this thread.
 
-    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+    but_by: of what code it is not heard, by its frame; then other threads are heard, too.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: Iterable[str], but_by: Callable[[types.FrameType], bool] | None = None
+    ) -> None:
         self.names: set[str] = set()
-        self._note = _Note(frozenset(names), self.names)
+        self._note = _Note(frozenset(names), self.names, but_by)
         self._modules = [m for m in module.modules() if not self._note.known.isdisjoint(vars(m))]
         self._held: list[tuple[nn.Module, dict[str, Any]]] = []
         self._classes: list[tuple[type, str]] = []
@@ -33,79 +40,97 @@ class Reads:
             self._held.append((m, vars(m)))
             for name in self._note.known & vars(m).keys():
                 self._watch_class(type(m), name)
-            m.__dict__ = _NotingDict(self._note, vars(m))
+            m.__dict__ = _NotingDict((self._note, *getattr(vars(m), "notes", ())), vars(m))
         return self
 
     def _watch_class(self, kind: type, name: str) -> None:
-        if isinstance(vars(kind).get(name), _Noted):
-            return
-        if any(name in vars(base) and (base, name) not in self._classes for base in kind.__mro__):
+        if any(name in vars(base) and not isinstance(vars(base)[name], _Noted) for base in kind.__mro__):
             self.names.add(name)  # the class itself says what is read
             return
-        setattr(kind, name, _Noted(name, self._note))
-        self._classes.append((kind, name))
+        if (kind, name) not in self._classes:
+            if name not in vars(kind):
+                setattr(kind, name, _Noted(name))
+            vars(kind)[name].notes.append(self._note)
+            self._classes.append((kind, name))
 
     def __exit__(self, *error: Any) -> None:
         self._note.known = frozenset()
         for kind, name in self._classes:
-            delattr(kind, name)
+            vars(kind)[name].notes.remove(self._note)
+            if not vars(kind)[name].notes:
+                delattr(kind, name)
         for m, own in self._held:
-            now = dict(vars(m))
+            now = dict(dict.items(vars(m)))
             m.__dict__ = own
-            if list(own) != list(now) or any(own[name] is not now[name] for name in now):
-                own.clear()
-                own.update(now)
+            if list(dict.keys(own)) != list(now) or any(dict.__getitem__(own, name) is not now[name] for name in now):
+                dict.clear(own)
+                dict.update(own, now)
 
 
 class _Note:
-    """Notes names, of those known, in the thread that made it."""
+    """Notes names, of those known, in the thread that made it, or of all code but some."""
 
-    def __init__(self, known: frozenset[str], names: set[str]) -> None:
-        self.known, self._names, self._thread = known, names, threading.get_ident()
+    def __init__(
+        self, known: frozenset[str], names: set[str], but_by: Callable[[types.FrameType], bool] | None
+    ) -> None:  # fmt: skip
+        self.known, self._names, self._but_by, self._thread = known, names, but_by, threading.get_ident()
 
     def one(self, name: Any) -> None:
-        if isinstance(name, str) and name in self.known and threading.get_ident() == self._thread:
+        if isinstance(name, str) and name in self.known and self._hears():
             self._names.add(name)
 
     def all(self) -> None:
         for name in self.known:
             self.one(name)
 
+    def _hears(self) -> bool:
+        if self._but_by is None:
+            return threading.get_ident() == self._thread
+        frame = sys._getframe(1)
+        while frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        return not self._but_by(frame)
+
 
 class _Noted:
     """In a class: notes that an attribute of its objects is read or set."""
 
-    def __init__(self, name: str, note: _Note) -> None:
-        self.name, self.note = name, note
+    def __init__(self, name: str) -> None:
+        self.name, self.notes = name, []
+
+    def _note(self) -> None:
+        for note in self.notes:
+            note.one(self.name)
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        self.note.one(self.name)
+        self._note()
         if owner is None or not dict.__contains__(vars(owner), self.name):
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         return dict.__getitem__(vars(owner), self.name)
 
     def __set__(self, owner: Any, value: Any) -> None:
-        self.note.one(self.name)
+        self._note()
         dict.__setitem__(vars(owner), self.name, value)
 
     def __delete__(self, owner: Any) -> None:
-        self.note.one(self.name)
+        self._note()
         dict.pop(vars(owner), self.name, None)
 
 
 class _NotingDict(dict):
     """What a module holds: notes what is read or set in it, but by the attributes of the module."""
 
-    def __init__(self, note: _Note, own: dict[str, Any]) -> None:
-        super().__init__(own)
-        self.note = note
+    def __init__(self, notes: tuple[_Note, ...], own: dict[str, Any]) -> None:
+        super().__init__(dict.items(own))
+        self.notes = notes
 
 
 def _of_one(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: _NotingDict, key: Any, *rest: Any) -> Any:
-        self.note.one(key)
+        for note in self.notes:
+            note.one(key)
         return plain(self, key, *rest)
 
     return method
@@ -115,7 +140,8 @@ def _of_all(name: str) -> Any:
     plain = getattr(dict, name)
 
     def method(self: _NotingDict, *rest: Any, **more: Any) -> Any:
-        self.note.all()
+        for note in self.notes:
+            note.all()
         return plain(self, *rest, **more)
 
     return method
