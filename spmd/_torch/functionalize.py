@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._subclasses import functional_tensor
 
-from spmd._torch.modes import no_function_modes, no_modes
+from spmd._torch.fakes import modes_aside
+from spmd._torch.modes import no_function_modes
 from spmd._torch.quick_views import are_sizes
 from spmd._torch.size_nodes import elements_of
 
@@ -28,12 +29,12 @@ def all_to_functional(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if mode is None or any([x.requires_grad for x in tensors]):
         return [FunctionalTensor.to_functional(x) for x in tensors]
     # What torch does in a third of the time: no mode needs to hear of the questions after sizes and devices.
-    with no_function_modes(), no_modes():
+    with no_function_modes(), modes_aside(tensors):
         return [functional(torch._to_functional_tensor(x), mode) for x in tensors]
 
 
 def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
-    """The functional tensor of what torch's code in C++ has wrapped. To be called with `no_function_modes`, `no_modes`.
+    """The functional tensor of what torch's C++ code has wrapped. To be called with `no_function_modes`, `modes_aside`.
 
     torch finds out how many bytes the memory of each has, in 100 us of questions if sizes are symbols. Here they are
     computed once for each layout. Sparse tensors, which have no strides, take torch's way, and so does inference mode,
@@ -60,7 +61,7 @@ def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTens
 def same_value(x: torch.Tensor) -> torch.Tensor:
     """Another functional tensor for the value of x, without autograd: a write into the one is one into the other."""
     mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    with no_function_modes(), no_modes(), torch.no_grad():
+    with no_function_modes(), modes_aside([x]), torch.no_grad():
         return functional(x.elem, mode)
 
 

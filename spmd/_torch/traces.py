@@ -14,9 +14,9 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils import checkpoint
 
-from spmd._torch.fakes import FakeTensor, empty_fake
+from spmd._torch.fakes import FakeTensor, empty_fake, modes_aside
 from spmd._torch.graphs import input_named, rename_input
-from spmd._torch.modes import no_function_modes, no_modes
+from spmd._torch.modes import no_function_modes
 from spmd._torch.tensors import memory_of
 
 # The mode that records the ops of this thread, with its `tracer`; None outside a make_fx.
@@ -60,7 +60,7 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
     if not likes:
         return []
     mode = likes[0].fake_mode
-    with no_function_modes(), no_modes():
+    with no_function_modes(), modes_aside(likes):
         made = [empty_fake(mode, x.shape, x.stride(), x.dtype, x.device) for x in likes]
     with no_function_modes():
         for new, node in zip(made, nodes, strict=True):
