@@ -99,6 +99,7 @@ from spmd._torch.graphs import (
     node_again,
     operands_of,
     rename,
+    set_arguments,
     take_names,
     walked,
 )  # fmt: skip

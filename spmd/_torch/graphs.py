@@ -71,7 +71,7 @@ def create_node(
         wanted = _snake_case(target.__name__) if callable(target) else _method_name(target)
     names = graph._graph_namespace
     name = _free(names, wanted)
-    node = _inserted(graph, fx.Node(graph, name, op, target, args, kwargs))
+    node = _inserted(graph, _node(graph, name, op, target, args, kwargs))
     names._obj_to_name[node] = name
     return node
 
@@ -90,12 +90,12 @@ def node_again(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
     >>> node_again(y, (y,), {}), len(graph.nodes)
     (abs_1, 3)
     """
-    return _inserted(node.graph, fx.Node(node.graph, node.name, node.op, node.target, args, kwargs))
+    return _inserted(node.graph, _node(node.graph, node.name, node.op, node.target, args, kwargs))
 
 
 def copy_named(graph: fx.Graph, node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
     """A copy of a node with other arguments at the end of a graph that has taken over its names (`take_names`)."""
-    return _inserted(graph, fx.Node(graph, node.name, node.op, node.target, args, kwargs))
+    return _inserted(graph, _node(graph, node.name, node.op, node.target, args, kwargs))
 
 
 def take_names(graph: fx.Graph, of: fx.Graph) -> None:
@@ -106,13 +106,38 @@ def take_names(graph: fx.Graph, of: fx.Graph) -> None:
 
 def input_named(graph: fx.Graph, name: str) -> fx.Node:
     """An input of this name where a graph inserts, which is not looked for: as `node_again`."""
-    return _inserted(graph, fx.Node(graph, name, "placeholder", name, (), {}))
+    return _inserted(graph, _node(graph, name, "placeholder", name, (), {}))
 
 
 def rename_input(node: fx.Node, name: str) -> None:
     """Give an input another name, in the same way."""
     object.__setattr__(node, "name", name)
     node.target = name
+
+
+def _node(graph: fx.Graph, name: str, op: str, target: Any, args: tuple, kwargs: dict[str, Any]) -> fx.Node:
+    """A node that is in no graph yet. torch's own way asks first whether op and target are such as a node may have,
+    which takes as long as all else."""
+    node = fx.Node.__new__(fx.Node)
+    _of_c(node, graph, name, op, target, None)
+    node._update_args_kwargs(args, kwargs)
+    return node
+
+
+_of_c = fx.Node.__base__.__init__
+
+
+def set_arguments(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Give a node other arguments, all at once. To set `args`, and then `kwargs`, notes all readers twice.
+
+    >>> graph = fx.Graph()
+    >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+    >>> z = graph.call_function(max, (x,))
+    >>> set_arguments(z, (y,), {"key": abs})
+    >>> z.args, z.kwargs, x.users, y.users
+    ((y,), {'key': <built-in function abs>}, {}, {max_1: None})
+    """
+    node._update_args_kwargs(args, kwargs)
 
 
 def _inserted(graph: fx.Graph, node: fx.Node) -> fx.Node:

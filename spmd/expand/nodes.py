@@ -75,7 +75,7 @@ def is_collective(node: fx.Node) -> bool:
 def read_instead(new: Mapping[fx.Node, fx.Node]) -> None:
     """Let the readers of nodes read others. Each reader is written once: an output of many values is read by many."""
     for reader in dict.fromkeys(user for node in new for user in node.users):
-        reader.args, reader.kwargs = fx.map_arg((reader.args, reader.kwargs), lambda n: new.get(n, n))
+        _torch.set_arguments(reader, *fx.map_arg((reader.args, reader.kwargs), lambda n: new.get(n, n)))
 
 
 def line_of(node: fx.Node) -> str:

@@ -128,7 +128,7 @@ class _Lift:
                 continue
             before = self.found
             if not self.lifted.keys().isdisjoint(_torch.operands_of(node)):
-                node.args, node.kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self.leaf)
+                _torch.set_arguments(node, *fx.node.map_aggregate((node.args, dict(node.kwargs)), self.leaf))
             value = node.meta.get("val")
             if isinstance(value, (torch.Tensor, tuple, list)):
                 node.meta["val"] = self.metadata(value)
