@@ -8,6 +8,7 @@ tensors that a graph of autograd has saved, which may stay too as long as nobody
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 from collections.abc import Sequence
@@ -83,16 +84,23 @@ def become(x: torch.Tensor, new: torch.Tensor) -> None:
             setattr(x, hooks, getattr(x, hooks))  # registers the table of hooks with what x is now
 
 
-def declared(kind: type) -> set[str]:
+@functools.lru_cache(maxsize=256)
+def declared(kind: type) -> frozenset[str]:
     """The attributes that a class of tensors declares: they say what a tensor is, and are not the user's."""
-    return {name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())}
+    return frozenset(name for base in kind.__mro__ for name in vars(base).get("__annotations__", ()))
 
 
 def user_attributes(x: torch.Tensor) -> dict[str, Any]:
     """What users have set on a tensor, by name."""
     own = vars(x)
-    not_theirs = declared(type(x)) | _UNDECLARED if own else ()
+    if own.keys() <= (not_theirs := _not_of_users(type(x))):
+        return {}
     return {name: value for name, value in own.items() if name not in not_theirs}
+
+
+@functools.lru_cache(maxsize=256)
+def _not_of_users(kind: type) -> frozenset[str]:
+    return declared(kind) | _UNDECLARED
 
 
 _UNDECLARED = {"_mode_key", "_export"}

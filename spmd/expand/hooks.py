@@ -18,18 +18,18 @@ from spmd.expand.reads import Reads
 
 def gradient_hooks(parameter: torch.Tensor) -> list[Callable]:
     """The hooks that get a gradient and may return another one, in order."""
-    return list((parameter._backward_hooks or {}).values())
+    return [*hooks.values()] if (hooks := parameter._backward_hooks) else []
 
 
 def accumulate_hooks(parameter: torch.Tensor) -> list[Callable]:
     """The hooks that get the parameter when its gradient is there, in order."""
-    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+    return [*hooks.values()] if (hooks := getattr(parameter, "_post_accumulate_grad_hooks", None)) else []
 
 
 def hooks_of(parameters: Iterable[torch.Tensor]) -> list[Callable]:
     """All hooks of these parameters, each once."""
     hooks = [hook for p in parameters for hook in (*gradient_hooks(p), *accumulate_hooks(p))]
-    return list({id(hook): hook for hook in hooks}.values())
+    return list({id(hook): hook for hook in hooks}.values()) if len(hooks) > 1 else hooks
 
 
 def hooks_of_module(module: nn.Module) -> list[Callable]:

@@ -12,6 +12,7 @@ operand as a new tensor, so that a write into the gradient, such as clipping, is
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -83,10 +84,14 @@ def _node_like(gradient: torch.Tensor, path: str, before: Callable[[], None]) ->
 
 def _is_dense(x: torch.Tensor) -> bool:
     """Whether a tensor fills its memory, so that a clone of it lies as it does."""
-    if not all(type(n) is int for n in (*x.shape, *x.stride())):
-        return False
+    shape, stride = x.shape, x.stride()
+    return all([type(n) is int for n in (*shape, *stride)]) and _fills(tuple(shape), stride)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fills(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
-    for step, n in sorted(zip(x.stride(), x.shape, strict=True)):
+    for step, n in sorted(zip(stride, shape, strict=True)):
         if n == 0 or (n > 1 and step != expected):
             return False
         expected *= n
