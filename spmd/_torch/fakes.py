@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,10 +39,17 @@ def empty_fake(mode: FakeTensorMode, shape: Sequence[Any], stride: Sequence[Any]
     """A fake tensor in memory of its own, as `empty_strided` in the mode gives it, in a tenth of the time where its
     sizes are numbers. To be called with `no_function_modes` and `no_modes`, or with what `modes_aside` gives."""
     if _needs_no_mode(shape, stride, device):
-        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return _fake_like(mode.blank, empty)
+        return _plain_fake(mode.blank, shape, stride, dtype)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def fakes_like(like: FakeTensor) -> tuple[bool, Callable[[], FakeTensor]]:
+    """What makes fake tensors like this one, as `empty_fake`, and whether their sizes are numbers."""
+    mode, given = like.fake_mode, (like.shape, like.stride(), like.dtype)
+    if _needs_no_mode(*given[:2], like.device):
+        return True, functools.partial(_plain_fake, mode.blank, *given)
+    return False, functools.partial(empty_fake, mode, *given, like.device)
 
 
 def _needs_no_mode(shape: Sequence[Any], stride: Sequence[Any], device: Any) -> bool:
@@ -64,11 +71,12 @@ FEW = 3
 """For so many tensors it is found out whether they need their modes."""
 
 
-def _fake_like(blank: FakeTensor, empty: torch.Tensor) -> FakeTensor:
-    """A fake tensor for one without data, with the attributes of another one: to set all twenty takes longest."""
+def _plain_fake(blank: FakeTensor, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+    """A fake tensor with the attributes of another one: to set all twenty takes longest."""
     new = torch.Tensor._make_subclass(
-        FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=blank.fake_device
-    )
+        FakeTensor, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), False, dispatch_device=True,
+        device_for_backend_keys=blank.fake_device,
+    )  # fmt: skip
     torch._C._set_throw_on_mutable_data_ptr(new)
     vars(new).update(vars(blank))
     return new

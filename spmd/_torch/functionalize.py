@@ -73,8 +73,18 @@ def as_parameter(x: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 def from_functional(x: torch.Tensor) -> torch.Tensor:
     """The present value of a functional tensor, after all writes to it and its views."""
-    torch._sync(x)
-    return torch._from_functional_tensor(x.elem)
+    elem = x.elem
+    mode = _set_aside(_FUNCTIONAL)  # it would take the views that are made anew for code of the step
+    try:
+        torch._functionalize_sync(elem)
+    finally:
+        if mode is not None:
+            _put_back(mode)
+    return torch._from_functional_tensor(elem)
+
+
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
+_set_aside, _put_back = torch._C._unset_dispatch_mode, torch._C._set_dispatch_mode
 
 
 def write_functional(x: torch.Tensor, value: torch.Tensor) -> None:

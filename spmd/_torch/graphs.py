@@ -142,7 +142,8 @@ def set_arguments(node: fx.Node, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _inserted(graph: fx.Graph, node: fx.Node) -> fx.Node:
     graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
+    if type(table := graph._find_nodes_lookup_table) is not _Walk:  # which notes nothing
+        table.insert(node)
     graph._len += 1
     return node
 

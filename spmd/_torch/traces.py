@@ -14,7 +14,7 @@ from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.utils import checkpoint
 
-from spmd._torch.fakes import FakeTensor, empty_fake, modes_aside
+from spmd._torch.fakes import FakeTensor, fakes_like, modes_aside
 from spmd._torch.graphs import input_named, rename_input
 from spmd._torch.modes import no_function_modes
 from spmd._torch.tensors import memory_of
@@ -42,7 +42,8 @@ def proxy_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Proxy | torch.Ten
 
 def node_of(x: torch.Tensor, by: torch.fx.Tracer) -> torch.fx.Node | None:
     """The node that gives x in the graph; None where the trace has not met it."""
-    return proxy_tensor.get_proxy_slot(x, by, None, lambda slot: slot.proxy.node)
+    slot = by.tensor_tracker.get(x)
+    return None if slot is None else slot.proxy.node
 
 
 def known_constant(x: torch.Tensor, by: torch.fx.Tracer) -> torch.Tensor | None:
@@ -59,12 +60,14 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
     """Fake tensors like these, each in memory of its own, for which the nodes stand in the trace."""
     if not likes:
         return []
-    mode = likes[0].fake_mode
-    with no_function_modes(), modes_aside(likes):
-        made = [empty_fake(mode, x.shape, x.stride(), x.dtype, x.device) for x in likes]
+    different = {id(x): x for x in likes}
     with no_function_modes():
-        for new, node in zip(made, nodes, strict=True):
-            _track(new, torch.fx.Proxy(node, by), by)
+        with modes_aside([*different.values()]):
+            ways = {key: fakes_like(x) for key, x in different.items()}
+            made = [ways[id(x)][1]() for x in likes]
+        for new, node, like in zip(made, nodes, likes, strict=True):
+            proxy, are_numbers = torch.fx.Proxy(node, by), ways[id(like)][0]
+            (_track_plain if are_numbers else _track)(new, proxy, by)
     return made
 
 
@@ -87,9 +90,13 @@ def with_more_inputs(given: list, more: list[torch.Tensor], by: torch.fx.Tracer)
 def _track(x: torch.Tensor, proxy: torch.fx.Proxy, by: torch.fx.Tracer) -> None:
     """Let a proxy stand for a fake tensor that is new. Where its sizes are numbers, nothing else is to be noted."""
     if all([type(n) is int for n in (*x.shape, *x.stride())]):
-        by.tensor_tracker[x] = proxy_tensor._ProxyTensor(proxy, None)
+        _track_plain(x, proxy, by)
     else:
         proxy_tensor.track_tensor(x, proxy, constant=None, tracer=by)
+
+
+def _track_plain(x: torch.Tensor, proxy: torch.fx.Proxy, by: torch.fx.Tracer) -> None:
+    by.tensor_tracker[x] = proxy_tensor._ProxyTensor(proxy, None)
 
 
 def forget_constant(x: torch.Tensor, by: torch.fx.Tracer) -> None:
