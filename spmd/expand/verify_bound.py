@@ -9,7 +9,9 @@ rank waits for a collective that another one launches later or on another group.
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.comm import Transport
-from spmd.expand.passes.aliasing import Memory, base_of, may_alias_operand, memory_of, written_into
+from spmd.expand.passes.aliasing import Memory, memories, written_into
 from spmd.expand.verify import ProgramFault
 from spmd.tensor.recipes.host import arrived, from_host, on_host, to_host
 from spmd.tensor.recipes.updates import WRITTEN, adamw_
@@ -185,17 +187,18 @@ class _Bound:
                     yield from self._write(node, node.args[i])
 
     def _write(self, node: fx.Node, target: fx.Node) -> Found:
-        memory, position = memory_of(target), self.position
+        memory, position = self.memories[target], self.position
         at = position[node]
         if memory.base.op == "get_attr" or (memory.base in self._is_owned and not self._is_owned[memory.base]):
             yield "write", node, f"it writes into {memory.base.name}, which is not the program's to change"
-        for reader, operand in self.reads.get(memory.base, ()):
-            stale = position[operand] < at < position[reader] and not self._is_updated(operand, at)
-            named = reader if reader.target is operator.getitem else operand  # an item is all that is read of its tuple
-            if stale and memory_of(named).overlaps(memory):
-                yield "write", node, f"{reader.name} reads {operand.name} after it"
+        reads = self.reads.get(memory.base, ())
+        for _, made, reader, operand in itertools.islice(reads, bisect.bisect(reads, (at, math.inf)), None):
+            if made < at and not self._is_updated(operand, at):
+                named = reader if reader.target is operator.getitem else operand  # an item is all that is read of it
+                if self.memories[named].overlaps(memory):
+                    yield "write", node, f"{reader.name} reads {operand.name} after it"
         for launch, sent, wait in self.under_way.get(memory.base, ()):
-            if position[launch] < at < position[wait] and memory_of(sent).overlaps(memory):
+            if position[launch] < at < position[wait] and self.memories[sent].overlaps(memory):
                 yield "write", node, f"{launch.name} still sends {memory.base.name}"
 
     def _is_updated(self, node: fx.Node, at: int) -> bool:
@@ -213,15 +216,19 @@ class _Bound:
         return dict(zip(self.placeholders, self.owned, strict=True))
 
     @cached_property
-    def reads(self) -> Mapping[fx.Node, list[tuple[fx.Node, fx.Node]]]:
-        """For each node with memory of its own: the reads of this memory, as (reader, operand)."""
-        found: dict[fx.Node, list[tuple[fx.Node, fx.Node]]] = {}
-        bases: dict[fx.Node, fx.Node] = {}
-        for node in self.graph.nodes:
-            operands = _torch.operands_of(node)
-            bases[node] = bases[next(iter(operands))] if operands and may_alias_operand(node) else node
-            for operand in operands:
-                found.setdefault(bases[operand], []).append((node, operand))
+    def memories(self) -> Mapping[fx.Node, Memory]:
+        """The memory that each node may share. To be asked once operands are known to be made before they are read."""
+        return memories(self.graph)
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, list[tuple[int, int, fx.Node, fx.Node]]]:
+        """For each node with memory of its own: the reads of this memory, in order, as (place of the reader, place of
+        the operand, reader, operand)."""
+        found: dict[fx.Node, list[tuple[int, int, fx.Node, fx.Node]]] = {}
+        memories, position = self.memories, self.position
+        for at, node in enumerate(self.graph.nodes):
+            for operand in _torch.operands_of(node):
+                found.setdefault(memories[operand].base, []).append((at, position[operand], node, operand))
         return found
 
     @cached_property
@@ -230,7 +237,7 @@ class _Bound:
         found: dict[fx.Node, list[tuple[fx.Node, fx.Node, fx.Node]]] = {}
         for node in self.launched:
             for operand in _torch.operands_of(node):
-                found.setdefault(base_of(operand), []).extend((node, operand, wait) for wait in node.users)
+                found.setdefault(self.memories[operand].base, []).extend((node, operand, wait) for wait in node.users)
         return found
 
     def outputs(self) -> Found:
@@ -246,7 +253,7 @@ class _Bound:
                 yield "home", output, f"{value.name} is {spec}, and its home {into.name} is {place}"
             if into is not None and written_into(value) is into:
                 continue
-            mine = memory_of(value)
+            mine = self.memories[value]
             others = taken.setdefault(mine.base, {})
             # Those that are taken are pieces of one split, or one alone: a bucket has a thousand.
             if mine in others or any(map(mine.overlaps, itertools.islice(others, 1))):

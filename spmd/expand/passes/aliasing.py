@@ -101,3 +101,20 @@ def memory_of(node: fx.Node) -> Memory:
             split, index = source, node.args[1]
         node = source
     return Memory(node, split, index)
+
+
+def memories(graph: fx.Graph) -> dict[fx.Node, Memory]:
+    """The same of all nodes of a graph, in one walk."""
+    found: dict[fx.Node, Memory] = {}
+    for node in graph.nodes:
+        operands = _torch.operands_of(node)
+        if not (operands and may_alias_operand(node)):
+            found[node] = Memory(node)
+            continue
+        source = next(iter(operands))
+        memory = found[source]
+        is_item = memory.split is None and node.target is operator.getitem
+        if is_item and (source.target in SPLITS or _makes_several(source)):
+            memory = Memory(memory.base, source, node.args[1])
+        found[node] = memory
+    return found

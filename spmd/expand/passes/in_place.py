@@ -92,9 +92,15 @@ def _variant(node: fx.Node) -> _torch.OpOverload | None:
     it."""
     target = node.args[0]
     same = target.meta.get("spec") is node.meta.get("spec")
-    variant = _torch.in_place_variant(node.target) if same and is_pointwise(node.target) else None
+    variant = _on_elements(node.target) if same else None
     others = [base_of(n) for n in _torch.operands_of(node) if n is not target] if variant is not None else ()
     return None if others and base_of(target) in others else variant  # x + x.t() may not be written into x
+
+
+@lru_cache(maxsize=4096)
+def _on_elements(op: _torch.OpOverload) -> _torch.OpOverload | None:
+    """The in-place variant of an op on elements."""
+    return _torch.in_place_variant(op) if is_pointwise(op) else None
 
 
 def _last_reads(graph: fx.Graph, order: dict[fx.Node, int]) -> dict[fx.Node, int]:
