@@ -255,13 +255,22 @@ def module_guard(
         for k in of_tensors:
             guard_key(own[k], reads=reads)
     places: dict[int, int] = {}
-    return type(module), tuple(
-        (k, v) if type(v) is bool
-        else (k, of_tensors[k]) if k in of_tensors
-        else (k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads))
-        for k, v in own.items()
-        if v is not None and not (isinstance(v, dict) and not v) and k not in GUARDED_APART and k not in without
-    )  # fmt: skip
+    found: list[tuple[str, Hashable]] = []
+    for k, v in own.items():  # most are None, flags, and dicts that are empty
+        if v is None or k in GUARDED_APART or k in without or (isinstance(v, dict) and not v):
+            continue
+        if type(v) is bool:
+            found.append((k, v))
+        elif k in of_tensors:
+            found.append((k, of_tensors[k]))
+        elif type(v) is set and not v and reads is None:
+            found.append((k, _EMPTY_SET))
+        else:
+            found.append((k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads)))
+    return type(module), tuple(found)
+
+
+_EMPTY_SET = guard_key(set())
 
 
 def _in_order(hooks: Any, places: dict[int, int]) -> Any:

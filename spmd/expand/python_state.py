@@ -17,7 +17,7 @@ import contextlib
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class PythonState:
     def replace(self, new: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors in the place of those with these ids, wherever a container holds them or refers to them."""
         for box, _ in [*self.before, *self._around]:
-            if any(_replaced(x, new) is not x for x in _keys_and_values(box)):
+            if _may_hold(box, new.keys()) and any(_replaced(x, new) is not x for x in _keys_and_values(box)):
                 items = [tuple(_replaced(x, new) for x in pair) for pair in _pairs(box)]
                 put([(box, dict(items) if isinstance(box, dict) else [value for _, value in items])])
 
@@ -157,7 +157,11 @@ def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator
     if not isinstance(value, (dict, list, set, tuple, frozenset)):
         inside = {"__dict__": vars(value)} if hasattr(value, "__dict__") else {}
     for step, x in items_of(inside) if isinstance(inside, dict) else enumerate(inside):
-        yield from boxes(x, seen, depth - 1, (*steps, step))
+        if type(x) not in _VALUES:
+            yield from boxes(x, seen, depth - 1, (*steps, step))
+
+
+_VALUES = frozenset(COMPARED_BY_VALUE)
 
 
 def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
@@ -170,7 +174,8 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Any]:
         return
     inside = value if isinstance(value, (dict, list, set, frozenset, tuple)) else getattr(value, "__dict__", ())
     for x in _values(inside):
-        yield from _reached(x, seen)
+        if type(x) not in _VALUES:
+            yield from _reached(x, seen)
 
 
 def _values(box: Any) -> list[Any]:
@@ -200,6 +205,13 @@ def _pairs(box: Container) -> list[tuple[Any, Any]]:
 
 def _keys_and_values(box: Container) -> list[Any]:
     return [x for pair in _pairs(box) for x in pair]
+
+
+def _may_hold(box: Container, ids: Set[int]) -> bool:
+    """Whether a container holds objects with these ids, or weak references, which may be to some of them."""
+    inside = [*box, *box.values()] if isinstance(box, dict) else [*box]
+    is_held = not ids.isdisjoint(map(id, inside))
+    return is_held or any([issubclass(kind, weakref.ref) for kind in set(map(type, inside))])
 
 
 def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:

@@ -113,15 +113,27 @@ class State:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under its first name."""
-        return _by_first_name(self._all_parameters())
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for root, module in self.modules.items():
+            for name, p in named_parameters(module):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    found[f"{root}.{name}"] = p
+        for root, optimizer in self.optimizers.items():
+            for g, group in enumerate(optimizer.param_groups):
+                for i, p in enumerate(group["params"]):
+                    if id(p) not in seen:
+                        seen.add(id(p))
+                        found[f"{root}.param_groups.{g}.params.{i}"] = p
+        return found
 
     def parameter_names(self) -> dict[str, list[str]]:
         """All names of each parameter, by its first name. Tied parameters have several names."""
-        first = {id(p): path for path, p in self.parameters().items()}
-        names: dict[str, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for path, p in self._all_parameters():
-            names.setdefault(first[id(p)], []).append(path)
-        return names
+            names.setdefault(id(p), []).append(path)
+        return {several[0]: several for several in names.values()}
 
     def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for root, module in self.modules.items():
@@ -231,8 +243,8 @@ class State:
 
         Each parameter gets the gradient and the optimiser state that are given for it, and no other.
         """
-        by_id = {id(p): new[Slot("parameter", path)] for path, p in self.parameters().items()}
         path_of = {id(p): path for path, p in self.parameters().items()}
+        by_id = {number: new[Slot("parameter", path)] for number, path in path_of.items()}
         by_id |= {id(b): new[Slot("buffer", path)] for path, b in self.buffers().items()}
         for m in self.submodules():
             for places in (m._parameters, m._buffers):
