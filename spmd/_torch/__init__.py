@@ -215,6 +215,7 @@ from spmd._torch.traces import (
     proxy_mode,
     proxy_of,
     seen_as_compiling,
+    stand_for,
     stand_ins,
     traced_tensors,
     track,

@@ -71,6 +71,11 @@ def stand_ins(likes: list[torch.Tensor], nodes: list[torch.fx.Node], by: torch.f
     return made
 
 
+def stand_for(x: torch.Tensor, node: torch.fx.Node, by: torch.fx.Tracer) -> None:
+    """From now on another node stands for a tensor of the trace whose sizes are numbers."""
+    _track_plain(x, torch.fx.Proxy(node, by), by)
+
+
 def with_more_inputs(given: list, more: list[torch.Tensor], by: torch.fx.Tracer) -> list:
     """The inputs of a trace that begins, with further ones behind the first: fake tensors, in a tenth of the time that
     torch needs for each. given: those that torch has made inputs of."""

@@ -501,7 +501,7 @@ class _FlatFunction:
         if slot.kind != "parameter":
             return x
         parameter = _torch.as_parameter(x, self.slots[slot].requires_grad)
-        mark_gradient(parameter, slot.path, self.phases.note, self.origins.note)
+        mark_gradient(parameter, slot.path, self.phases, self.origins.note)
         copy_hooks(parameter, self.slots[slot])
         return parameter
 

@@ -50,36 +50,42 @@ def mark(gradient: torch.Tensor, path: str) -> torch.Tensor:
     return _Marked.apply(gradient, path) if path else gradient
 
 
-def mark_gradient(parameter: torch.Tensor, path: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+def mark_gradient(parameter: torch.Tensor, path: str, phases: Phases, after: Callable[[], None]) -> None:
     """Mark each gradient that a backward pass makes of this parameter. It may be a traced tensor alone.
 
-    before, after: what is called around each op of the trace.
+    phases: those of the trace. after: what is called after each of its ops.
     """
 
     def marked(gradient: torch.Tensor) -> torch.Tensor:
-        new = _node_like(gradient, path, before) if path and not torch.is_grad_enabled() else None
+        new = _marked_in_trace(gradient, path, phases) if path and not torch.is_grad_enabled() else None
         if new is None:
             return mark(gradient, path)
         after()
-        return _torch.to_functional(new)
+        return new
 
     if parameter.requires_grad:
         parameter.register_hook(marked)
 
 
-def _node_like(gradient: torch.Tensor, path: str, before: Callable[[], None]) -> torch.Tensor | None:
-    """The marked gradient in a trace: its op, written without being dispatched. None where that may differ."""
+def _marked_in_trace(gradient: torch.Tensor, path: str, phases: Phases) -> torch.Tensor | None:
+    """The marked gradient in a trace: its op, written without being dispatched. None where that may differ.
+
+    A value that nobody else has is the marked one from now on; of others, another tensor is made.
+    """
     mode = _torch.proxy_mode() if isinstance(gradient, _torch.FunctionalTensor) else None
     value = None if mode is None else _torch.from_functional(gradient)
     given = None if value is None else _torch.node_of(value, mode.tracer)
     if given is None or not _is_dense(value):
         return None
-    before()
+    phases.note()
     op = torch.ops.spmd.gradient.default
     node = added(mode.tracer.graph, "call_function", op, (given, path), {}, "gradient")
-    (new,) = _torch.stand_ins([value], [node], mode.tracer)
-    node.meta["val"] = new
-    return new
+    if phases.unshared.pop(id(value), None) is not None:
+        _torch.stand_for(value, node, mode.tracer)
+        node.meta["val"] = value
+        return gradient
+    (node.meta["val"],) = _torch.stand_ins([value], [node], mode.tracer)
+    return _torch.to_functional(node.meta["val"])
 
 
 def _is_dense(x: torch.Tensor) -> bool:
@@ -121,12 +127,14 @@ def new_values_noted(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
 class Phases:
     """When autograd's engine ran during a capture.
 
-    ends: the last node that was made before each start and each end of the engine; None where there was none.
+    ends: the last node that was made before each start and each end of the engine; None where there was none. unshared:
+    values that were given to the engine as gradients, by identity, each in memory of its own that nobody else has.
     """
 
     running: bool = False
     ends: list[fx.Node | None] = field(default_factory=list)
     is_paused: bool = False
+    unshared: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

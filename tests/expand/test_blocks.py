@@ -124,6 +124,30 @@ class Again(Stack):
         return self.head(x)
 
 
+class Begun(Stack):
+    """Blocks that begin with parameters, of which two get one gradient, and one is itself what the first is given."""
+
+    def __init__(self, layers=4):
+        super().__init__(layers=layers)
+        self.one, self.other, self.alone = (nn.Parameter(torch.ones(6, 4)) for _ in range(3))
+
+    def forward(self, x):
+        for begin in (self.emb(x), self.alone, self.one + self.other):
+            for block in self.blocks:
+                begin = block(begin)
+            yield self.head(begin)
+
+
+def writes_gradients(model, optimizer, x):
+    """Into each by its own factor: the gradient of one parameter is no other one's."""
+    optimizer.zero_grad()
+    for result in model(x):
+        result.square().sum().backward()
+    for i, p in enumerate(model.parameters()):
+        p.grad.mul_(i + 2)
+    optimizer.step()
+
+
 def accumulate(model, optimizer, x):
     """Two passes, of which the second one is stamped throughout; a term with all parameters."""
     optimizer.zero_grad()
@@ -148,6 +172,7 @@ STAMPED = {
     "dropout and arguments": (Masked, {"kind": Dropping}, train, 2),
     "one block again": (Again, {}, train, 5),
     "accumulation": (Stack, {}, accumulate, 6),
+    "gradients of parameters before them": (Begun, {}, writes_gradients, 8),
     "no gradients": (Stack, {}, evaluate, 2),
     "autocast": (Stack, {}, cast, 1),  # the first one is given bfloat16
 }

@@ -436,7 +436,11 @@ class _Aside:
             self.written |= set(copies)
         likes = [g for g in self.gradients if g is not None]
         outputs = [env.get(n, n) for n in self.part.outputs]
-        new = iter(_torch.all_to_functional(_torch.stand_ins(likes, outputs, call.tracer)))
+        values = _torch.stand_ins(likes, outputs, call.tracer)
+        with _torch.no_function_modes():  # the gradient of a leaf goes nowhere else
+            leaves = [x.is_leaf for x, g in zip(given.tensors, self.gradients, strict=True) if g is not None]
+        call.blocks.phases.unshared.update({id(x): x for x, own in zip(values, leaves, strict=True) if own})
+        new = iter(_torch.all_to_functional(values))
         return [None if g is None else next(new) for g in self.gradients]
 
 
