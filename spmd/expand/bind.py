@@ -254,7 +254,7 @@ class _Binder:
     def _here(self, x: Any) -> Any:
         """What an argument is on this rank."""
         if isinstance(x, fx.Node):
-            return self._ready(x)
+            return value if type(value := self.values[x]) is fx.Node else self._ready(x)
         if isinstance(x, LocalShape):
             return list(x.spec.local_shape(self.coordinate))
         return x.at(self.coordinate) if isinstance(x, LocalCount) else x

@@ -243,8 +243,8 @@ def _without_symbols(x: Any) -> Any:
 def copied(box: Container) -> Any:
     """The contents of a container, for `put`."""
     if isinstance(box, dict):
-        return dict(items_of(box))
-    return type(box)(box) if type(box) in (list, set) else list(box)
+        return dict(items_of(box)) if box else {}  # as most are
+    return set(box) if type(box) is set else list(box)
 
 
 def differs(box: Container, old: Any) -> bool:

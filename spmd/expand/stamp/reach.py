@@ -21,7 +21,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -54,6 +54,7 @@ BY_IDENTITY = (
     Logger, Enum, Optimizer, type(torch.ops.aten.relu), type(torch.ops.aten.relu.default), types.CodeType,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_BUILT_IN = frozenset({*CONTAINERS, OrderedDict})
 LIBRARIES = ("torch", "spmd", "numpy")
 """Packages whose functions do what they do by their arguments, and by modes that are looked at elsewhere."""
 
@@ -190,6 +191,8 @@ class Reach:
             self._depth -= 1
 
     def _inside(self, x: Any) -> None:
+        if type(x) in _BUILT_IN:
+            return self._container(x)
         for kind, look in _LOOKS:
             if isinstance(x, kind):
                 return look(self, x)
