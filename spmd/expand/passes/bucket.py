@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
 
+import numpy as np
 from torch import fx
 
 from spmd import _torch
@@ -78,11 +79,11 @@ def _room(program: Program) -> tuple[Room, dict[int, int]]:
     at most what is said, and the most is looked for elsewhere.
     """
     lives, held = Lives.of(program)
-    alive = lives.alive(range(len(lives.makes)), held, keeps_sent(program))
-    several = [isinstance(node.meta.get("spec"), tuple) and node.op != "output" for node in program.graph.nodes]
-    limit = max([nbytes for nbytes, some in zip(alive, several, strict=True) if not some])
+    alive = np.array(lives.alive(range(len(lives.makes)), held, keeps_sent(program)), np.int64)
+    single = [type(node.meta.get("spec")) is not tuple or node.op == "output" for node in program.graph.nodes]
+    limit = int(alive[single].max())
     terms = {i: sends.terms for i, sends in enumerate(lives.sends) if sends and sends.terms}
-    return Room([min(nbytes, limit) for nbytes in alive], limit), terms
+    return Room(np.minimum(alive, limit), limit), terms
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Room:
     (True, False, True)
     """
 
-    def __init__(self, alive: Sequence[int], limit: float) -> None:
+    def __init__(self, alive: Sequence[int] | np.ndarray, limit: float) -> None:
         self.alive, self.limit = np.array(alive, dtype=np.int64), limit
 
     @property
