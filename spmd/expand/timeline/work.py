@@ -205,6 +205,9 @@ class _Reader:
         found = []
         for node in nodes:
             operands, shown = _torch.operands_of(node), shows[node]
+            if node.op == "placeholder":
+                found.append(((), (), 0, places[shown], None, False))
+                continue
             reads = tuple([places[n] for n in operands])
             if isinstance(node.target, _torch.OpOverload):  # most nodes
                 waits = () if waits_for_nothing(operands) else self._waits(node, prices.exchanges_terms)
@@ -298,15 +301,15 @@ class _Reader:
     def _overwritten(self, node: fx.Node, writable: set[fx.Node]) -> fx.Node | None:
         """The operand that an op can write into."""
         op = node.target
-        if not isinstance(op, _torch.OpOverload) or not node.args or node.args[0] not in writable:
+        if not isinstance(op, _torch.OpOverload) or not (args := node.args) or (target := args[0]) not in writable:
             return None
-        target = node.args[0]
         if target.meta.get("spec") is not node.meta.get("spec") or not _may_overwrite(op):
             return None
-        shown = self.shows[target]
-        shows = self.shows
-        others = [n for n in _torch.operands_of(node) if shows[n] is shown and n is not target]
-        return None if others else target
+        operands, shows = _torch.operands_of(node), self.shows
+        shown = shows[target]
+        if len(operands) > 1 and any([shows[n] is shown and n is not target for n in operands]):
+            return None
+        return target
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
         """The readers of a value and of its views; of what is sent, those that wait for it, too."""
