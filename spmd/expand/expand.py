@@ -127,11 +127,11 @@ class _Expander:
     graph are moved as soon as they are made. moved: for a node of `graph`, a spec and a phase, the node of the same
     value with this spec; for a node and a halo, the node of what the halo gives. moved_anew: nodes of `graph` that are
     moved in each phase anew. phase: that of the node that is written. reduced: for a node of `graph`, the node of its
-    last reduction. known: how ops are written that are not decomposed, by their arguments. gathered: ops that
-    no rule knows, with the bytes gathered for them. results: for a decomposed op with several results, these. settled:
-    calls of functions of blocks, which may be open on some axes, as they are written. decomposition_graph: holds the
-    ops of decompositions as nodes of global tensors. source: the op of the captured graph that is being written, by
-    name. line: of the user's code.
+    last reduction. known: how ops are written that are not decomposed, by their arguments. travels: how gradients get
+    from a spec to that of their place. gathered: ops that no rule knows, with the bytes gathered for them. results: for
+    a decomposed op with several results, these. settled: calls of functions of blocks, which may be open on some axes,
+    as they are written. decomposition_graph: holds the ops of decompositions as nodes of global tensors. source: the op
+    of the captured graph that is being written, by name. line: of the user's code.
     """
 
     mesh: DeviceMesh
@@ -147,6 +147,7 @@ class _Expander:
     reduced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lowerings: Cache = field(default_factory=lambda: Cache(1 << 20))
     known: dict[Hashable, tuple[Lowering, Pin]] = field(default_factory=dict)
+    travels: dict[tuple[Spec, Spec], tuple[Plan, ...]] = field(default_factory=dict)
     gathered: list[tuple[str, int]] = field(default_factory=list)
     results: dict[fx.Node, Sequence[SpecTensor | None]] = field(default_factory=dict)
     settled: dict[LocalMapOp, LocalMapOp] = field(default_factory=dict)
@@ -204,12 +205,9 @@ class _Expander:
         else:
             with self._arriving(node):
                 if not self._decompose(node):
-                    lowering = self.lowering(node, {})
-                    arrive = [p.dst for p in lowering.plans]
-                    pin = Pin(lowering.rows) if lowering.rows else arriving(arrive, lowering.outs)
-                    self._write_lowered(node, lowering, pin, {n: self._current(n) for n in current})
+                    lowering = self._lowered(node)
                     if key is not None:
-                        self.known[key] = lowering, pin
+                        self.known[key] = lowering, self.chosen[node]
 
     def _key(self, node: fx.Node, current: Mapping[fx.Node, fx.Node]) -> Hashable:
         """What decides how an op is written: its arguments, the specs of its operands, and which of these are one. None
@@ -335,6 +333,14 @@ class _Expander:
         return SpecTensor(item, self._spec(item), self._emit)
 
     # ---- lowered --------------------------------------------------------------------------------
+    def _lowered(self, node: fx.Node) -> Lowering:
+        """Write a node as it is lowered, behind the moves of its operands."""
+        lowering = self.lowering(node, {})
+        arrive = [p.dst for p in lowering.plans]
+        pin = Pin(lowering.rows) if lowering.rows else arriving(arrive, lowering.outs)
+        self._write_lowered(node, lowering, pin, {n: self._current(n) for n in _torch.operands_of(node)})
+        return lowering
+
     def _write_lowered(self, node: fx.Node, lowering: Lowering, pin: Pin, before: Mapping[fx.Node, fx.Node]) -> None:
         """Write a node as it is lowered, behind the moves of its operands. pin: how it runs. before: what has the
         values of its operands."""
@@ -458,12 +464,18 @@ class _Expander:
             return
         if node in self.final_specs:
             value, final = self._current(node), self.final_specs[node]
-            for moves in gradient_plans(value.meta["spec"], final):
+            for moves in self._travel(value.meta["spec"], final):
                 value = self.move(value, moves)
             self.local[node] = value
         elif node in self.choice.held:
             spec = self._spec(node)
             self.local[node] = self.move(self._current(node), plan(spec, self.choice.spec_of(node, spec)))
+
+    def _travel(self, spec: Spec, final: Spec) -> tuple[Plan, ...]:
+        """How a gradient gets to its place."""
+        if (spec, final) not in self.travels:
+            self.travels[spec, final] = tuple(gradient_plans(spec, final))
+        return self.travels[spec, final]
 
     # ---- outputs --------------------------------------------------------------------------------
     def output(self, node: fx.Node, names: Sequence[str], output_spec: OutputSpec) -> list[tuple[str, Spec | None]]:

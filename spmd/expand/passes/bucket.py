@@ -163,7 +163,10 @@ class _Packer:
         return key == other or any(self._is_behind(each, other) for each in self.open[key].behind)
 
     def _read(self, node: fx.Node) -> dict[Hashable, None]:
-        return {self.waiting[n]: None for n in _torch.operands_of(node) if n in self.waiting} if self.waiting else {}
+        operands = _torch.operands_of(node)
+        if self.waiting.keys().isdisjoint(operands):  # most nodes
+            return {}
+        return {self.waiting[n]: None for n in operands if n in self.waiting}
 
     def _close_read(self, node: fx.Node) -> None:
         """Send what a node reads and what is still waiting."""
