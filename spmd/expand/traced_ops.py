@@ -27,6 +27,14 @@ def _only_checks(*_: Any, **__: Any) -> None:
     raise NotImplementedError(f"the step {ONLY_CHECKS}{at_user_line(current_frames())}")
 
 
+def _conjugate(x: torch.Tensor | complex) -> torch.Tensor:
+    """The conjugate of a number. Autograd takes it as that of a tensor, and dispatch gives modes the number: a view of
+    one has no memory that functionalisation could follow."""
+    if isinstance(x, torch.Tensor):
+        return NotImplemented
+    return torch.full((), complex(x).conjugate(), dtype=torch.complex128)
+
+
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
 """The namespaces of torch's collectives: on global tensors they would add up what is the same on all ranks."""
 
@@ -37,7 +45,11 @@ class Normalise(_torch.TorchDispatchMode):
     Numbers what is drawn. Refuses ops whose result sizes depend on values.
     """
 
-    table = list_decompositions() | DENSE_VIEWS | {torch.ops.aten._linalg_check_errors.default: _only_checks}
+    table = (
+        list_decompositions()
+        | DENSE_VIEWS
+        | {torch.ops.aten._linalg_check_errors.default: _only_checks, torch.ops.aten._conj.default: _conjugate}
+    )
 
     def __init__(self, phases: Phases, origins: Origins):
         super().__init__()
