@@ -93,7 +93,7 @@ class LocalTensor(torch.Tensor):
                 of = [copy.deepcopy(x, memo) if type(x) is torch.Tensor else x.clone() for x in self._locals]
             out = memo[id(self)] = wrap(self.ranks, of, self.requires_grad)
             out.__dict__.update(copy.deepcopy(self._attributes, memo))
-            out.grad = copy.deepcopy(self.grad, memo)
+            out.grad = None if isinstance(self, torch.nn.Parameter) else copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):

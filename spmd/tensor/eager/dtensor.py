@@ -337,14 +337,17 @@ class DTensor(torch.Tensor):
 
     # ---- copies -------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """A copy with memory of its own, which it shares with the copies of its views. Only leaves can be copied."""
+        """A copy with memory of its own, which it shares with the copies of its views. Only leaves can be copied.
+
+        As with torch's own, the copy of a parameter has no gradient.
+        """
         if not self.is_leaf:
             raise RuntimeError(f"deepcopy: {self._spec} has a history, which no copy has; detach() it first")
         if id(self) not in memo:
             local = copied_block(wait(self._local_tensor), memo)
             out = memo[id(self)] = DTensor(local, self._spec, requires_grad=self.requires_grad)
             out.__dict__.update(copy.deepcopy(pickled.attributes(self), memo))
-            out.grad = copy.deepcopy(self.grad, memo)
+            out.grad = None if isinstance(self, torch.nn.Parameter) else copy.deepcopy(self.grad, memo)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol):

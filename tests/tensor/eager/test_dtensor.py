@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig, train_step
-from spmd import DTensor, distribute_tensor, explicit, implicit_replication, init_device_mesh
+from spmd import DTensor, LocalTensorMode, distribute_tensor, explicit, implicit_replication, init_device_mesh
 from spmd.cli.demo import INPUTS, PARAMS
 from spmd.comm import all_reduce
 from spmd.sim import ThreadWorld, run_ranks
@@ -429,6 +429,24 @@ def test_copies_are_equal_and_apart(name):
 
     for full, one_spec, wants, parameter in on_ranks(rank):
         assert torch.equal(full, numbers(5, 3)) and one_spec and wants and parameter
+
+
+def test_a_deep_copy_of_a_parameter_has_no_gradient():
+    """As with torch's own: a plain one, one on simulated ranks, and one on a mesh. That of another leaf has one."""
+
+    def have_gradients(x):
+        x.grad = x.detach().clone()
+        return copy.deepcopy(x).grad is not None
+
+    def rank(mesh):
+        x = distribute_tensor(numbers(5, 3), mesh, [S0, S1])
+        return have_gradients(nn.Parameter(x)), have_gradients(x.clone().requires_grad_())
+
+    assert not have_gradients(nn.Parameter(numbers(5, 3)))
+    with LocalTensorMode(2):
+        x = torch.ones(2)
+        assert not have_gradients(nn.Parameter(x)) and have_gradients(x.clone().requires_grad_())
+    assert all(found == (False, True) for found in on_ranks(rank))
 
 
 def test_memory_that_is_shared_is_the_blocks():
