@@ -27,10 +27,11 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
         )
     if isinstance(error, AssertionError) and "token for effect" in text:
         return NotImplementedError, ONLY_CHECKS
-    if isinstance(error, AssertionError) and "FakeTensor" in text:
+    simulated = isinstance(error, TypeError) and "LocalTensor" in text  # it meets no traced tensor
+    if simulated or (isinstance(error, AssertionError) and "FakeTensor" in text):
         return RuntimeError, (
             "uses a tensor that is not among its arguments, nor in a module or optimiser among them; pass it as an "
-            "argument"
+            "argument, or keep it where a module finds it: parameters in an nn.ParameterList, and no list"
         )
     reads = isinstance(error, TypeError | RuntimeError) and any(part in text for part in READS_A_VALUE)
     if isinstance(error, _torch.ValueRead) or reads:

@@ -49,6 +49,16 @@ def of(before, forward):
     return lambda: Net({name: copy.deepcopy(x) for name, x in before.items()}, forward)
 
 
+def test_a_list_of_parameters_is_refused_in_words():
+    """Also one made on simulated ranks, whose tensors are of a class of their own."""
+    with LocalTensorMode(2):
+        model = Net({"scales": [nn.Parameter(torch.ones(6).double())]}, lambda self, h: h * self.scales[0])
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        step = spmd.compile(lambda model, x: model(x).sum(), mesh)
+        with pytest.raises(RuntimeError, match=r"not among its arguments, .* nn\.ParameterList"):
+            step(model, BATCHES[0][0])
+
+
 # ---- what modules do with tensors -------------------------------------------------------------
 
 
