@@ -43,6 +43,12 @@ class Numbering:
     drawn: int = 0
     seen: fx.Node | None = field(default=None, repr=False)
 
+    @staticmethod
+    def is_taken_apart(op: Any) -> bool:
+        """Whether an op that may draw is to be traced as other ops. Autograd does that, but not in inference mode."""
+        may_draw = torch.Tag.nondeterministic_seeded in op.tags and op not in RANDOM_FILLS and op not in decompositions
+        return may_draw and _torch.is_composite(op)
+
     @contextmanager
     def drawing(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
         """Around each op of the step: what it draws is numbered."""

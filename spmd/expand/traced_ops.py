@@ -77,6 +77,9 @@ class Normalise(_torch.TorchDispatchMode):
                 "adds the collectives; leave this one out, or call it in a spmd.local_map"
                 f"{at_user_line(current_frames())}"
             )
+        if self.numbering.is_taken_apart(op):
+            with self:
+                return op.decompose(*args, **kwargs)
         with self.numbering.drawing(op, args, kwargs):
             out = write_out(op, args, kwargs)
             if out is NotImplemented:

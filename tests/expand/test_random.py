@@ -146,3 +146,32 @@ def test_ranks_in_different_states_are_told():
 
     with pytest.raises(RuntimeError, match=r"(?s)random numbers: \{'seed': 0.*'seed': 1"):
         run_ranks(rank, 2)
+
+
+DRAWN = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.2, training=True),
+    "dropout1d": lambda x: F.dropout1d(x, 0.3),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_inference_draws_what_is_drawn_without_gradients(kind):
+    """In inference mode torch hands over ops whole that autograd takes apart."""
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+
+        def step(x, mode=mode):
+            with mode():
+                return DRAWN[kind](x)
+
+        def rank(r, step=step):
+            spmd.manual_seed(3)
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            x = torch.linspace(0.1, 1.0, 96).reshape(8, 4, 3)
+            return spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}})(x).full_tensor()
+
+        found.append(run_ranks(rank, 2)[0])
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], torch.linspace(0.1, 1.0, 96).reshape(8, 4, 3))
