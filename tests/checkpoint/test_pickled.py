@@ -223,9 +223,12 @@ def test_old_files_are_refused_on_simulated_ranks():
 
 
 def test_a_copy_keeps_what_the_user_has_set():
-    """Attributes and gradients of a LocalTensor."""
+    """Attributes of a LocalTensor, and gradients, but as with torch not those of a parameter."""
     x = nn.Parameter(LocalTensor({0: torch.ones(2), 1: torch.zeros(2)}))
-    x.note, x.grad = "a", torch.zeros(2)
+    leaf = LocalTensor({0: torch.ones(2), 1: torch.zeros(2)}).requires_grad_()
+    for each in (x, leaf):
+        each.note, each.grad = "a", torch.zeros(2)
     for y in (copy.deepcopy(x), pickled(x)):
         assert isinstance(y, nn.Parameter) and y.note == "a"
-    assert copy.deepcopy(x).grad is not None and copy.deepcopy(x).grad is not x.grad
+    assert copy.deepcopy(leaf).grad is not None and copy.deepcopy(leaf).grad is not leaf.grad
+    assert copy.deepcopy(x).grad is copy.deepcopy(nn.Parameter(torch.ones(2))).grad is None

@@ -17,8 +17,8 @@ torch.manual_seed(0)
 X = torch.randn(8, 5, dtype=torch.float64)
 MODEL = nn.Linear(5, 4, dtype=torch.float64)
 
-OF = {
-    "categorical": (lambda y: Categorical(logits=y), torch.arange(8) % 4),
+OF = {  # what validates by default is a setting of the process
+    "categorical": (lambda y: Categorical(logits=y, validate_args=True), torch.arange(8) % 4),
     "probabilities": (lambda y: Categorical(probs=y.softmax(-1)), torch.arange(8) % 4),
     "normal": (lambda y: Normal(y[:, :2], y[:, 2:].exp()), torch.randn(8, 2, dtype=torch.float64)),
     "beta": (lambda y: Beta(y[:, :2].exp(), y[:, 2:].exp()), torch.rand(8, 2, dtype=torch.float64)),
