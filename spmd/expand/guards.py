@@ -80,6 +80,7 @@ class _Walk:
         self.reads = reads
         self._met: dict[int, Hashable] = {}
         self._depth = 0
+        self._alive: list[Any] = []  # what is made on the way: another object at its address would be taken for it
 
     def key(self, x: Any) -> Hashable:
         kind = type(x)
@@ -135,15 +136,11 @@ class _Walk:
         return (type(x), *map(self.key, (x.func, x.args, x.keywords)), *self._attributes(x))
 
     def _array(self, x: np.ndarray | np.generic) -> Hashable:
-        if self.reads is not None and not isinstance(x, np.generic):
-            self.reads.keyed(x, guard_key)
-        numbers = self.key(x.tolist()) if x.dtype.hasobject else x.tobytes()
-        return type(x), x.dtype, x.shape, numbers
+        inside = x.tolist() if x.dtype.hasobject else x.tobytes()
+        return type(x), x.dtype, x.shape, self.key(inside) if isinstance(x, np.generic) else self._by_key(x, inside)
 
     def _bytes(self, x: bytearray | memoryview | array) -> Hashable:
-        if self.reads is not None:
-            self.reads.keyed(x, guard_key)
-        return type(x), getattr(x, "typecode", getattr(x, "format", "")), bytes(x)
+        return type(x), getattr(x, "typecode", getattr(x, "format", "")), self._by_key(x, bytes(x))
 
     def _view(self, x: types.MappingProxyType) -> Hashable:
         return type(x), self._by_key(x, x.copy())
@@ -158,6 +155,7 @@ class _Walk:
         reads, self.reads = self.reads, None
         if reads is not None:
             reads.keyed(x, guard_key)
+        self._alive.append(inside)
         found = self.key(inside)
         self.reads = reads
         return found

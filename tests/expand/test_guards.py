@@ -207,6 +207,14 @@ HELD = {
     "a view of a dict": (
         lambda: types.MappingProxyType(SHARED), lambda held: held["rate"], lambda held: SHARED.update(rate=3.0)
     ),
+    "one of two views of dicts": (
+        lambda: [types.MappingProxyType({"rate": 2.0}), types.MappingProxyType(SHARED)], lambda held: held[1]["rate"],
+        lambda held: SHARED.update(rate=3.0),
+    ),
+    "one of two arrays of objects": (
+        lambda: [np.array([None, 2.0]), np.array([[1.0], None], dtype=object)], lambda held: held[1][0][0],
+        lambda held: held[1][0].__setitem__(0, 3.0),
+    ),
     "a weak reference": (lambda: weakref.ref(LIVES), lambda held: held().own, lambda held: _set(LIVES, "own", 3.0)),
     "a dict of weak references": (
         lambda: weakref.WeakValueDictionary(a=LIVES), lambda held: held["a"].own,
