@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MOST_ITEMS, is_installed, package_of
+from spmd.expand.guards import guard_key
 from spmd.expand.python_state import is_set
 from spmd.expand.reads import Reads
 
@@ -185,7 +186,7 @@ def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
     if isinstance(x, np.ndarray):
         few = x.size <= MOST_NUMBERS and x.dtype != object
         if few:
-            reads.look_ups.append((_Bytes(), x))
+            reads.keyed(x, guard_key)
         return (x.dtype.str, x.shape, x.tobytes()) if few else NOTHING
     if isinstance(x, CONTEXT):
         reads.look_ups.append((_value_in_context, x))
@@ -224,17 +225,6 @@ def _key(x: Any) -> Any:
 def _or_class(x: Any, reads: Reads, depth: int) -> Any:
     plain = plain_values(x, reads, depth)
     return type(x) if plain is NOTHING else plain
-
-
-class _Bytes:
-    """Gives the bytes of an array, the same object as long as they are equal."""
-
-    last = b""
-
-    def __call__(self, array: np.ndarray, otherwise: Any) -> bytes:
-        if (now := array.tobytes()) != self.last:
-            self.last = now
-        return self.last
 
 
 def _item(x: Any, key: Any, reads: Reads) -> Any:

@@ -65,7 +65,7 @@ class Reads:
         for name in own:
             if name not in without:
                 self.item(own, name)
-        self.look_ups.append((_Names(frozenset(without)), own))
+        self.keyed(own, partial(_names_in, without=frozenset(without)))
 
     def slot(self, x: Any, name: str) -> None:
         """What an object has in a slot, be it nothing."""
@@ -151,16 +151,8 @@ class Snapshot:
         )
 
 
-class _Names:
-    """Gives the names in a dict but for some, the same object as long as they are equal."""
-
-    def __init__(self, without: frozenset[str]) -> None:
-        self._without, self._last = without, ()
-
-    def __call__(self, box: dict, otherwise: Any) -> tuple:
-        if (now := tuple([name for name in box if name not in self._without])) != self._last:
-            self._last = now
-        return self._last
+def _names_in(box: dict, without: frozenset[str]) -> tuple[str, ...]:
+    return tuple([name for name in box if name not in without])
 
 
 def _attributes(x: Any, otherwise: Any) -> Any:
