@@ -53,7 +53,7 @@ from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
 from spmd.expand.state import State, Tensors
 from spmd.expand.trace_errors import of_dtensor
-from spmd.expand.unread_attributes import UnreadAttributes, watched
+from spmd.expand.unread_attributes import Names, UnreadAttributes, watched
 from spmd.expand.write import Writer
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns
@@ -348,16 +348,17 @@ class CompiledStep:
 
     def _captured(self, call: Call) -> tuple[Captured, Given]:
         """A capture that is right for a call, and what its program is written for."""
-        captured = self._captures.of(call, lambda: self._capture(call))
+        captured = self._captures.of(call, functools.partial(self._capture, call))
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
         return captured, Given(specs, call.leaf_specs, places, call.numbers)
 
-    def _capture(self, call: Call) -> Captured:
+    def _capture(self, call: Call, changed: Names) -> Captured:
+        """changed: the attributes of modules that are not what they were in the last call."""
         try:
             name = getattr(self.fn, "__name__", "the step")
             around = unchanged(self.fn, pytree.tree_leaves(call.given), call.state.submodules())
-            names = self._attributes.to_watch(self._captures.changed(call))
+            names = self._attributes.to_watch(changed)
             before, attributes = call.guards_of_modules(names), watched(call.state.named_submodules(), names)
             optimizers = only_optimizers(call.state.optimizers, name)
             with tracing_lock, optimizers, around, attributes as unread:  # traces change classes

@@ -50,9 +50,9 @@ def captures():
     """How often something is captured."""
     real, made = CompiledStep._capture, []
 
-    def counted(self, call):
+    def counted(self, call, changed):
         made.append(call.common_key)
-        return real(self, call)
+        return real(self, call, changed)
 
     with mock.patch.object(CompiledStep, "_capture", counted):
         yield made

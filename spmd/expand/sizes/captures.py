@@ -45,8 +45,11 @@ class Captures:
         self._steps = _steps_of(fn)
         self._steps.add(self)
 
-    def of(self, call: Any, make: Callable[[], Captured]) -> Captured:
-        """A capture that is right for a call. Where there is none, says once why, and makes it."""
+    def of(self, call: Any, make: Callable[[Names], Captured]) -> Captured:
+        """A capture that is right for a call. Where there is none, says once why, and makes it.
+
+        make: is given the attributes of modules that are not what they were in the last call.
+        """
         guards, shapes = guards_of(call.key), {path: spec.shape for path, spec in call.leaf_specs.items()}
         keys, why = [_key(guards_of(key)) for key in call.keys], [""]
         if self._last and not any(True for _ in self._kept.of(keys)):
@@ -55,15 +58,11 @@ class Captures:
             found = self._kept.find(keys, lambda each: self._serves(each, call, shapes, why))
             if found is None:
                 self._say(why[-1])
-                found = self._of_others(call, shapes) or make()
+                found = self._of_others(call, shapes) or make(changed(self._last, guards))
                 if not found.changes:  # what changes Python state is right for one call alone
                     self._keep(found, call)
         self._last = guards_of(call.key)
         return found
-
-    def changed(self, call: Any) -> Names:
-        """The attributes of modules that are not what they were in the last call."""
-        return changed(self._last, guards_of(call.key))
 
     def _of_others(self, call: Any, shapes: Shapes) -> Captured | None:
         """A capture of another step of the function."""
