@@ -25,7 +25,7 @@ from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
-from spmd.expand.unread_attributes import NO_NAMES, Names, left_out
+from spmd.expand.unread_attributes import Names, left_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -63,7 +63,7 @@ class Call:
     @classmethod
     def of(
         cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads,
-        unread: Collection[str] = (), unread_attributes: Names = NO_NAMES,
+        unread: Collection[str] = (), unread_attributes: Names = NOTHING,
     ) -> Call:  # fmt: skip
         """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others."""
         named = opened(arguments)
@@ -96,8 +96,7 @@ class Call:
                 self.leaf_specs.pop(path, None)
             elif path not in self.leaves:
                 self._take_attribute(path, x)
-        vars(self).pop("common_key", None)
-        vars(self).pop("keys", None)
+        self._forget_keys()
 
     def guards_of_modules(self, paths: Iterable[str]) -> dict[str, tuple]:
         """The guards of all attributes of these modules."""
@@ -109,8 +108,11 @@ class Call:
         """Leave out guards of attributes of modules that no program reads. guards: of these modules, with all."""
         if guards:
             self.around = left_out(tuple((path, guards.get(path, key)) for path, key in self.around), unread)
-            vars(self).pop("common_key", None)
-            vars(self).pop("keys", None)
+            self._forget_keys()
+
+    def _forget_keys(self) -> None:
+        vars(self).pop("common_key", None)
+        vars(self).pop("keys", None)
 
     @cached_property
     def common_key(self) -> tuple:

@@ -43,12 +43,6 @@ class Numbering:
     drawn: int = 0
     seen: fx.Node | None = field(default=None, repr=False)
 
-    @staticmethod
-    def is_taken_apart(op: Any) -> bool:
-        """Whether an op that may draw is to be traced as other ops. Autograd does that, but not in inference mode."""
-        may_draw = torch.Tag.nondeterministic_seeded in op.tags and op not in RANDOM_FILLS and op not in decompositions
-        return may_draw and _torch.is_composite(op)
-
     @contextmanager
     def drawing(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
         """Around each op of the step: what it draws is numbered."""
@@ -81,6 +75,17 @@ class Numbering:
         return number
 
 
+def is_taken_apart(op: Any) -> bool:
+    """Whether an op that may draw is to be traced as other ops. Autograd does that, but not in inference mode."""
+    may_draw = torch.Tag.nondeterministic_seeded in op.tags
+    return may_draw and not _has_number(op) and _torch.is_composite(op)
+
+
+def _has_number(op: Any) -> bool:
+    """Whether what an op draws can be numbered: it fills a tensor, or is decomposed into ops that do."""
+    return op in RANDOM_FILLS or op in decompositions
+
+
 def _after(nodes: Any, last: fx.Node | None) -> list[fx.Node]:
     found = []
     for node in reversed(nodes):
@@ -94,7 +99,7 @@ def _check(op: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a draw that cannot be numbered."""
     if kwargs.get("generator") is not None:
         _refuse(op, "draws from a generator of its own, which would be frozen; use spmd.manual_seed, or draw outside")
-    if op not in RANDOM_FILLS and op not in decompositions:
+    if not _has_number(op):
         _refuse(op, "draws in its kernel, which is not supported in a compiled step; use uniform_, normal_ or dropout")
 
 

@@ -253,5 +253,5 @@ def differs(box: Container, old: Any) -> bool:
         return True
     if isinstance(box, set):
         return box != set(old)
-    now, then = (list(items_of(x)) if isinstance(x, dict) else [(None, v) for v in x] for x in (box, old))
-    return any((k is not j and k != j) or v is not w for (k, v), (j, w) in zip(now, then, strict=True))
+    pairs = zip(_pairs(box), _pairs(old), strict=True)
+    return any((k is not j and k != j) or v is not w for (k, v), (j, w) in pairs)

@@ -113,20 +113,7 @@ class State:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter once, under its first name."""
-        found: dict[str, nn.Parameter] = {}
-        seen: set[int] = set()
-        for root, module in self.modules.items():
-            for name, p in named_parameters(module):
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    found[f"{root}.{name}"] = p
-        for root, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, p in enumerate(group["params"]):
-                    if id(p) not in seen:
-                        seen.add(id(p))
-                        found[f"{root}.param_groups.{g}.params.{i}"] = p
-        return found
+        return _by_first_name(self._all_parameters())
 
     def parameter_names(self) -> dict[str, list[str]]:
         """All names of each parameter, by its first name. Tied parameters have several names."""

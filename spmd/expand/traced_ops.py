@@ -11,7 +11,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.dense_views import DENSE_VIEWS
-from spmd.expand.draws import Numbering
+from spmd.expand.draws import Numbering, is_taken_apart
 from spmd.expand.keep_products import TRACED_AS
 from spmd.expand.origins import Origins
 from spmd.expand.outs import write_out
@@ -77,7 +77,7 @@ class Normalise(_torch.TorchDispatchMode):
                 "adds the collectives; leave this one out, or call it in a spmd.local_map"
                 f"{at_user_line(current_frames())}"
             )
-        if self.numbering.is_taken_apart(op):
+        if is_taken_apart(op):
             with self:
                 return op.decompose(*args, **kwargs)
         with self.numbering.drawing(op, args, kwargs):

@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,6 @@ from spmd.expand.stamp.unread import Reads
 Names = Mapping[str, frozenset[str]]
 """Names of attributes, by the path of the module."""
 
-NO_NAMES: Names = MappingProxyType({})
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _SPMD = os.path.dirname(os.path.dirname(__file__))
 _ASKING_FOR_GUARDS = tuple(os.path.join(_SPMD, name, "") for name in ("expand", "_torch"))

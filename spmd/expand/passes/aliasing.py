@@ -92,12 +92,17 @@ def _makes_several(node: fx.Node) -> bool:
     return node.target is adamw or (isinstance(node.target, _torch.OpOverload) and not may_alias(node.target))
 
 
+def _is_apart(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node is one of several results of its operand that have no element in common."""
+    return node.target is operator.getitem and (source.target in SPLITS or _makes_several(source))
+
+
 def memory_of(node: fx.Node) -> Memory:
     """The memory that a node may share."""
     split, index = None, 0
     while may_alias_operand(node) and (operands := _torch.operands_of(node)):
         source = next(iter(operands))
-        if node.target is operator.getitem and (source.target in SPLITS or _makes_several(source)):
+        if _is_apart(node, source):
             split, index = source, node.args[1]
         node = source
     return Memory(node, split, index)
@@ -113,8 +118,7 @@ def memories(graph: fx.Graph) -> dict[fx.Node, Memory]:
             continue
         source = next(iter(operands))
         memory = found[source]
-        is_item = memory.split is None and node.target is operator.getitem
-        if is_item and (source.target in SPLITS or _makes_several(source)):
+        if memory.split is None and _is_apart(node, source):
             memory = Memory(memory.base, source, node.args[1])
         found[node] = memory
     return found
