@@ -328,11 +328,13 @@ def _calibration(
 
 
 def _local_op(kind: str, dtype: str, found: Sequence[tuple[float, float, float]]) -> LocalOp:
+    """The op fitted to its times. No call is quicker than the quickest timed, where noise leaves nothing for a call."""
     xs, nbytes, us = zip(*found, strict=True)
+    quickest = min(us), 0.0
     if kind != "product":
-        return LocalOp(kind, dtype, fit_curve(xs, us))
+        return LocalOp(kind, dtype, (quickest, *fit_curve(xs, us)))
     a_call, us_per_flop, us_per_byte = fit_sum([xs, nbytes], us)
-    return LocalOp(kind, dtype, ((a_call, us_per_flop),), us_per_byte)
+    return LocalOp(kind, dtype, (quickest, (a_call, us_per_flop)), us_per_byte)
 
 
 def _rates(local: LocalTimes) -> tuple[tuple[str, float], ...]:

@@ -69,6 +69,16 @@ def test_copies_to_host_memory_are_timed(gloo4: Pool) -> None:
     assert measure._link([(1 << 16, 6.0), (1 << 18, 9.0), (1 << 20, 21.0)]).hop_us == pytest.approx(5.0, rel=0.1)
 
 
+@pytest.mark.parametrize("kind", ["pointwise", "product"])
+@pytest.mark.parametrize("us", [[1.0, 4.0, 16.0, 64.0], [9.0, 1.0, 50.0, 20.0, 500.0], [5.0, 5.1, 5.2, 9.0, 30.0]])
+def test_no_call_is_quicker_than_the_quickest_timed(kind: str, us: list[float]) -> None:
+    """Also where the fit leaves nothing for a call alone, as in times that grow with the bytes or have much noise."""
+    found = [(256.0 * 4**at, 64.0 * 4**at, each) for at, each in enumerate(us)]
+    op = measure._local_op(kind, "float32", found)
+    prices = [op.us(0.0), *[op.us(x, nbytes) for x, nbytes, _ in found]]
+    assert prices[0] >= min(us) and prices == sorted(prices)
+
+
 @pytest.mark.parametrize(
     "sizes, backends, message",
     [((2,), "cpu:gloo", "a mesh of 2 ranks in a job of 4"), ((4,), "cuda:nccl", r'init_process_group\("cpu:gloo,')],
