@@ -14,6 +14,7 @@ from torch import nn
 from spmd._torch import pytree
 from spmd.expand.capture import Captured
 from spmd.expand.closed_over import Search
+from spmd.expand.counters import Names, counters_of
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import NOTHING, guard_key, is_number, modes_guard, module_guard
@@ -25,7 +26,7 @@ from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
-from spmd.expand.unread_attributes import Names, left_out
+from spmd.expand.unread_attributes import left_out
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import placements_for, require_matches
 from spmd.tensor.eager.dtensor import DTensor
@@ -57,32 +58,51 @@ class Call:
     table: PlacesTable
     numbers: dict[str, float]
     around: tuple
-    reads: Reads
+    search: Search
     was_in_place: bool = True
 
     @classmethod
     def of(
         cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads,
-        unread: Collection[str] = (), unread_attributes: Names = NOTHING,
+        unread: Collection[str] = (), unread_attributes: Names = NOTHING, counted: Names = NOTHING,
     ) -> Call:  # fmt: skip
-        """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others."""
+        """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others.
+        counted: numbers that were found to change, besides those that the code says."""
         named = opened(arguments)
         state = State.of(named, around.found)
+        state.counters = counters_of(state, around, counted)
         tensors = state.tensors()
         leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
         require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
         specs = state_specs(state, tensors, table, first)
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
-        numbers = state.numbers() | {k: v for k, v in leaves.items() if is_number(v)}
-        values = named_values(around.methods_and_functions(), around.classes, reads)
         attributes = Attributes.of(state)
-        guards = _around(state, attributes, values, reads, unread_attributes)
-        call = cls(
-            arguments, named, state, tensors, specs, attributes, leaves, leaf_specs, table, numbers, guards, reads
-        )
+        call = cls(arguments, named, state, tensors, specs, attributes, leaves, leaf_specs, table, {}, (), around)
+        call.look_around(unread_attributes)
         call.leave_out(unread)
         return call
+
+    @property
+    def reads(self) -> Reads:
+        """What was read of Python objects."""
+        return self.search.reads
+
+    def look_around(self, unread_attributes: Names) -> None:
+        """Find the numbers of the call, and the guards of what is no number."""
+        state, reads = self.state, self.search.reads
+        self.numbers = state.numbers() | {k: v for k, v in self.leaves.items() if is_number(v)}
+        reads.may_change([place.key for place in state.counters.values()])
+        values = named_values(self.search.methods_and_functions(), self.search.classes, reads)
+        read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
+        guards = state.constants(reads, self.attributes.guards(), unread_attributes)
+        self.around = tuple((guards | read).items())
+
+    def count(self, counted: Names, unread_attributes: Names) -> None:
+        """Take further numbers for such that change."""
+        self.state.counters = counters_of(self.state, self.search, counted)
+        self.look_around(unread_attributes)
+        self._forget_keys()
 
     def _take_attribute(self, path: str, x: torch.Tensor) -> None:
         self.leaves[path] = x
@@ -101,8 +121,11 @@ class Call:
     def guards_of_modules(self, paths: Iterable[str]) -> dict[str, tuple]:
         """The guards of all attributes of these modules."""
         modules, of_tensors = self.state.named_submodules(), self.attributes.guards()
-        there = {path: modules[path] for path in paths if path in modules}
-        return {path: module_guard(m, None, of_tensors.get(id(m), NOTHING)) for path, m in there.items()}
+        there, counted = {path: modules[path] for path in paths if path in modules}, self.state.counted()
+        return {
+            path: module_guard(m, None, of_tensors.get(id(m), NOTHING), counted.get(id(m), ()))
+            for path, m in there.items()
+        }
 
     def leave_out_attributes(self, guards: Mapping[str, tuple], unread: Names) -> None:
         """Leave out guards of attributes of modules that no program reads. guards: of these modules, with all."""
@@ -208,11 +231,13 @@ class Call:
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
     def write_back(self, changed: dict[str, Any]) -> None:
-        """Give arguments, by name, and attributes of modules, by path, what the step has changed."""
-        for name, new in changed.items():
+        """Give arguments, by name, attributes of modules and counters, by path, what the step has changed."""
+        self.state.set_counters(changed)
+        others = {path: new for path, new in changed.items() if path not in self.state.counters}
+        for name, new in others.items():
             if not is_attribute(name):
                 write_back(self.given[name], new)
-        set_attributes(self.state, {path: tree for path, tree in changed.items() if is_attribute(path)})
+        set_attributes(self.state, {path: tree for path, tree in others.items() if is_attribute(path)})
 
 
 def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -225,10 +250,3 @@ def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 ANY_GRADIENTS = ((Slot("grad", "any"),),)
 """In the key of a program that reads no gradients of earlier steps, in their place."""
-
-
-def _around(
-    state: State, attributes: Attributes, values: dict[str, Any], reads: Reads, unread: Names
-) -> tuple:  # fmt: skip
-    read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
-    return tuple((state.constants(reads, attributes.guards(), unread) | read).items())

@@ -30,6 +30,7 @@ from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
+from spmd.expand.counters import all_numbers, check_constant, is_number_or_symbol
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
 from spmd.expand.equal_counts import EqualCounts
@@ -248,7 +249,7 @@ def _capture_once(
     first: FirstState, stamp_blocks: bool,
 ) -> Captured:  # fmt: skip
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
-    leaves = named_leaves(args)
+    leaves = [*named_leaves(args), *((path, place.value) for path, place in state.counters.items())]
     to_fix = [
         numbers for kind in (int, float) if (numbers := {path: x for path, x in leaves if type(x) is kind})
     ]  # fmt: skip
@@ -325,8 +326,8 @@ def _inputs(
     symbols: _torch.Symbols, sizes: Sizes,
 ) -> dict[Slot | Argument, Any]:
     """What stands for the tensors of the state and for the arguments: fake tensors, and symbols for numbers."""
-    given = {path: x for path, x in leaves.items() if path not in fixed}
-    numbers = state.numbers() | {path: x for path, x in given.items() if isinstance(x, float)}
+    given = {path: x for path, x in (leaves | state.numbers()).items() if path not in fixed}
+    numbers = {path: x for path, x in given.items() if isinstance(x, float)}
     inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     inputs |= {Argument(path): sizes.attribute(path, x) for path, x in attributes.tensors.items()}
@@ -441,12 +442,13 @@ class _FlatFunction:
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
+                counts = {path: place.value for path, place in self.state.counters.items()}
                 paths = {id(p): path for path, p in self.state.parameters().items()}
                 held = self.attributes.put({path: wrapped[Argument(path)] for path in self.attributes.tensors})
                 steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
                 with _torch.no_function_modes():
-                    constants = self.state.constants()
+                    constants, others = self.state.constants(), all_numbers(self.state)
                     python = PythonState(self.state.submodules(), self._around(own))
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
@@ -465,6 +467,8 @@ class _FlatFunction:
                     self._check_slots(after)
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
+                    counted = self._counted(counts)
+                    check_constant(others, self.state)
                     self._note_changes(constants, python, numbers, new_attributes)
                 finally:
                     python.restore()
@@ -472,7 +476,7 @@ class _FlatFunction:
                     self._check_state(after)
         now, names = opened(passed), {path.partition(".")[0] for path in written - self.attributes.tensors.keys()}
         changed = {name: x for name, x in now.items() if name in names or differs(arguments[name], x)}
-        changed |= new_attributes.trees
+        changed |= new_attributes.trees | counted
         return self._flat_outputs((opened(result), changed), after | skipped.new_state | self.new_numbers)
 
     def _modes(
@@ -545,6 +549,23 @@ class _FlatFunction:
         if assigned := assigned_tensor(self.state.named_submodules(), python, new.places):
             raise RuntimeError(assigned)
         self.changes = python.changes(new.places)
+
+    def _counted(self, before: dict[str, Any]) -> dict[str, Any]:
+        """The counters that the step has set, with the new numbers. Puts those before in their place again."""
+        found = {}
+        for path, place in self.state.counters.items():
+            now, old = place.value, before[path]
+            place.set(old)
+            if type(now) is Told:
+                raise FrozenValue(now._what)
+            if now is not old and not is_number_or_symbol(now):
+                raise RuntimeError(
+                    f"the step sets {path}, a number, to {'nothing' if now is None else f'a {type(now).__name__}'}; "
+                    "its program would not. Set it between steps."
+                )
+            if now is not old and repr(now) != repr(old):
+                found[path] = now
+        return found
 
     def _but_for(self, places: Collection[tuple[int, str]], constants: dict[str, Hashable]) -> dict[str, Hashable]:
         """The guards without those of some attributes, given by the identity of the module and by name."""

@@ -113,16 +113,17 @@ def names_in(code: types.CodeType) -> Names:
 class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
-    boxes: the containers that were found, and the attributes of objects of the user, by name. functions: the user's.
-    owners: of those that are methods, the object, or the class. classes: those of the user whose attributes code may
-    read, with the names that it has for them. cached: functions of the user with a cache. contexts: context variables,
-    by name. generators: those of Python's or numpy's random numbers, by name.
+    boxes: the containers that were found, and the attributes of objects of the user, by name. objects: these, by name.
+    functions: the user's. owners: of those that are methods, the object, or the class. classes: those of the user whose
+    attributes code may read, with the names that it has for them. cached: functions of the user with a cache. contexts:
+    context variables, by name. generators: those of Python's or numpy's random numbers, by name.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
         self.home, self.reads = home, reads
         self.found: Held = {}
         self.boxes: list[tuple[str, Container]] = []
+        self.objects: list[tuple[str, Any]] = []
         self.functions: list[types.FunctionType] = []
         self.owners: list[tuple[types.FunctionType, Any]] = []
         self.classes: dict[type, set[str]] = {}
@@ -158,7 +159,9 @@ class Search:
             self.method(type(fn).__call__, fn, "self")
 
     def method(self, fn: Any, owner: Any, name: str) -> None:
-        """Look through a method, and the attributes of its object that it names."""
+        """Look through a method, those that it wraps, and the attributes of its object that they name."""
+        if isinstance(inner := getattr(fn, "__wrapped__", None), types.FunctionType):
+            self.method(inner, owner, name)
         if isinstance(fn, types.FunctionType) and (id(owner), fn.__code__) not in self.seen:
             self.seen.add((id(owner), fn.__code__))
             self.owners.append((fn, owner))
@@ -291,6 +294,7 @@ class Search:
         elif self.is_object(value):
             if not isinstance(value, types.ModuleType):
                 self.boxes.append((name, vars(value)))
+                self.objects.append((name, value))
                 self.kind(type(value), names)
             self.attributes(name, value, names)
 

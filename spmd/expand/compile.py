@@ -28,6 +28,7 @@ from spmd.expand.call import Call
 from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
+from spmd.expand.counters import CountersFound, Names, all_names
 from spmd.expand.given_specs import check_arguments, places_of
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
@@ -53,7 +54,7 @@ from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
 from spmd.expand.state import State, Tensors
 from spmd.expand.trace_errors import of_dtensor
-from spmd.expand.unread_attributes import Names, UnreadAttributes, watched
+from spmd.expand.unread_attributes import UnreadAttributes, watched
 from spmd.expand.write import Writer
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.patterns import Patterns
@@ -167,6 +168,7 @@ class CompiledStep:
         self._repeats: list[Repeat] = []
         self._unread: frozenset[str] = frozenset()
         self._attributes = UnreadAttributes()
+        self._counted: Names = {}
         self._last: BoundProgram | None = None
         self._for_one_call: list[archive.Entry | CannotKeep] = []
         self._site = caller()
@@ -348,7 +350,14 @@ class CompiledStep:
 
     def _captured(self, call: Call) -> tuple[Captured, Given]:
         """A capture that is right for a call, and what its program is written for."""
-        captured = self._captures.of(call, functools.partial(self._capture, call))
+        captured = None
+        while captured is None:
+            try:
+                captured = self._captures.of(call, functools.partial(self._capture, call))
+            except CountersFound as found:
+                self._counted = all_names(self._counted, found.names)
+                call.count(self._counted, self._attributes.unread)
+                call.leave_out(self._unread)
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
         return captured, Given(specs, call.leaf_specs, places, call.numbers)
@@ -384,7 +393,7 @@ class CompiledStep:
         reads = Reads()
         search = find_closed_over(self.fn, given, reads)
         unread = self._unread, self._attributes.unread
-        return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread)
+        return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread, self._counted)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments

@@ -139,11 +139,15 @@ def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: R
         is_self = owner is not None and code.co_argcount and code.co_varnames[0] == name
         return (owner if is_self else NOTHING), owner
     if kind == "global":
+        if reads.is_changing(fn.__globals__, name):
+            return NOTHING, None
         reads.item(fn.__globals__, name)
         return fn.__globals__.get(name, NOTHING), fn.__globals__
     if name not in code.co_freevars:
         return NOTHING, None
     cell = fn.__closure__[code.co_freevars.index(name)]
+    if reads.is_changing(cell, ""):
+        return NOTHING, None
     reads.cell(cell)
     return (cell.cell_contents if is_set(cell) else NOTHING), cell
 
@@ -159,6 +163,8 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
         reads.place(x)
         places.insert(0, vars(x))
     for place in places:
+        if reads.is_changing(place, name):
+            return NOTHING
         reads.item(place, name)
         if name in place:
             return place[name]
@@ -196,8 +202,9 @@ def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
     if depth and (isinstance(x, RECORDS) or (dataclasses.is_dataclass(x) and not isinstance(x, type))):
         if not hasattr(x, "__dict__"):
             return NOTHING
-        reads.object(x)
-        return {name: _or_class(value, reads, depth - 1) for name, value in vars(x).items()}
+        changing = [name for name in vars(x) if reads.is_changing(vars(x), name)]
+        reads.object(x, without=changing)
+        return {name: _or_class(value, reads, depth - 1) for name, value in vars(x).items() if name not in changing}
     return NOTHING
 
 

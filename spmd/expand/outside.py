@@ -11,7 +11,6 @@ is where the capture ends with any other error. What code finds by names is seen
 
 from __future__ import annotations
 
-import contextvars
 import random
 import sys
 import types
@@ -25,8 +24,9 @@ from torch import nn
 
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import Search, is_generator, search_of
-from spmd.expand.python_state import Container, Contents, copied, differs, is_set, put
+from spmd.expand.python_state import Container, Contents, copied, differs, put
 from spmd.expand.user_code import is_users
+from spmd.expand.variables import Place, assigned_variables
 
 
 @contextmanager
@@ -66,47 +66,6 @@ def unchanged(fn: Callable, given: Iterable[Any] = (), modules: Iterable[nn.Modu
 
 
 @dataclass(frozen=True)
-class _Global:
-    """A variable of a module of Python."""
-
-    of: dict[str, Any]
-    name: str
-
-    def get(self) -> Any:
-        return self.of.get(self.name)
-
-    def set(self, value: Any) -> None:
-        self.of[self.name] = value
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """A variable of the function around."""
-
-    cell: types.CellType
-
-    def get(self) -> Any:
-        return self.cell.cell_contents if is_set(self.cell) else None
-
-    def set(self, value: Any) -> None:
-        if is_set(self.cell):
-            self.cell.cell_contents = value
-
-
-@dataclass(frozen=True)
-class _Context:
-    """A variable of the context."""
-
-    variable: contextvars.ContextVar
-
-    def get(self) -> Any:
-        return self.variable.get(None)
-
-    def set(self, value: Any) -> None:
-        self.variable.set(value)
-
-
-@dataclass(frozen=True)
 class Boxes:
     """The contents of containers, with the names of these."""
 
@@ -128,19 +87,19 @@ class Boxes:
 class Variables:
     """The values of variables around functions."""
 
-    before: list[tuple[str, _Global | _Cell | _Context, Any]]
+    before: list[tuple[str, Place, Any]]
 
     @classmethod
     def now(cls, search: Search) -> Variables:
-        contexts = [(name, _Context(variable)) for name, variable in search.contexts]
-        return cls([(name, where, where.get()) for name, where in (*_assigned(search), *contexts)])
+        contexts = [(name, Place(variable, name)) for name, variable in search.contexts]
+        return cls([(name, where, where.value) for name, where in (*assigned_variables(search), *contexts)])
 
     def changed(self) -> list[str]:
-        return [name for name, where, old in self.before if where.get() is not old]
+        return [name for name, where, old in self.before if where.value is not old]
 
     def restore(self) -> None:
         for _, where, old in self.before:
-            if where.get() is not old:
+            if where.value is not old:
                 where.set(old)
 
 
@@ -184,18 +143,6 @@ _NONE = object()
 def _attributes(kind: type) -> dict[str, Any]:
     """What a class has itself, by name, but for what Python notes in it."""
     return {name: x for name, x in vars(kind).items() if not name.startswith("__")}
-
-
-def _assigned(search: Search) -> Iterator[tuple[str, _Global | _Cell]]:
-    """The variables around the functions of the user that they assign to."""
-    for fn in search.functions:
-        stored = {i.value for i in instructions(fn.__code__) if i.name in ("STORE_GLOBAL", "STORE_DEREF")}
-        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
-        for name in sorted(stored):
-            if name in cells:
-                yield name, _Cell(cells[name])
-            elif name in fn.__globals__:
-                yield name, _Global(fn.__globals__, name)
 
 
 def _line(search: Search, path: str) -> str:

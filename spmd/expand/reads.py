@@ -45,6 +45,23 @@ class Reads:
         self.objects: dict[int, Any] = {}
         self.look_ups: list[LookUp] = []
         self.by_key: dict[int, tuple[Any, Callable[[Any], Hashable]]] = {}
+        self._changing: set[tuple[int, str]] = set()
+
+    def may_change(self, keys: Collection[tuple[int, str]]) -> None:
+        """These places, by their keys (`Place.key`), are not noted, whoever notes them, before or after."""
+        self._changing |= set(keys)
+        if keys:
+            self.look_ups = [each for each in self.look_ups if self._key(*each) not in self._changing]
+
+    def is_changing(self, box: Any, name: Any) -> bool:
+        """Whether this is such a place."""
+        return bool(self._changing) and isinstance(name, str) and (id(box), name) in self._changing
+
+    @staticmethod
+    def _key(get: Callable[..., Any], of: Any) -> tuple[int, str]:
+        if get is _content:
+            return id(of), ""
+        return (id(getattr(get, "__self__", None)), of) if isinstance(of, str) else (0, "")
 
     def box(self, box: Any) -> None:
         """The contents of a dict, list, set or deque, in their order."""
@@ -73,7 +90,8 @@ class Reads:
 
     def item(self, box: dict, key: Any) -> None:
         """What a dict has under a key, be it nothing."""
-        self.look_ups.append((box.get, key))
+        if not self.is_changing(box, key):
+            self.look_ups.append((box.get, key))
 
     def place(self, x: Any) -> None:
         """The dict of an object's attributes, and not what is in it."""
@@ -92,7 +110,8 @@ class Reads:
 
     def cell(self, cell: types.CellType) -> None:
         """The value of a variable around a function."""
-        self.look_ups.append((_content, cell))
+        if not self.is_changing(cell, ""):
+            self.look_ups.append((_content, cell))
 
     def snapshot(self) -> Snapshot:
         """What was noted, as it is now.

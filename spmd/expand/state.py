@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from spmd.expand.hooks import hooks_of, note_hooks
 from spmd.expand.modules import modules_of, named_buffers, named_parameters, named_within
 from spmd.expand.objects import NAMED, PLAIN
 from spmd.expand.reads import Reads
+from spmd.expand.variables import Place
 
 
 class Slot(NamedTuple):
@@ -64,13 +66,15 @@ def in_order(tensors: Tensors) -> Tensors:
 
 @dataclass
 class State:
-    """The modules and optimisers of a call, each under the path of its argument.
+    """The modules and optimisers of a call, each under the path of its argument. counters: the numbers that the step
+    keeps in Python.
 
     Every method looks the tensors up anew, because a step may replace them.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    counters: dict[str, Place] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: dict[str, Any], closed_over: dict[str, nn.Module | Optimizer] | None = None) -> State:
@@ -94,6 +98,7 @@ class State:
         for path, held in (closed_over or {}).items():
             if id(held) not in given:
                 (state.modules if isinstance(held, nn.Module) else state.optimizers)[path] = held
+        state.optimizers = _with_inner(state.optimizers)
         return state
 
     # ---- reading ----------------------------------------------------------------------------
@@ -103,7 +108,7 @@ class State:
         found: Tensors = {Slot("parameter", path): p for path, p in params.items()}
         found |= {Slot("buffer", path): b for path, b in self.buffers().items()}
         found |= {Slot("grad", path): p.grad for path, p in params.items() if p.grad is not None}
-        for root, optimizer in self.optimizers.items():
+        for root, optimizer in self._keepers():
             for path, p in params.items():
                 entries = optimizer.state.get(p, {})  # a defaultdict: [] would make an entry
                 kept = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
@@ -126,10 +131,9 @@ class State:
         for root, module in self.modules.items():
             for name, p in named_parameters(module):
                 yield f"{root}.{name}", p
-        for root, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                for i, p in enumerate(group["params"]):
-                    yield f"{root}.param_groups.{g}.params.{i}", p
+        for path, group in self.groups():
+            for i, p in enumerate(group["params"]):
+                yield f"{path}.params.{i}", p
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Every buffer once, under its first name."""
@@ -140,8 +144,10 @@ class State:
         )
 
     def numbers(self) -> dict[str, float]:
-        """The floats among the hyper-parameters, by path: learning rate, weight decay, each beta."""
-        return {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
+        """The numbers that may change from call to call, by path: the floats among the hyper-parameters, such as
+        learning rate, weight decay and each beta, and the counters."""
+        hyper = {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
+        return hyper | {path: place.value for path, place in self.counters.items()}
 
     def constants(
         self, reads: Reads | None = None, of_tensors: Mapping[int, Mapping[str, Hashable]] | None = None,
@@ -157,11 +163,12 @@ class State:
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
-        of = of_tensors or {}
+        of, counted = of_tensors or {}, self.counted()
         found |= {
-            path: module_guard(m, reads, of.get(id(m), NOTHING), unread.get(path, ()))
+            path: module_guard(m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())))
             for path, m in self.named_submodules().items()
         }
+        found |= {f"{path} is a counter": guard_key(type(place.value)) for path, place in self.counters.items()}
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path
@@ -175,12 +182,20 @@ class State:
             if attributes and reads is not None:
                 note_attributes(x, reads)
         for root, optimizer in self.optimizers.items():
-            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own_attributes(optimizer)}
-            for g, group in enumerate(optimizer.param_groups):
-                found[f"{root}.param_groups.{g}.params"] = tuple([path_of[id(p)] for p in group["params"]])
+            own = ((name, v) for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ()))
+            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own}
             if reads is not None:
-                note_optimizer(optimizer, reads)
+                note_optimizer(optimizer, reads, counted.get(id(optimizer), ()))
+        for path, group in self.groups():
+            found[f"{path}.params"] = tuple([path_of[id(p)] for p in group["params"]])
         return found | {path: guard_key(v, reads=reads) for path, v in self._optimizer_constants()}
+
+    def counted(self) -> dict[int, list[str]]:
+        """By object the names of its attributes that are counters."""
+        found: dict[int, list[str]] = {}
+        for place in self.counters.values():
+            found.setdefault(id(place.of), []).append(place.name)
+        return found
 
     def holders(self) -> list[nn.Module | Optimizer]:
         """The modules and the optimisers."""
@@ -201,24 +216,35 @@ class State:
 
     def hyper_parameters(self) -> Iterator[tuple[str, Any]]:
         """The options of every parameter group, by path: numbers, tensors, flags and anything else."""
-        for root, optimizer in self.optimizers.items():
-            for g, group in enumerate(optimizer.param_groups):
-                rest = {k: v for k, v in group.items() if k != "params"}
-                for path, v in named_leaves(rest):
-                    yield f"{root}.param_groups.{g}.{path}", v
+        for of, group in self.groups():
+            for path, v in named_leaves({k: v for k, v in group.items() if k != "params"}):
+                yield f"{of}.{path}", v
 
     def floats_of_groups(self) -> Iterator[tuple[str, dict, str]]:
         """Where the options of parameter groups are floats: the path, the group and the key."""
+        for path, group in self.groups():
+            for key, value in group.items():
+                if type(value) is float:
+                    yield f"{path}.{_key_text(key)}", group, key
+
+    def groups(self) -> Iterator[tuple[str, dict]]:
+        """The parameter groups by path, each once: an optimiser around another one may share its groups."""
+        seen: set[int] = set()
         for root, optimizer in self.optimizers.items():
             for g, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if type(value) is float:
-                        yield f"{root}.param_groups.{g}.{_key_text(key)}", group, key
+                if id(group) not in seen:
+                    seen.add(id(group))
+                    yield f"{root}.param_groups.{g}", group
+
+    def _keepers(self) -> list[tuple[str, Optimizer]]:
+        """The optimisers by path, without those around another one whose state they share."""
+        last = {id(optimizer.state): root for root, optimizer in self.optimizers.items()}
+        return [(root, self.optimizers[root]) for root in self.optimizers if root in last.values()]
 
     def _optimizer_constants(self) -> tuple[tuple[str, Any], ...]:
         return tuple(
             (f"{root}.state.{i}.{key}", value)
-            for root, optimizer in self.optimizers.items()
+            for root, optimizer in self._keepers()
             for i, kept in enumerate(optimizer.state.values())
             for key, value in kept.items()
             if not isinstance(value, torch.Tensor)
@@ -236,7 +262,9 @@ class State:
         for m in self.submodules():
             for places in (m._parameters, m._buffers):
                 places.update({k: by_id[id(t)] for k, t in places.items() if t is not None})
-        for root, optimizer in self.optimizers.items():
+        for _, group in self.groups():
+            group["params"] = [by_id[id(p)] for p in group["params"]]
+        for root, optimizer in self._keepers():
             _install_optimizer_state(root, optimizer, by_id, path_of, new)
         for path in path_of.values():
             new[Slot("parameter", path)].grad = new.get(Slot("grad", path))
@@ -244,23 +272,29 @@ class State:
 
     @contextlib.contextmanager
     def swap(self, new: Tensors, numbers: dict[str, Any]) -> Iterator[None]:
-        """Put other tensors and hyper-parameters in place; on leaving, even by an error, put the old ones back."""
+        """Put other tensors and numbers in place; on leaving, even by an error, put the old ones back."""
         undo = self._snapshot()
         try:
             self.install(new)
             self.set_hyper_parameters(numbers)
+            self.set_counters(numbers)
             yield
         finally:
             for put_back in undo:
                 put_back()
 
+    def set_counters(self, new: Mapping[str, Any]) -> None:
+        """Give those of the counters that have one of these paths another value."""
+        for path, place in self.counters.items():
+            if path in new:
+                place.set(new[path])
+
     def set_hyper_parameters(self, new: dict[str, Any]) -> None:
         """Set the hyper-parameters of these paths to other values."""
-        for root, optimizer in self.optimizers.items() if new else ():
-            for g, group in enumerate(optimizer.param_groups):
-                for key, value in list(group.items()):
-                    if key != "params":
-                        group[key] = _with_values(value, f"{root}.param_groups.{g}.{key}", new)
+        for path, group in self.groups() if new else ():
+            for key, value in list(group.items()):
+                if key != "params":
+                    group[key] = _with_values(value, f"{path}.{key}", new)
 
     def _snapshot(self) -> list[Callable[[], None]]:
         dicts: list[dict] = []
@@ -269,7 +303,8 @@ class State:
                 dicts += [vars(m), m._parameters, m._buffers, m._modules]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
-        return [_restore_later(d) for d in dicts]
+        counters = [partial(place.set, place.value) for place in self.counters.values()]
+        return [*map(_restore_later, dicts), *counters]
 
 
 ATTRIBUTE = "attribute "
@@ -286,6 +321,19 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(".".join(_key_text(k) for k in path), leaf) for path, leaf in found]
 
 
+def _with_inner(optimizers: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """The optimisers, each with those that it has in attributes, or in lists and dicts of these, as `Lookahead` has."""
+    found: dict[str, Optimizer] = {}
+    left = list(optimizers.items())
+    while left:
+        root, optimizer = left.pop(0)
+        if all(optimizer is not other for other in found.values()):
+            found[root] = optimizer
+            own = ((f"{root}.{path}", x) for path, x in named_leaves(dict(own_attributes(optimizer))))
+            left += [each for each in own if isinstance(each[1], Optimizer)]
+    return found
+
+
 def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     """What the class of an optimiser keeps besides groups and state, and the hooks on its steps, if there are any."""
     for name, value in vars(optimizer).items():
@@ -299,12 +347,12 @@ OF_ALL_OPTIMIZERS = ("defaults", "param_groups", "state", "step")
 HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def note_optimizer(optimizer: Optimizer, reads: Reads) -> None:
-    """Note where the options and the state of an optimiser are, but for options that are floats."""
+def note_optimizer(optimizer: Optimizer, reads: Reads, counted: Collection[str] = ()) -> None:
+    """Note where the options and the state of an optimiser are, but for options that are floats, and for counters."""
     own = vars(optimizer)
     reads.keys(own)
     for name, value in own.items():
-        if not name.startswith("_") or name in HOOKS_OF_STEPS:
+        if (not name.startswith("_") and name not in counted) or name in HOOKS_OF_STEPS:
             reads.item(own, name)
             if name in HOOKS_OF_STEPS:
                 reads.box(value)
@@ -346,13 +394,11 @@ def _with_values(value: Any, path: str, new: dict[str, Any]) -> Any:
 def _install_optimizer_state(
     root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors
 ) -> None:
-    """Give the optimiser the new parameters, and key its state by them."""
+    """Key the state of the optimiser by the new parameters."""
     others = {
         path_of[id(p)]: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)}
         for p, kept in optimizer.state.items()
     }
-    for group in optimizer.param_groups:
-        group["params"] = [by_id[id(p)] for p in group["params"]]
     given: dict[str, dict[str, Any]] = {}
     for slot, t in new.items():
         if slot.kind == "optimizer" and slot.owner == root:

@@ -19,11 +19,9 @@ from typing import Any
 
 from torch import nn
 
+from spmd.expand.counters import Names, all_names
 from spmd.expand.sizes.saying import is_of_module
 from spmd.expand.stamp.unread import Reads
-
-Names = Mapping[str, frozenset[str]]
-"""Names of attributes, by the path of the module."""
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _SPMD = os.path.dirname(os.path.dirname(__file__))
@@ -53,15 +51,11 @@ class UnreadAttributes:
 
     def to_watch(self, changed: Names) -> Names:
         """What a capture is to tell of, where these have changed since the last call."""
-        return _without(_both(changed, self.unread), self.read)
+        return _without(all_names(changed, self.unread), self.read)
 
     def after(self, watched: Names, unread: Names) -> UnreadAttributes:
         """As it is behind a capture that has not read some of what was watched."""
-        return UnreadAttributes(unread, _both(self.read, _without(watched, unread)))
-
-
-def _both(one: Names, other: Names) -> Names:
-    return {path: one.get(path, frozenset()) | other.get(path, frozenset()) for path in {**one, **other}}
+        return UnreadAttributes(unread, all_names(self.read, _without(watched, unread)))
 
 
 def _without(names: Names, others: Names) -> Names:

@@ -12,8 +12,10 @@ and the numbers that the trace has decided by are read at each call, as in the l
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.expand.again.given import Given, likeness
-from spmd.expand.again.results import Made, builder, picker
+from spmd.expand.again.results import Made, builder, counted, picker
 from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Argument
@@ -32,6 +34,7 @@ from spmd.expand.guards import modes_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.same_call import one_element
 from spmd.expand.state import Slot, State, Tensors, named_leaves
+from spmd.expand.variables import Place
 from spmd.tensor.modes import deterministic
 from spmd.tensor.recipes import stream
 
@@ -44,13 +47,39 @@ class Ready(NamedTuple):
     gradients: list[Any]
 
 
+class _Counter(NamedTuple):
+    """A number that the step keeps. of: has its place; weak where that is an object, which shall not be kept alive.
+    kind: the type of the number."""
+
+    of: Callable[[], Any]
+    name: str
+    kind: type
+
+    @classmethod
+    def of_place(cls, place: Place) -> _Counter:
+        is_alone = isinstance(place.of, (dict, types.CellType)) or type(place.of).__weakrefoffset__ == 0
+        of = partial(_same, place.of) if is_alone else weakref.ref(place.of)
+        return cls(of, place.name, type(place.value))
+
+    def value(self) -> Any:
+        return Place(self.of(), self.name).value
+
+    def set(self, value: Any) -> None:
+        Place(self.of(), self.name).set(value)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
 class Repeat:
     """A call that a program has served, to be made again."""
 
     def __init__(
-        self, bound: BoundProgram, call: Any, given: Given, paths: dict[str, int], build: Callable, ended: Callable
-    ) -> None:
-        self.bound, self._given, self._build = bound, given, build
+        self, bound: BoundProgram, call: Any, given: Given, paths: dict[str, int], counts: dict[str, int],
+        ended: Callable,
+    ) -> None:  # fmt: skip
+        self.bound, self._given, self._build = bound, given, builder(bound.captured.tree)
         self._surroundings, self._read = surroundings(), call.reads.snapshot()
         self._kept = Kept(call.tensors, bound)
         self.paths = list(call.numbers)
@@ -58,6 +87,9 @@ class Repeat:
         at = {path: i for i, path in enumerate(self.paths)}
         self._options = [(at[path], group, key) for path, group, key in call.state.floats_of_groups()]
         self._arguments = [(at[path], i) for path, i in paths.items() if path in at]
+        counters = {path: _Counter.of_place(place) for path, place in call.state.counters.items()}
+        self._counters = [(at[path], counter) for path, counter in counters.items()]
+        self._counts = [(counters[path], i) for path, i in counts.items()]
         self._equal = [[call.tensors[slot] for slot in several] for several in bound.captured.equal.values()]
         self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
@@ -121,6 +153,10 @@ class Repeat:
             numbers[i] = group[key]
             if type(numbers[i]) is not float:
                 return None
+        for i, counter in self._counters:
+            numbers[i] = counter.value()
+            if type(numbers[i]) is not counter.kind:
+                return None
         for i, leaf in self._arguments:
             numbers[i] = leaves[leaf]
         if not all(map(hold_one_number, self._equal)) or (self._decides and not self._decides_alike(numbers)):
@@ -151,6 +187,8 @@ class Repeat:
         leaves = self._leaves.copy()
         for where, i, made in self._results:
             leaves[where] = out[i] if made is None else made.of(out[i])
+        for counter, i in self._counts:
+            counter.set(leaves[i])
         return self._build(leaves)
 
     def _inputs(self, ready: Ready, blocks: list[torch.Tensor]) -> Sequence[Any]:
@@ -186,15 +224,15 @@ def repeat_of(
 
     by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
     """
-    given, build = Given(args, kwargs), builder(bound.captured.tree)
-    if not given.can_repeat or build is None or bound.captured.changes or not _is_found_plainly(call.state):
+    given, counts = Given(args, kwargs), counted(bound.captured.tree, call.state.counters)
+    if not given.can_repeat or counts is None or bound.captured.changes or not _is_found_plainly(call.state):
         return None
     if None in map(likeness, call.attributes.tensors.values()):
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
         return None
     places = {path: i for path, i in named_leaves(by_name(*given.numbered())) if type(i) is int}
-    return Repeat(bound, call, given, places, build, ended)
+    return Repeat(bound, call, given, places, counts, ended)
 
 
 def _is_plainly_stored(outputs: Sequence[Slot | int], tensors: Tensors) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -30,14 +30,19 @@ class Made:
         return wrap(self._wrapper, block, self.spec)
 
 
-def builder(tree: Any) -> Callable[[list[Any]], Any] | None:
-    """Makes what a step returns of its leaves; None where the step also changes arguments.
+def counted(tree: Any, counters: Collection[str]) -> dict[str, int] | None:
+    """The counters that a step sets, by path, with the places of the new numbers among the leaves of what it gives;
+    None where it changes anything else.
 
-    tree: the structure of the pair of what it returns, and the arguments that it changes.
+    tree: the structure of the pair of what it returns, and what it changes.
     """
-    result, changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
-    if changed:
-        return None
+    changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[1]
+    return changed if changed.keys() <= set(counters) else None
+
+
+def builder(tree: Any) -> Callable[[list[Any]], Any]:
+    """Makes what a step returns of its leaves. tree: as in `counted`."""
+    result = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[0]
     if type(result) is int:
         return lambda leaves: leaves[result]
     if type(result) in (tuple, list) and all(type(x) is int for x in result):

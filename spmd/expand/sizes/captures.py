@@ -14,6 +14,7 @@ from typing import Any
 from spmd._torch import OpOverload
 from spmd.expand.asked import environment_differs
 from spmd.expand.capture import Captured
+from spmd.expand.counters import CountersFound, changed_numbers
 from spmd.expand.kept_numbers import Apart
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
@@ -58,7 +59,10 @@ class Captures:
             found = self._kept.find(keys, lambda each: self._serves(each, call, shapes, why))
             if found is None:
                 self._say(why[-1])
-                found = self._of_others(call, shapes) or make(changed(self._last, guards))
+                names = changed(self._last, guards)
+                if names and (numbers := changed_numbers(self._last, guards, names)):
+                    raise CountersFound(numbers)
+                found = self._of_others(call, shapes) or make(names)
                 if not found.changes:  # what changes Python state is right for one call alone
                     self._keep(found, call)
         self._last = guards_of(call.key)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.local_map import tracing_lock
+from spmd.expand.modules import modules_of
 from spmd.expand.stamp.blocks import CoupledBlocks
 from spmd.expand.stamp.optimizers import CoupledKinds, updates_stamped
 from spmd.expand.stamp.parts import Coupled
@@ -30,11 +31,20 @@ def with_stamps(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
 
     fn, state: the step that is traced, and what it is given.
     """
-    found = repeated(state.modules.values()) if blocks else {}
+    found = _without_counters(repeated(state.modules.values()), state) if blocks else {}
     if not found:
         return _attempts(trace, fn, state, found)
     with tracing_lock:  # no other trace changes what is put back here
         return _attempts(trace, fn, state, found)
+
+
+def _without_counters(blocks: Mapping[int, Structure], state: State) -> Mapping[int, Structure]:
+    """The modules that keep no numbers, in which they would differ from call to call."""
+    counted = {id(place.of) for place in state.counters.values()}
+    if not counted:
+        return blocks
+    keep = {id(m) for m in state.submodules() if not counted.isdisjoint(map(id, modules_of(m)))}
+    return {key: structure for key, structure in blocks.items() if key not in keep}
 
 
 def _attempts(trace: Trace[T], fn: Callable, state: State, blocks: Mapping[int, Structure]) -> T:

@@ -1,0 +1,139 @@
+"""Numbers that a step keeps in Python, from call to call: ints and floats in attributes and variables that it sets.
+
+    self.updates += 1                                    in a module, an optimiser, or an object around the step
+    decay = min(0.99, (1 + self.updates) / (10 + self.updates))
+
+Such a number is an input of the program and a symbol, as an int among the arguments is, and what the step makes of it
+is a result. Branches on it are conditions of the program, as those on arguments.
+
+Which numbers these are is read off the code: those in attributes and variables that the user's code sets. What other
+code sets, as that of a library, is found by the first capture, which then begins again (`CountersFound`). So are
+numbers that have changed between two calls, such as `model.temperature *= 0.99`: they are symbols from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spmd import _torch
+from spmd.expand.bytecode import instructions
+from spmd.expand.closed_over import MAKING, Search
+from spmd.expand.state import State, own_attributes
+from spmd.expand.variables import Place, assigned_variables
+
+KINDS = (int, float)
+
+OF_ALL_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that torch gives each module."""
+
+Names = Mapping[str, frozenset[str]]
+"""Names of attributes, by the path of the module or the optimiser."""
+
+Counters = dict[str, Place]
+"""Where the numbers are, by path."""
+
+
+class CountersFound(Exception):
+    """A capture took numbers for constants that are none. names: which."""
+
+    def __init__(self, names: Names) -> None:
+        super().__init__(f"numbers that change: {dict(names)}")
+        self.names = names
+
+
+def counters_of(state: State, search: Search, known: Names) -> Counters:
+    """The numbers that a step keeps. search: what its code names. known: those that were found besides."""
+    codes = [fn.__code__ for fn in search.functions if fn.__name__ not in MAKING]
+    assigned = frozenset().union(*map(_assigned_attributes, codes))
+    found: Counters = {}
+    for path, owner in {**state.named_submodules(), **state.optimizers}.items():
+        _add(found, path, owner, assigned | known.get(path, frozenset()))
+    for path, owner in search.objects if assigned else ():
+        _add(found, path, owner, assigned)
+    for name, place in assigned_variables(search):
+        if type(place.value) in KINDS:
+            _put(found, name, place)
+    return found
+
+
+def _add(found: Counters, path: str, owner: Any, names: frozenset[str]) -> None:
+    """The numbers among the attributes of an object that have one of these names."""
+    for name in numbers_of(owner) if names else ():
+        if name in names:
+            _put(found, f"{path}.{name}", Place(owner, name))
+
+
+def _put(found: Counters, path: str, place: Place) -> None:
+    if all(place.key != other.key for other in found.values()):
+        several = sum(path == other or other.startswith(f"{path} (") for other in found)
+        found[f"{path} ({several + 1})" if several else path] = place
+
+
+@functools.lru_cache(maxsize=1024)
+def _assigned_attributes(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes that a function, or one inside of it, sets."""
+    inner = [_assigned_attributes(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return frozenset(i.value for i in instructions(code) if i.name == "STORE_ATTR").union(*inner)
+
+
+def numbers_of(owner: Any) -> dict[str, float]:
+    """The attributes of an object that are numbers, but for those that torch gives each module or optimiser.
+
+    >>> layer = nn.Linear(2, 3); layer.updates = 1
+    >>> numbers_of(layer)
+    {'in_features': 2, 'out_features': 3, 'updates': 1}
+    """
+    own = dict(own_attributes(owner)) if isinstance(owner, Optimizer) else vars(owner)
+    return {name: x for name, x in own.items() if type(x) in KINDS and name not in OF_ALL_MODULES}
+
+
+def all_numbers(state: State) -> dict[tuple[str, str], float]:
+    """Those of all modules and optimisers, by path and name."""
+    owners = {**state.named_submodules(), **state.optimizers}
+    return {(path, name): x for path, owner in owners.items() for name, x in numbers_of(owner).items()}
+
+
+def check_constant(before: Mapping[tuple[str, str], float], state: State) -> None:
+    """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number."""
+    owners: dict[str, Any] = {**state.named_submodules(), **state.optimizers}
+    found: dict[str, frozenset[str]] = {}
+    for (path, name), old in before.items():
+        now = vars(owners[path]).get(name) if path in owners else None
+        if now is not old and is_number_or_symbol(now) and not _is_same(old, now):
+            found[path] = found.get(path, frozenset()) | {name}
+    if found:
+        raise CountersFound(found)
+
+
+def is_number_or_symbol(x: Any) -> bool:
+    """Whether a program can have it as a result."""
+    return type(x) in KINDS or (_torch.is_symbol(x) and not isinstance(x, torch.SymBool))
+
+
+def _is_same(old: float, now: Any) -> bool:
+    return type(now) is type(old) and repr(now) == repr(old)
+
+
+def all_names(one: Names, other: Names) -> Names:
+    """Those of both."""
+    return {path: one.get(path, frozenset()) | other.get(path, frozenset()) for path in {**one, **other}}
+
+
+def changed_numbers(before: Mapping[Any, Hashable], now: Mapping[Any, Hashable], names: Names) -> Names:
+    """Of these attributes, those that were numbers and are numbers. before, now: guards."""
+    found = {}
+    for path, several in names.items():
+        ours, theirs = dict(before[path][1]), dict(now[path][1])
+        found[path] = frozenset(x for x in several if _is_number(ours.get(x)) and _is_number(theirs.get(x)))
+    return {path: several for path, several in found.items() if several}
+
+
+def _is_number(guard: Hashable) -> bool:
+    return isinstance(guard, tuple) and len(guard) == 2 and guard[0] in KINDS

@@ -1,0 +1,66 @@
+"""Where Python keeps a value that code gives a name to: an attribute, a global, a variable of the function around."""
+
+from __future__ import annotations
+
+import contextvars
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from spmd.expand.bytecode import instructions
+from spmd.expand.closed_over import Search
+from spmd.expand.python_state import is_set
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """of: the object of which it is an attribute, the dict of globals, the cell of a variable, or the variable of the
+    context. A value that is not there is None.
+
+    >>> class Average:
+    ...     def __init__(self):
+    ...         self.updates = 3
+    >>> Place(Average(), "updates").value
+    3
+    """
+
+    of: Any
+    name: str
+
+    @property
+    def value(self) -> Any:
+        if isinstance(self.of, types.CellType):
+            return self.of.cell_contents if is_set(self.of) else None
+        if isinstance(self.of, contextvars.ContextVar):
+            return self.of.get(None)
+        return self._names.get(self.name)
+
+    def set(self, value: Any) -> None:
+        if isinstance(self.of, types.CellType):
+            self.of.cell_contents = value
+        elif isinstance(self.of, contextvars.ContextVar):
+            self.of.set(value)
+        else:
+            self._names[self.name] = value
+
+    @property
+    def _names(self) -> dict[str, Any]:
+        return self.of if isinstance(self.of, dict) else vars(self.of)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The same for all places that are one."""
+        return (id(self.of), "") if isinstance(self.of, types.CellType) else (id(self._names), self.name)
+
+
+def assigned_variables(search: Search) -> Iterator[tuple[str, Place]]:
+    """The variables around the functions of the user that they assign to, by name."""
+    for fn in search.functions:
+        stored = {i.value for i in instructions(fn.__code__) if i.name in ("STORE_GLOBAL", "STORE_DEREF")}
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+        for name in sorted(stored):
+            if name in cells:
+                yield name, Place(cells[name], name)
+            elif name in fn.__globals__:
+                yield name, Place(fn.__globals__, name)

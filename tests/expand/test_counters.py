@@ -1,0 +1,309 @@
+"""Numbers that a step keeps in Python, from call to call: in modules, optimisers, objects and variables."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import spmd
+from spmd import LocalTensorMode, Shard
+from tests.expand.test_sizes import captures
+
+CALLS = 8
+X = [torch.linspace(-2.0, 3.0 + i, 24, dtype=torch.float64).reshape(6, 4) for i in range(CALLS)]
+
+TOTAL = 0
+
+
+def train(model, optimizer, x, scale=1.0):
+    optimizer.zero_grad()
+    loss = (model(x) * scale).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Linear(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4, dtype=torch.float64)
+        self.calls, self.scale, self.flag = 0, 1.0, True
+
+
+class Counts(Linear):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * min(1.0, self.calls / 4)
+
+
+class EveryThird(Linear):
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (2.0 if self.calls % 3 == 0 else 1.0)
+
+
+class Decays(Linear):
+    """The scale of the optimiser's step is a float that the model keeps."""
+
+    def forward(self, x):
+        y = super().forward(x) * self.scale
+        self.scale = self.scale * 0.9
+        return y
+
+
+class InLibraryCode(Linear):
+    """Sets its count in a way that its code does not say."""
+
+    def forward(self, x):
+        setattr(self, "cal" + "ls", self.calls + 1)
+        return super().forward(x) * self.calls
+
+
+class Inside(nn.Sequential):
+    """Equal blocks that each count."""
+
+    def __init__(self):
+        super().__init__(*[nn.Sequential(Counts(), nn.Tanh()) for _ in range(4)])
+
+
+class Rows(Linear):
+    """Keeps a size, and so a number of another kind of source."""
+
+    def forward(self, x):
+        y = super().forward(x) * (1 + self.calls)
+        self.calls = x.shape[0]
+        return y
+
+
+class Average:
+    """An average of a model's parameters, as it is often written."""
+
+    def __init__(self, model):
+        self.shadow, self.updates = copy.deepcopy(model), 0
+
+    @torch.no_grad()
+    def update(self, model):
+        self.updates += 1
+        decay = min(0.99, (1 + self.updates) / (10 + self.updates))
+        for p, q in zip(self.shadow.parameters(), model.parameters(), strict=True):
+            p.mul_(decay).add_(q, alpha=1 - decay)
+
+
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.steps = model, optimizer, 0
+        self.average = Average(model)
+
+    def step(self, x):
+        self.steps += 1
+        loss = train(self.model, self.optimizer, x, 1 / self.steps)
+        if self.steps % 2 == 0:
+            self.average.update(self.model)
+        return loss
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimiser around another one, whose groups and state it shares."""
+
+    def __init__(self, inner, every=3):
+        self.inner, self.every, self.calls = inner, every, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+    def step(self):
+        self.inner.step()
+        self.calls += 1
+        if self.calls % self.every == 0:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.5)
+
+
+class Sharpness(torch.optim.Optimizer):
+    """SAM: an optimiser around another one, with the same groups and a state of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, dict(rho=0.05, **options))
+        self.inner = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def climb(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.detach().clone()
+            p.add_(p.grad, alpha=self.param_groups[0]["rho"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def descend(self):
+        for p in self.param_groups[0]["params"]:
+            p.copy_(self.state[p]["old"])
+        self.inner.step()
+
+
+def sharp(model, optimizer, x):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.climb()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.descend()
+    return loss.detach()
+
+
+@dataclass
+class Training:
+    """What a user has. step: to be compiled. call: calls it. seen: the tensors, and the numbers."""
+
+    step: Callable
+    call: Callable
+    seen: Callable
+
+
+def of_model(kind, make=lambda p: torch.optim.AdamW(p, lr=0.1), step=train):
+    model = kind()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.linspace(-1.0, 1.0 + i / 9, p.numel()).reshape(p.shape))
+    optimizer = make(model.parameters())
+
+    def seen():
+        numbers = [x for m in model.modules() if isinstance(m, Linear) for x in (m.calls, m.scale)]
+        return list(model.parameters()), [*numbers, getattr(optimizer, "calls", 0)]
+
+    return Training(step, lambda f, x: f(model, optimizer, x), seen)
+
+
+def of_trainer():
+    plain = of_model(Linear)
+    model, optimizer = [], []
+    plain.call(lambda m, o, x: (model.append(m), optimizer.append(o)), None)
+    trainer = Trainer(model[0], optimizer[0])
+    average = trainer.average
+
+    def seen():
+        return [*trainer.model.parameters(), *average.shadow.parameters()], [trainer.steps, average.updates]
+
+    return Training(trainer.step, lambda f, x: f(x), seen)
+
+
+def of_closure():
+    trained, calls, average = of_model(Linear), 0, None
+
+    def step(model, optimizer, x):
+        nonlocal calls
+        calls += 2
+        loss = train(model, optimizer, x, calls)
+        average.update(model)
+        return loss
+
+    trained.call(lambda model, optimizer, x: None, None)
+    models = []
+    trained.call(lambda model, optimizer, x: models.append(model), None)
+    average = Average(models[0])
+    return Training(step, trained.call, lambda: ([*trained.seen()[0], *average.shadow.parameters()], [calls]))
+
+
+def of_global():
+    global TOTAL
+    TOTAL = 0
+
+    def step(model, optimizer, x):
+        global TOTAL
+        TOTAL += 1
+        return train(model, optimizer, x, 1 / TOTAL)
+
+    trained = of_model(Linear)
+    return Training(step, trained.call, lambda: (trained.seen()[0], [TOTAL]))
+
+
+def of_hook():
+    trained, calls = of_model(Linear), 0
+
+    def count(module, args, out):
+        nonlocal calls
+        calls += 1
+        return out * calls
+
+    trained.call(lambda model, optimizer, x: model.register_forward_hook(count), None)
+    return Training(train, trained.call, lambda: (trained.seen()[0], [calls]))
+
+
+def annealed():
+    """The number changes between calls, as a temperature does."""
+    trained = of_model(Linear)
+
+    def step(model, optimizer, x):
+        return train(model, optimizer, x, model.scale)
+
+    def call(f, x):
+        trained.call(lambda model, optimizer, x: setattr(model, "scale", model.scale * 0.8), None)
+        return trained.call(f, x)
+
+    return Training(step, call, trained.seen)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=0.1)
+
+
+KINDS: dict[str, tuple[Callable[[], Training], int]] = {
+    "a count": (lambda: of_model(Counts), 2),
+    "a branch": (lambda: of_model(EveryThird), 2),
+    "a float": (lambda: of_model(Decays), 1),
+    "a size": (lambda: of_model(Rows), 1),
+    "set by code that is not read": (lambda: of_model(InLibraryCode), 3),
+    "blocks": (lambda: of_model(Inside), 2),
+    "a trainer": (of_trainer, 3),
+    "a variable around": (of_closure, 2),
+    "a global": (of_global, 1),
+    "a hook": (of_hook, 1),
+    "an optimiser around another one": (lambda: of_model(Linear, lambda p: Lookahead(adam(p))), 2),
+    "sharpness": (lambda: of_model(Linear, lambda p: Sharpness(p, lr=0.1, momentum=0.9), sharp), 2),
+    "between calls": (annealed, 3),
+}
+"""What a user has, and the most captures of it."""
+
+PLANS = {"dp": ((3,), {}), "zero": ((2,), {"fully_shard": "dp"}), "program": ((2, 2), {"choose": "program"})}
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach()
+    x = x.full_tensor() if isinstance(x, spmd.DTensor) else x
+    return x.reconcile().clone() if isinstance(x, spmd.LocalTensor) else x.clone()
+
+
+def trained(make: Callable[[], Training], prepare: Callable[[Callable], Callable]) -> list:
+    training = make()
+    step, found = prepare(training.step), []
+    for x in X:
+        found.append(whole(training.call(step, x)))
+        tensors, numbers = training.seen()
+        found.append(([whole(p) for p in tensors], copy.deepcopy(numbers)))
+    return found
+
+
+def check(got, want):
+    for (loss, (tensors, numbers)), (others, (theirs, counts)) in zip(
+        zip(got[::2], got[1::2], strict=True), zip(want[::2], want[1::2], strict=True), strict=True
+    ):
+        torch.testing.assert_close(loss, others, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(tensors, theirs, rtol=1e-10, atol=1e-10)
+        assert numbers == pytest.approx(counts) and [*map(type, numbers)] == [*map(type, counts)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_one_device(kind, plan):
+    """After each call: what the step returns, all tensors, and the numbers; and they ask for few captures."""
+    make, most = KINDS[kind]
+    (shape, said), want = PLANS[plan], trained(make, lambda step: step)
+    with LocalTensorMode(torch.Size(shape).numel()), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
+        got = trained(make, lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said))
+    check(got, want)
+    assert len(made) <= most
