@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from spmd._torch import pytree
 from spmd.expand.capture import Captured
@@ -20,7 +19,7 @@ from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec,
 from spmd.expand.guards import NOTHING, guard_key, is_number, modes_guard, module_guard
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
-from spmd.expand.named_values import named_values
+from spmd.expand.named_values import named_values, plain_values
 from spmd.expand.objects import opened, write_back
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
@@ -69,10 +68,11 @@ class Call:
         """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others.
         counted: numbers that were found to change, besides those that the code says."""
         named = opened(arguments)
-        state = State.of(named, around.found)
+        state = State.of(named, around)
         state.counters = counters_of(state, around, counted)
         tensors = state.tensors()
-        leaves = {k: v for k, v in named_leaves(named) if not isinstance(v, (nn.Module, torch.optim.Optimizer))}
+        apart = {*state.modules, *state.optimizers, *around.holding}
+        leaves = {k: v for k, v in named_leaves(named) if k not in apart}
         given = {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
         require_matches(inputs, [*given, *(k for k, v in leaves.items() if v is None)], "inputs")
         specs = state_specs(state, tensors, table, first)
@@ -95,8 +95,20 @@ class Call:
         reads.may_change([place.key for place in state.counters.values()])
         values = named_values(self.search.methods_and_functions(), self.search.classes, reads)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
+        read |= self._held_values()
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         self.around = tuple((guards | read).items())
+
+    def _held_values(self) -> dict[str, Any]:
+        """The guards of plain values in the objects among the arguments, and in those that these hold."""
+        found: dict[str, Any] = {path: guard_key(type(x)) for path, x in self.search.holding.items()}
+        roots, reads = tuple(f"{path}." for path in self.search.holding), self.search.reads
+        for path, x in self.state.objects.items():
+            if path in self.search.holding or path.startswith(roots):
+                own = self.state.attributes_of(x).items()
+                fixed = ((name, y) for name, y in own if not reads.is_changing(vars(x), name))
+                found |= {f"{path}.{name}": guard_key(plain_values(y, reads)) for name, y in fixed}
+        return found
 
     def count(self, counted: Names, unread_attributes: Names) -> None:
         """Take further numbers for such that change."""

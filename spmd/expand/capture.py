@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
@@ -40,7 +40,7 @@ from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
-from spmd.expand.module_attributes import Attributes, SetByStep, attributes_set, check_read
+from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
@@ -53,7 +53,7 @@ from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.attempts import with_stamps
 from spmd.expand.stamp.blocks import Blocks, CoupledBlocks
 from spmd.expand.stamp.repeats import Structure
-from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
+from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves, own_attributes
 from spmd.expand.told import FrozenValue, Told
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
@@ -343,7 +343,7 @@ def _complete_trace(
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), asked(search_of(fn, flat.state.holders())) as process,
+            _torch.backward_under(KeepProducts), asked(search_of(fn, flat.state.holders)) as process,
         ):  # fmt: skip
             # Its code is never asked for: its graph alone is read, and cleaned later.
             with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():
@@ -444,11 +444,12 @@ class _FlatFunction:
             with self.state.swap(new, numbers):
                 counts = {path: place.value for path, place in self.state.counters.items()}
                 paths = {id(p): path for path, p in self.state.parameters().items()}
+                others = Others(self.state)
                 held = self.attributes.put({path: wrapped[Argument(path)] for path in self.attributes.tensors})
                 steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
                 with _torch.no_function_modes():
-                    constants, others = self.state.constants(), all_numbers(self.state)
+                    constants, plain = self.state.constants(), all_numbers(self.state)
                     python = PythonState(self.state.submodules(), self._around(own))
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
@@ -467,9 +468,14 @@ class _FlatFunction:
                     self._check_slots(after)
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
+                    python.check_around()
                     counted = self._counted(counts)
-                    check_constant(others, self.state)
+                    check_constant(plain, self.state)
                     self._note_changes(constants, python, numbers, new_attributes)
+                    others.put_back(new_attributes.places)
+                except BaseException:
+                    others.put_all_back()
+                    raise
                 finally:
                     python.restore()
                 with _torch.no_function_modes():
@@ -519,7 +525,9 @@ class _FlatFunction:
     def _around(self, attributes: dict[Slot, dict[str, Any]]) -> list[Any]:
         """What else than modules may hold tensors of the state."""
         of_hooks = [x for hook in hooks_of(self._replaced().values()) for x in variables_of(hook)]
-        return of_hooks + [x for each in attributes.values() for x in each.values()]
+        own = [x for optimizer in self.state.optimizers.values() for _, x in own_attributes(optimizer)]
+        of_optimizers = [x for x in own if any(isinstance(leaf, nn.Parameter) for leaf in pytree.tree_leaves(x))]
+        return of_hooks + of_optimizers + [x for each in attributes.values() for x in each.values()]
 
     def _replaced(self) -> Tensors:
         """The tensors that others stand in for, wherever the Python state of a module or of a hook has them."""
@@ -571,6 +579,9 @@ class _FlatFunction:
         """The guards without those of some attributes, given by the identity of the module and by name."""
         found = dict(constants)
         owners = {owner for owner, _ in places}
+        for root, optimizer in self.state.optimizers.items():
+            for name in (name for owner, name in places if owner == id(optimizer)):
+                found.pop(f"{root}.{name}", None)
         for path, module in self.state.named_submodules().items() if owners else ():
             if id(module) in owners:
                 kind, own = constants[path]

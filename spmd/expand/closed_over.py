@@ -26,7 +26,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from spmd.expand.bytecode import instructions
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
+from spmd.expand.objects import holds_state
 from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
@@ -50,41 +51,49 @@ MOST_ITEMS = 100
 """A list or dict with more items is not looked through: it is data."""
 
 
-def find_closed_over(fn: Callable, given: Iterable[Any] = (), reads: Reads | None = None) -> Search:
+Given = Mapping[str, Any]
+"""The leaves of the arguments of a step, by path."""
+
+NONE_GIVEN: Given = types.MappingProxyType({})
+
+
+def find_closed_over(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = None) -> Search:
     """The modules and optimisers that fn uses without being given them, by name (`found`), and the functions it names.
 
-    Hooks on the parameters of these modules, and of those given, are functions that it calls. reads: where to note what
-    was looked at.
+    Hooks on the parameters of these modules, and of those given, are functions that it calls. So are methods of objects
+    that it is given, as of a trainer that holds a model. reads: where to note what was looked at.
 
     Raises TypeError for an iterator, a learning-rate scheduler, a GradScaler, and for a parameter that is held by
     itself or in a list: a trace runs on other tensors, which the list would not have.
     """
     search = search_of(fn, given, reads)
-    for module in [x for x in (*given, *search.found.values()) if isinstance(x, nn.Module)]:
+    for module in [x for x in (*given.values(), *search.found.values()) if isinstance(x, nn.Module)]:
         for hook in hooks_of(parameters_of(module)):
             search.function(hook)
     return search
 
 
-def search_of(fn: Callable, given: Iterable[Any] = (), reads: Reads | None = None) -> Search:
+def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = None) -> Search:
     """What fn names, and what that names in turn, with the code of modules, optimisers and objects of the user: those
     given, and those found."""
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
-    held = []
-    for x in [*given, *search.found.values()]:
-        if isinstance(x, nn.Module):
-            held += search.module(x)
-        elif isinstance(x, Optimizer):
-            search.optimizer(x)
-        else:
-            held.append(("", "", x))
+    search.holding = {path: x for path, x in given.items() if search.is_object(x) and holds_state(x)}
+    models = {id(x) for x in given.values() if isinstance(x, STATE[1:])}
+    held = [("", "", x) for path, x in given.items() if id(x) not in models and path not in search.holding]
+    looked_at: dict[int, Any] = {}
     looked_through = -1
-    while looked_through < len(search.functions):  # what is held may bring functions that name more
-        looked_through = len(search.functions)
-        attributes = frozenset(name for fn in search.functions for name in names_in(fn.__code__).attributes)
+    while looked_through < len(search.functions) + len(looked_at):  # what is held may bring functions that name more
+        looked_through = len(search.functions) + len(looked_at)
+        search.attributes_named = frozenset(x for fn in search.functions for x in names_in(fn.__code__).attributes)
+        for path, x in search.holding.items():
+            search.value(path, x, Names((), tuple(sorted(search.attributes_named))))
+        for x in [*given.values(), *search.found.values()]:
+            if isinstance(x, STATE[1:]) and id(x) not in looked_at:
+                looked_at[id(x)] = x
+                held += search.module(x) if isinstance(x, nn.Module) else search.optimizer(x)
         for of, name, x in held:
-            search.held(of, name, x, attributes)
+            search.held(of, name, x, search.attributes_named)
     return search
 
 
@@ -114,9 +123,11 @@ class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
     boxes: the containers that were found, and the attributes of objects of the user, by name. objects: these, by name.
-    functions: the user's. owners: of those that are methods, the object, or the class. classes: those of the user whose
-    attributes code may read, with the names that it has for them. cached: functions of the user with a cache. contexts:
-    context variables, by name. generators: those of Python's or numpy's random numbers, by name.
+    holding: the objects among the arguments that hold modules or optimisers, by path. attributes_named: the names of
+    attributes in all code that was found. functions: the user's. owners: of those that are methods, the object, or the
+    class. classes: those of the user whose attributes code may read, with the names that it has for them. cached:
+    functions of the user with a cache. contexts: context variables, by name. generators: those of Python's or numpy's
+    random numbers, by name.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -124,6 +135,8 @@ class Search:
         self.found: Held = {}
         self.boxes: list[tuple[str, Container]] = []
         self.objects: list[tuple[str, Any]] = []
+        self.holding: dict[str, Any] = {}
+        self.attributes_named: frozenset[str] = frozenset()
         self.functions: list[types.FunctionType] = []
         self.owners: list[tuple[types.FunctionType, Any]] = []
         self.classes: dict[type, set[str]] = {}
@@ -183,9 +196,10 @@ class Search:
             if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x)
         ]
 
-    def optimizer(self, optimizer: Optimizer) -> None:
-        """Look through the code of an optimiser of the user."""
+    def optimizer(self, optimizer: Optimizer) -> list[tuple[str, str, Any]]:
+        """Look through the code of an optimiser of the user. Given back is nothing, as it holds no code."""
         self.code_of(type(optimizer), "step")
+        return []
 
     def held(self, of: str, name: str, x: Any, attributes: frozenset[str]) -> None:
         """Look through the code of what an object of a class holds under a name. An iterator that code names is
@@ -294,7 +308,8 @@ class Search:
         elif self.is_object(value):
             if not isinstance(value, types.ModuleType):
                 self.boxes.append((name, vars(value)))
-                self.objects.append((name, value))
+                if all(value is not other for _, other in self.objects):
+                    self.objects.append((name, value))
                 self.kind(type(value), names)
             self.attributes(name, value, names)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from spmd._torch import pytree
 from spmd.comm import agree
 from spmd.comm.user_line import caller
 from spmd.expand.again.repeat import Ready, Repeat, repeat_of
@@ -52,7 +51,7 @@ from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
-from spmd.expand.state import State, Tensors
+from spmd.expand.state import State, Tensors, named_leaves
 from spmd.expand.trace_errors import of_dtensor
 from spmd.expand.unread_attributes import UnreadAttributes, watched
 from spmd.expand.write import Writer
@@ -166,6 +165,7 @@ class CompiledStep:
         self._capture_plainly(not stamp_blocks)
         self._writer = Writer(fn, mesh, settings)
         self._repeats: list[Repeat] = []
+        self._read: set[str] = set()
         self._unread: frozenset[str] = frozenset()
         self._attributes = UnreadAttributes()
         self._counted: Names = {}
@@ -366,7 +366,7 @@ class CompiledStep:
         """changed: the attributes of modules that are not what they were in the last call."""
         try:
             name = getattr(self.fn, "__name__", "the step")
-            around = unchanged(self.fn, pytree.tree_leaves(call.given), call.state.submodules())
+            around = unchanged(self.fn, dict(named_leaves(call.given)), call.state.submodules())
             names = self._attributes.to_watch(changed)
             before, attributes = call.guards_of_modules(names), watched(call.state.named_submodules(), names)
             optimizers = only_optimizers(call.state.optimizers, name)
@@ -382,16 +382,15 @@ class CompiledStep:
             raise of_dtensor(error, DTensor) from error
 
     def _leave_out_unread(self, call: Call, captured: Captured) -> None:
-        """Of tensors in attributes of modules that a program does not read, the shapes alone count from now on."""
-        read = {i.path for i in captured.inputs if isinstance(i, Argument)}
-        self._unread = (self._unread | call.attributes.tensors.keys()) - read
+        """Of tensors in attributes that no program has read, the shapes alone count from now on."""
+        self._read |= {i.path for i in captured.inputs if isinstance(i, Argument)}
+        self._unread = (self._unread | call.attributes.tensors.keys()) - self._read
         call.leave_out(self._unread)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> Call:
         named = self._by_name(args, kwargs)
-        given = pytree.tree_leaves(named)
         reads = Reads()
-        search = find_closed_over(self.fn, given, reads)
+        search = find_closed_over(self.fn, dict(named_leaves(named)), reads)
         unread = self._unread, self._attributes.unread
         return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread, self._counted)
 

@@ -19,19 +19,16 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MAKING, Search
+from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.state import State, own_attributes
 from spmd.expand.variables import Place, assigned_variables
 
 KINDS = (int, float)
-
-OF_ALL_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that torch gives each module."""
 
 Names = Mapping[str, frozenset[str]]
 """Names of attributes, by the path of the module or the optimiser."""

@@ -1,4 +1,4 @@
-"""Tensors that modules keep as plain attributes: a step reads them as it does arguments, and sets them as results.
+"""Tensors in plain attributes of modules, optimisers and objects: a step reads them as arguments, and sets them.
 
     self.mask = torch.ones(8, 8).tril()         in __init__, and no buffer: an input of the program
     module.weight = module.weight_orig * mask   in a hook, as torch.nn.utils.prune does: a result
@@ -27,32 +27,29 @@ from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.objects import NAMED, PLAIN, closed, opened, write_back
 from spmd.expand.state import State, named_leaves
 
-OF_ALL_MODULES = frozenset(vars(nn.Module()))
-"""The attributes that torch gives each module."""
-
 NEVER = (*COMPARED_BY_VALUE, *NAMED, nn.Module)
 """What holds no tensors."""
 
 
 class Attribute(NamedTuple):
-    """An attribute of a module that holds tensors."""
+    """An attribute that holds tensors. owner: a module, an optimiser or an object of the user."""
 
     path: str
-    module: nn.Module
+    owner: Any
     name: str
 
     @property
     def value(self) -> Any:
-        return vars(self.module)[self.name]
+        return vars(self.owner)[self.name]
 
     @property
     def place(self) -> tuple[int, str]:
-        return id(self.module), self.name
+        return id(self.owner), self.name
 
 
 @dataclass(frozen=True)
 class Attributes:
-    """The attributes of modules that hold tensors, by path. trees: what they hold, opened. tensors: each tensor once,
+    """The attributes that hold tensors, by path. trees: what they hold, opened. tensors: each tensor once,
     under its first path. shared: the paths of those that several attributes hold."""
 
     by_path: dict[str, Attribute]
@@ -62,19 +59,19 @@ class Attributes:
 
     @classmethod
     def of(cls, state: State) -> Attributes:
-        """Those of the modules of a state, as they are now."""
+        """Those of the modules, optimisers and objects of a state, as they are now."""
         own = {id(x) for x in (*state.parameters().values(), *state.buffers().values())}
         known: dict[int, Any] = {}
         found: dict[str, Attribute] = {}
         trees: dict[str, Any] = {}
-        for path, module in _each_once(state.named_submodules()):
-            for name, value in vars(module).items():
-                if name in OF_ALL_MODULES or isinstance(value, NEVER):
+        for path, owner in _each_once(state.owners()):
+            for name, value in state.attributes_of(owner).items():
+                if isinstance(value, NEVER):
                     continue
                 if id(value) not in known:
                     known[id(value)] = _with_tensors(value, own)
                 if (tree := known[id(value)]) is not None:
-                    each = Attribute(f"{path}.{name}", module, name)
+                    each = Attribute(f"{path}.{name}", owner, name)
                     found[each.path], trees[each.path] = each, tree
         first: dict[int, str] = {}
         tensors: dict[str, torch.Tensor] = {}
@@ -89,15 +86,15 @@ class Attributes:
 
     @property
     def places(self) -> frozenset[tuple[int, str]]:
-        """The modules, by identity, and the names of the attributes."""
+        """Their owners, by identity, and the names of the attributes."""
         return frozenset(each.place for each in self.by_path.values())
 
     def guards(self) -> dict[int, dict[str, Hashable]]:
-        """By module and name, what a program depends on besides the tensors: which they are, and the rest."""
+        """By owner and name, what a program depends on besides the tensors: which they are, and the rest."""
         first = {id(x): path for path, x in self.tensors.items()}
         found: dict[int, dict[str, Hashable]] = {}
         for path, each in self.by_path.items():
-            found.setdefault(id(each.module), {})[each.name] = guard_of(self.trees[path], lambda x: first[id(x)])
+            found.setdefault(id(each.owner), {})[each.name] = guard_of(self.trees[path], lambda x: first[id(x)])
         return found
 
     def put(self, new: Mapping[str, torch.Tensor]) -> Attributes:
@@ -109,7 +106,7 @@ class Attributes:
             if id(each.value) not in copies:
                 copies[id(each.value)] = closed(pytree.tree_map(lambda x: by_id.get(id(x), x), self.trees[path]))
         for each in self.by_path.values():
-            vars(each.module)[each.name] = copies[id(each.value)]
+            vars(each.owner)[each.name] = copies[id(each.value)]
         trees = {path: opened(each.value) for path, each in self.by_path.items()}
         return Attributes(self.by_path, trees, {path: new[path] for path in self.tensors}, self.shared)
 
@@ -130,10 +127,10 @@ def guard_of(tree: Any, of_tensor: Callable[[torch.Tensor], Hashable] = lambda x
     return "tensors", str(structure), tuple(inside)
 
 
-def _each_once(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for path, module in modules.items():
-        found.setdefault(id(module), (path, module))
+def _each_once(owners: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found: dict[int, tuple[str, Any]] = {}
+    for path, owner in owners.items():
+        found.setdefault(id(owner), (path, owner))
     return list(found.values())
 
 
@@ -209,6 +206,30 @@ def _same_tensors(old: Any, new: Any) -> bool:
     return all(x is y for x, y in pairs if isinstance(x, torch.Tensor))
 
 
+class Others:
+    """The attributes of optimisers and objects before a step is traced, to be put back where it has set tensors there.
+
+    What it has set to other things stays: somebody else sees to it, and says that a program does not do that.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._before = {id(x): (vars(x), dict(vars(x))) for x in (*state.optimizers.values(), *state.objects.values())}
+
+    def put_all_back(self) -> None:
+        for own, before in self._before.values():
+            own.clear()
+            own.update(before)
+
+    def put_back(self, places: Iterable[tuple[int, str]]) -> None:
+        """places: the owners, by identity, and the names of what holds tensors now, or did before."""
+        for owner, name in places:
+            own, before = self._before.get(owner, ({}, {}))
+            if name in before:
+                own[name] = before[name]
+            else:
+                own.pop(name, None)
+
+
 def check_read(attributes: Attributes, paths: Iterable[str]) -> None:
     """Refuse to read these tensors where they want gradients, which a program would not give them."""
     for path in paths:
@@ -225,10 +246,10 @@ def is_attribute(name: str) -> bool:
 
 
 def _with_owners(state: State, new: Mapping[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
-    """For each of these paths the attributes of its module, its own name there, and what it is to be."""
-    modules = state.named_submodules() if new else {}
+    """For each of these paths the attributes of its owner, its own name there, and what it is to be."""
+    owners = state.owners() if new else {}
     parts = [(*path.rpartition("."), tree) for path, tree in new.items()]
-    return [(vars(modules[of]), name, tree) for of, _, name, tree in parts]
+    return [(vars(owners[of]), name, tree) for of, _, name, tree in parts]
 
 
 def set_attributes(state: State, new: Mapping[str, Any]) -> None:

@@ -13,6 +13,9 @@ from torch import nn
 
 Named = list[tuple[str, nn.Module]]
 
+OF_ALL_MODULES = frozenset(vars(nn.Module()))
+"""The attributes that torch gives each module."""
+
 _WALKS = ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers", "_named_members")
 """The methods of torch's that a class may have in its own way."""
 

@@ -231,7 +231,9 @@ def _key(x: Any) -> Any:
 
 def _or_class(x: Any, reads: Reads, depth: int) -> Any:
     plain = plain_values(x, reads, depth)
-    return type(x) if plain is NOTHING else plain
+    if plain is not NOTHING:
+        return plain
+    return torch.Tensor if isinstance(x, torch.Tensor) else type(x)  # a call may place it
 
 
 def _item(x: Any, key: Any, reads: Reads) -> Any:

@@ -31,6 +31,10 @@ PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, to
 NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
 """The same, compared by identity."""
 
+HOLDERS = nn.Module, Optimizer
+MOST_HELD = 100
+"""A list or dict with more items is data: it is not looked through for modules."""
+
 CLOSED = (*PLAIN, *NAMED, nn.Module, Optimizer, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Never opened: what the compiler knows by itself."""
 
@@ -97,8 +101,26 @@ def opened(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: _opened(leaf, MAX_DEPTH, set()), tree)
 
 
+def holds_state(x: Any, depth: int = 3) -> bool:
+    """Whether an object has a module or an optimiser in an attribute, or in an object, a list, a tuple or a dict
+    there."""
+    return depth > 0 and any(
+        isinstance(leaf, HOLDERS) or (hasattr(leaf, "__dict__") and not isinstance(leaf, CLOSED) and
+                                      holds_state(leaf, depth - 1))
+        for value in getattr(x, "__dict__", {}).values() for leaf in _few(value)
+    )  # fmt: skip
+
+
+def _few(x: Any) -> list[Any]:
+    """What is in a small container of torch's trees, or the value itself."""
+    if type(x) in (list, tuple, dict):
+        inside = list(x.values()) if type(x) is dict else list(x)
+        return [leaf for each in inside for leaf in _few(each)] if len(inside) <= MOST_HELD else []
+    return [x]
+
+
 def _opened(x: Any, depth: int, inside: set[int]) -> Any:
-    if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside:
+    if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside or holds_state(x):
         return x
     within = inside | {id(x)}
 

@@ -23,17 +23,18 @@ import torch
 from torch import nn
 
 from spmd.expand.bytecode import instructions
-from spmd.expand.closed_over import Search, is_generator, search_of
+from spmd.expand.closed_over import NONE_GIVEN, Given, Search, is_generator, search_of
 from spmd.expand.python_state import Container, Contents, copied, differs, put
 from spmd.expand.user_code import is_users
 from spmd.expand.variables import Place, assigned_variables
 
 
 @contextmanager
-def unchanged(fn: Callable, given: Iterable[Any] = (), modules: Iterable[nn.Module] = ()) -> Iterator[None]:
+def unchanged(fn: Callable, given: Given = NONE_GIVEN, modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Around a capture of fn: what it changes outside is put back, and is an error unless there is one already.
 
-    given: its arguments. modules: those among them, which may have generators of random numbers as attributes.
+    given: the leaves of its arguments, by path. modules: those among them, which may have generators of random numbers
+    as attributes.
     """
     search = search_of(fn, given)
     classes = Classes.now(search)

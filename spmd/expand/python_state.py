@@ -49,6 +49,15 @@ class PythonState:
         self._around: Contents = [(box, copied(box)) for box in others]
         self._tensors = {id(x) for x in self._reached_tensors()}
 
+    def check_around(self) -> None:
+        """Raise RuntimeError if a container around the modules has other contents now."""
+        for box, old in self._around:
+            if differs(box, old):
+                raise RuntimeError(
+                    f"the step changes a {type(box).__name__} that a hook on a parameter, an optimiser or an attribute "
+                    "of a tensor holds, which its program would not; keep it in a tensor, or do it between steps"
+                )
+
     def restore(self) -> None:
         """Put all contents back."""
         put([*self.before, *self._around])

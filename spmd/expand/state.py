@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.attributes import note_attributes
+from spmd.expand.closed_over import Search
 from spmd.expand.guards import NOTHING, guard_key, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
-from spmd.expand.modules import modules_of, named_buffers, named_parameters, named_within
+from spmd.expand.modules import OF_ALL_MODULES, modules_of, named_buffers, named_parameters, named_within
 from spmd.expand.objects import NAMED, PLAIN
 from spmd.expand.reads import Reads
 from spmd.expand.variables import Place
@@ -66,36 +67,41 @@ def in_order(tensors: Tensors) -> Tensors:
 
 @dataclass
 class State:
-    """The modules and optimisers of a call, each under the path of its argument. counters: the numbers that the step
-    keeps in Python.
+    """The modules and optimisers of a call, each under the path of its argument.
+
+    objects: those of the user that the step's code finds, and names: of attributes, that it has. counters: the numbers
+    that the step keeps in Python.
 
     Every method looks the tensors up anew, because a step may replace them.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
     counters: dict[str, Place] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, args: dict[str, Any], closed_over: dict[str, nn.Module | Optimizer] | None = None) -> State:
-        """The state held by the arguments, given by name, and by what the step uses without being given it.
+    def of(cls, args: dict[str, Any], around: Search | None = None) -> State:
+        """The state held by the arguments, given by name, and by what the step uses without being given it (`around`).
 
         TypeError for an argument that cannot be traced through.
         """
-        state = cls()
+        around = around or Search("", Reads())
+        state = cls(objects=dict(around.objects), names=around.attributes_named)
         for path, leaf in named_leaves(args):
             if isinstance(leaf, nn.Module):
                 state.modules[path] = leaf
             elif isinstance(leaf, Optimizer):
                 state.optimizers[path] = leaf
-            elif not isinstance(leaf, (*PLAIN, *NAMED)):
+            elif not isinstance(leaf, (*PLAIN, *NAMED)) and path not in around.holding:
                 raise TypeError(
                     f"argument {path} is a {type(leaf).__name__}: a compiled step takes modules, optimisers, tensors, "
                     "numbers, strings and lists, tuples, dicts or objects of them. Keep anything else, such as a "
                     "learning-rate scheduler, outside the step."
                 )
         given = {id(x) for x in (*state.modules.values(), *state.optimizers.values())}
-        for path, held in (closed_over or {}).items():
+        for path, held in around.found.items():
             if id(held) not in given:
                 (state.modules if isinstance(held, nn.Module) else state.optimizers)[path] = held
         state.optimizers = _with_inner(state.optimizers)
@@ -169,6 +175,10 @@ class State:
             for path, m in self.named_submodules().items()
         }
         found |= {f"{path} is a counter": guard_key(type(place.value)) for path, place in self.counters.items()}
+        for path, owner in (self.optimizers | self.objects).items() if of else ():
+            for name, guard in of.get(id(owner), NOTHING).items():
+                found[f"{path}.{name}"] = guard
+                guard_key(vars(owner)[name], reads=reads)
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path
@@ -182,8 +192,9 @@ class State:
             if attributes and reads is not None:
                 note_attributes(x, reads)
         for root, optimizer in self.optimizers.items():
-            own = ((name, v) for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ()))
-            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own}
+            own = {name: v for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ())}
+            held = of.get(id(optimizer), NOTHING)
+            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own.items() if name not in held}
             if reads is not None:
                 note_optimizer(optimizer, reads, counted.get(id(optimizer), ()))
         for path, group in self.groups():
@@ -197,9 +208,22 @@ class State:
             found.setdefault(id(place.of), []).append(place.name)
         return found
 
-    def holders(self) -> list[nn.Module | Optimizer]:
-        """The modules and the optimisers."""
-        return [*self.modules.values(), *self.optimizers.values()]
+    @property
+    def holders(self) -> dict[str, Any]:
+        """The modules, the optimisers and the objects around them, by path."""
+        return self.modules | self.optimizers | self.objects
+
+    def owners(self) -> dict[str, Any]:
+        """All that has attributes, by path: every module, with all that are in it, the optimisers and the objects."""
+        return self.named_submodules() | self.optimizers | self.objects
+
+    def attributes_of(self, owner: Any) -> dict[str, Any]:
+        """The plain attributes of one of these; of an object, those that code names."""
+        if isinstance(owner, nn.Module):
+            return {name: x for name, x in vars(owner).items() if name not in OF_ALL_MODULES}
+        if isinstance(owner, Optimizer):
+            return dict(own_attributes(owner))
+        return {name: x for name, x in vars(owner).items() if name in self.names}
 
     def submodules(self) -> list[nn.Module]:
         """Every module, with all that are in it, once."""

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from spmd.expand.counters import Names, all_names
+from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.sizes.saying import is_of_module
 from spmd.expand.stamp.unread import Reads
 
-_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _SPMD = os.path.dirname(os.path.dirname(__file__))
 _ASKING_FOR_GUARDS = tuple(os.path.join(_SPMD, name, "") for name in ("expand", "_torch"))
 """Where code of spmd looks at all attributes, and none comes of it but guards."""
@@ -36,7 +36,7 @@ def changed(before: Mapping[Any, Hashable], now: Mapping[Any, Hashable]) -> Name
         old = before.get(path, guard)
         if old is not guard and old != guard and is_of_module(old) and is_of_module(guard):
             ours, theirs = dict(old[1]), dict(guard[1])
-            names = {name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)} - _OF_ALL_MODULES
+            names = {name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)} - OF_ALL_MODULES
             if names:
                 found[path] = frozenset(names)
     return found

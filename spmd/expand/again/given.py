@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
-from spmd.expand.objects import NAMED
+from spmd.expand.objects import NAMED, holds_state
 from spmd.tensor.spec import spec_of_value
 
 BY_VALUE = (bool, str, bytes)
@@ -38,7 +38,12 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
         return lambda y: type(y) is kind
     if kind in BY_VALUE:
         return lambda y: type(y) is kind and y == x
-    return (lambda y: y is x) if isinstance(x, BY_IDENTITY) else None
+    if isinstance(x, BY_IDENTITY):
+        return lambda y: y is x
+    if holds_state(x) and kind.__weakrefoffset__:
+        known = weakref.ref(x)
+        return lambda y: y is known()
+    return None
 
 
 class Given:
