@@ -30,7 +30,7 @@ from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
-from spmd.expand.counters import all_numbers, check_constant, is_number_or_symbol
+from spmd.expand.counters import CountersFound, all_numbers, check_constant, is_number_or_symbol
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
 from spmd.expand.equal_counts import EqualCounts
@@ -217,7 +217,10 @@ def capture(
             undo.enter_context(made(last.changes))
             undo.enter_context(attributes_set(state, last.attributes))
             constants = state.constants()
-            last = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks)
+            try:
+                last = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks)
+            except CountersFound:  # what was set to a number now is one that changes, from the next call on
+                return captured
             undo.enter_context(made(last.changes))
             path, *_ = [*last.grown, *_changed(constants, state.constants()), "a module"]
     raise RuntimeError(_FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))

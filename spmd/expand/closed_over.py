@@ -40,7 +40,7 @@ from spmd.expand.bytecode import instructions
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
-from spmd.expand.objects import holds_state
+from spmd.expand.objects import HOLDERS, holds_state
 from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
 from spmd.expand.user_code import at_user_line, current_frames
@@ -78,9 +78,9 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
     given, and those found."""
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
-    search.holding = {path: x for path, x in given.items() if search.is_object(x) and holds_state(x)}
-    models = {id(x) for x in given.values() if isinstance(x, STATE[1:])}
-    held = [("", "", x) for path, x in given.items() if id(x) not in models and path not in search.holding]
+    others = {path: x for path, x in given.items() if not isinstance(x, HOLDERS)}
+    search.holding = {path: x for path, x in others.items() if search.is_object(x) and holds_state(x)}
+    held = [("", "", x) for path, x in others.items() if path not in search.holding]
     looked_at: dict[int, Any] = {}
     looked_through = -1
     while looked_through < len(search.functions) + len(looked_at):  # what is held may bring functions that name more
@@ -89,7 +89,7 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
         for path, x in search.holding.items():
             search.value(path, x, Names((), tuple(sorted(search.attributes_named))))
         for x in [*given.values(), *search.found.values()]:
-            if isinstance(x, STATE[1:]) and id(x) not in looked_at:
+            if isinstance(x, HOLDERS) and id(x) not in looked_at:
                 looked_at[id(x)] = x
                 held += search.module(x) if isinstance(x, nn.Module) else search.optimizer(x)
         for of, name, x in held:

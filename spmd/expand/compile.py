@@ -200,6 +200,10 @@ class CompiledStep:
             raise RuntimeError("there is no program to save yet: it is made at the first call")
         archive.write(path, settings_text(self.settings), archive.all_kept([*self._for_one_call, *kept]))
 
+    def count(self, names: Names) -> None:
+        """Take numbers in attributes for such that change, by the path of what has them."""
+        self._counted = all_names(self._counted, names)
+
     def program_for(self, *args: Any, **kwargs: Any) -> Program:
         """The program that a call with these arguments would run.
 
@@ -326,9 +330,11 @@ class CompiledStep:
         if plainly:
             self._capture_plainly(True)
         call.find_first_specs()
-        wanted = self._wanted(call)
+        wanted, counted = self._wanted(call), self._counted
         found = None if plainly else self._library.find(wanted)
         captured, source = self._capture_and_expand(call) if found is None else (found.captured, found)
+        if self._counted is not counted:  # the capture has found numbers that are no guards
+            wanted = self._wanted(call)
         self._leave_out_unread(call, captured)
         may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
         return Made(wanted, captured, source, may_differ)
@@ -355,7 +361,10 @@ class CompiledStep:
             try:
                 captured = self._captures.of(call, functools.partial(self._capture, call))
             except CountersFound as found:
-                self._counted = all_names(self._counted, found.names)
+                known = self._counted
+                self.count(found.names)
+                if known == self._counted:
+                    raise RuntimeError(f"{self._title} sets {found.names}, which was to be found before") from found
                 call.count(self._counted, self._attributes.unread)
                 call.leave_out(self._unread)
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from spmd import _torch
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MAKING, Search
 from spmd.expand.modules import OF_ALL_MODULES
-from spmd.expand.state import State, own_attributes
+from spmd.expand.state import IS_COUNTER, State, own_attributes
 from spmd.expand.variables import Place, assigned_variables
 
 KINDS = (int, float)
@@ -37,8 +37,11 @@ Counters = dict[str, Place]
 """Where the numbers are, by path."""
 
 
-class CountersFound(Exception):
-    """A capture took numbers for constants that are none. names: which."""
+class CountersFound(BaseException):
+    """A capture took numbers for constants that are none. names: which.
+
+    It is no error of the step, and none that a capture would try to do without.
+    """
 
     def __init__(self, names: Names) -> None:
         super().__init__(f"numbers that change: {dict(names)}")
@@ -116,6 +119,19 @@ def is_number_or_symbol(x: Any) -> bool:
 
 def _is_same(old: float, now: Any) -> bool:
     return type(now) is type(old) and repr(now) == repr(old)
+
+
+def names_of(guards: Iterable[str]) -> Names:
+    """The counters among the names of guards, as attributes of what they are attributes of.
+
+    >>> names_of(["model.updates is a counter", "model.p"])
+    {'model': frozenset({'updates'})}
+    """
+    paths = [name.removesuffix(IS_COUNTER).rpartition(".") for name in guards if name.endswith(IS_COUNTER)]
+    found: dict[str, frozenset[str]] = {}
+    for owner, _, name in paths:
+        found[owner] = found.get(owner, frozenset()) | {name}
+    return found
 
 
 def all_names(one: Names, other: Names) -> Names:

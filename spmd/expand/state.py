@@ -174,7 +174,7 @@ class State:
             path: module_guard(m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())))
             for path, m in self.named_submodules().items()
         }
-        found |= {f"{path} is a counter": guard_key(type(place.value)) for path, place in self.counters.items()}
+        found |= {f"{path}{IS_COUNTER}": guard_key(type(place.value)) for path, place in self.counters.items()}
         for path, owner in (self.optimizers | self.objects).items() if of else ():
             for name, guard in of.get(id(owner), NOTHING).items():
                 found[f"{path}.{name}"] = guard
@@ -330,6 +330,9 @@ class State:
         counters = [partial(place.set, place.value) for place in self.counters.values()]
         return [*map(_restore_later, dicts), *counters]
 
+
+IS_COUNTER = " is a counter"
+"""Behind the path of a number that the step keeps."""
 
 ATTRIBUTE = "attribute "
 """Before the path of what users have set on a tensor."""

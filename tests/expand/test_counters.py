@@ -307,3 +307,18 @@ def test_numbers_are_those_of_one_device(kind, plan):
         got = trained(make, lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said))
     check(got, want)
     assert len(made) <= most
+
+
+@pytest.mark.parametrize("kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer"])
+def test_a_kept_step_counts_on(kind, tmp_path):
+    """In another process nothing is captured, also where the code does not say what it counts."""
+    make, _ = KINDS[kind]
+    mesh, said = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), {"inputs": {"x": {"dp": Shard(0)}}}
+    steps = []
+    trained(make, lambda step: steps.append(spmd.compile(step, mesh, **said)) or steps[0])
+    steps[0].save(tmp_path / "step.spmd")
+    want = trained(make, lambda step: step)
+    with captures() as made:
+        got = trained(make, lambda step: spmd.load_step(tmp_path / "step.spmd", step, mesh))
+    check(got, want)
+    assert not made

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 from spmd.expand.compile import CompiledStep
+from spmd.expand.counters import names_of
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import step_key
 from spmd.expand.kept.library import Saved
@@ -38,5 +39,7 @@ def load_step(
     saved = Saved(path, entries)
     check_backend(backend, mesh.device_type)
     step = CompiledStep(fn, mesh, read_settings(settings, mesh), saved, init, backend)
+    for entry in entries:
+        step.count(names_of(entry.key))
     saved.check(step_key(step))
     return step
