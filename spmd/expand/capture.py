@@ -378,6 +378,8 @@ def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Dr
     gradients = {i for i in inputs if isinstance(i, Slot) and i.kind == "grad"} if flat.ignores_gradients else set()
     inputs = remove_inputs(graph, inputs, (attributes | gradients) & unread_inputs(graph, inputs))
     check_read(flat.attributes, [i.path for i in inputs if i in attributes])
+    for number, node in enumerate(graph.find_nodes(op="placeholder"), start=1):
+        node.name = f"arg0_{number}"  # whatever there was that the graph does not read: one program has one text
     fill_phases(graph)
     return (*inputs, *number_draws(graph))
 

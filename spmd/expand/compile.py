@@ -45,7 +45,14 @@ from spmd.expand.program import Program
 from spmd.expand.reads import Reads
 from spmd.expand.recent import Recent
 from spmd.expand.regions import EAGER, Backend, check_backend
-from spmd.expand.same_call import agree_on_call, calls_between_checks, check_equal, one_element
+from spmd.expand.same_call import (
+    TO_BE_MADE,
+    SomeMakeIt,
+    agree_on_call,
+    calls_between_checks,
+    check_equal,
+    one_element,
+)
 from spmd.expand.saying import check_explicit, random_state
 from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
@@ -219,14 +226,17 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for repeat in self._repeats:
             if (ready := repeat.ready(args, kwargs)) is not None:
-                return self._run_again(repeat, ready)
+                return self._run_again(repeat, ready, args, kwargs)
         return self._run_anew(args, kwargs)
 
-    def _run_again(self, repeat: Repeat, ready: Ready) -> Any:
+    def _run_again(self, repeat: Repeat, ready: Ready, args: tuple, kwargs: dict[str, Any]) -> Any:
         bound = repeat.bound
         if self.mesh.size() > 1:
             numbers = dict(zip(repeat.paths, ready.numbers, strict=True))
-            self._agree_on_objects(bound, repeat.objects(), repeat.small, numbers)
+            try:
+                self._agree_on_objects(bound, repeat.objects(), repeat.small, numbers)
+            except SomeMakeIt:
+                return self._run_anew(args, kwargs, is_known=False)
         if repeat is not self._repeats[0]:
             self._repeats.remove(repeat)
             self._repeats.insert(0, repeat)
@@ -235,10 +245,15 @@ class CompiledStep:
         check_explicit(self._title, bound)
         return repeat.run(ready)
 
-    def _run_anew(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_anew(self, args: tuple, kwargs: dict[str, Any], is_known: bool = True) -> Any:
+        """is_known: whether there may be a program already."""
         call, error = self._prepare(args, kwargs)
-        bound = self._find_program(call) if call else None
-        calls = self._agree_to_run(bound, call, error)
+        bound = self._find_program(call) if call and is_known else None
+        try:
+            calls = self._agree_to_run(bound, call, error)
+        except SomeMakeIt:
+            bound = None
+            calls = self._agree_to_run(bound, call, error)
         is_known = bound is not None
         bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.tensors, bound.changed)
@@ -284,7 +299,7 @@ class CompiledStep:
     def _agree_on_objects(
         self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float]
     ) -> int:
-        text = f"program: {bound.fingerprint}\n{random_state(bound.captured)}" if bound else "program: to be made"
+        text = f"{bound.fingerprint}\n{random_state(bound.captured)}" if bound else TO_BE_MADE
         return agree_on_call(self, self._site, self._call_title, self.mesh, text, objects, small, numbers)
 
     @property

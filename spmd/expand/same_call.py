@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 
-from spmd.comm import agree
+from spmd.comm import RanksDiffer, agree
 from spmd.comm.numbered import Met
 from spmd.expand.state import Slot, Tensors
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.redistribute.replicas import check_replicas
 from spmd.tensor.spec import Spec
+
+TO_BE_MADE = "to be made"
+"""In the place of the program that a call runs."""
+
+
+class SomeMakeIt(Exception):
+    """Some ranks have a program for the call, and others have to make one: all are to make it, and to compare."""
 
 
 def agree_on_call(
@@ -33,13 +40,14 @@ def agree_on_call(
 ) -> int:  # fmt: skip
     """How often the step was called before, if all ranks make this call; if not, RuntimeError with a diff on all ranks.
 
-    site: the line that compiled the step. text: which program the call runs. objects: the modules and optimisers that
-    it gets. small: the tensors whose values are compared, as `one_element` gives them.
+    site: the line that compiled the step. text: which program the call runs, or that it is TO_BE_MADE. Raises
+    SomeMakeIt on all ranks if that is so on some: one rank alone may keep notes in a module. objects: the modules and
+    optimisers that it gets. small: the tensors whose values are compared, as `one_element` gives them.
     """
     met = Met.on(mesh).with_objects(step, *objects.values())
     calls = met.calls(step)
     lines = [
-        text,
+        f"program: {text}",
         f"step: compiled at {site}, object {met.number(step)}",
         f"call: {calls}",
         *(f"{path}: object {met.number(obj)}" for path, obj in objects.items()),
@@ -47,7 +55,13 @@ def agree_on_call(
     ]
     # As they are: to bring a view that had to be copied up to date would send before the ranks have compared.
     blocks = [getattr(t, "_local_tensor", t) for t in small.values()]
-    agree("\n".join(lines), mesh, what, key=_bits(blocks), more=lambda: _shown(list(map(str, small)), blocks))
+    try:
+        agree("\n".join(lines), mesh, what, key=_bits(blocks), more=lambda: _shown(list(map(str, small)), blocks))
+    except RanksDiffer as error:
+        making = {value.startswith(f"program: {TO_BE_MADE}\n") for value in error.values}
+        if len(making) > 1:
+            raise SomeMakeIt from None
+        raise
     met.called(step).keep()
     return calls
 

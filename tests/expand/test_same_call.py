@@ -208,6 +208,45 @@ def equal(rank: int) -> bool:
     return True
 
 
+class Noted(Net):
+    """Rank 0 keeps notes in it, as those that log do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.best, self.scale = None, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def noted(rank: int) -> list[float]:
+    """All ranks make the program anew where one has to, and the numbers stay those of one device."""
+    torch.manual_seed(0)
+    model = Noted()
+    optimizer, found = optim.SGD(model.parameters(), lr=0.1), []
+    step = spmd.compile(train, row(), inputs={"x": {"dp": Shard(0)}})
+    for call in range(6):
+        found.append(step(model, optimizer, X).full_tensor().item())
+        if rank == 0 and call % 2 == 0:
+            model.losses.append(found[-1])
+            model.best = max(found[-1], model.best or 0.0)
+    if rank == 1:
+        model.scale = 2.0
+    with pytest.raises(RuntimeError, match="differ"):
+        step(model, optimizer, X)
+    return found
+
+
+def test_one_rank_may_keep_notes(gloo4: Pool) -> None:
+    torch.manual_seed(0)
+    model = Noted()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    want = [train(model, optimizer, X).item() for _ in range(6)]
+    for found in gloo4.run(noted):
+        assert found == pytest.approx(want, rel=1e-5)
+
+
 def test_simulated_ranks_are_compared_too() -> None:
     """One thread plays all ranks: what each of them holds is compared."""
     with spmd.LocalTensorMode(4):
