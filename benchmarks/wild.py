@@ -1,16 +1,18 @@
 """Do train steps as people write them give on a mesh what they give on one device?
 
-    python benchmarks/wild.py                       # all scripts of `wild_scripts.py`, about ten minutes
+    python benchmarks/wild.py                       # all scripts of `wild_scripts.py` and `wild_papers.py`: 20 minutes
     python benchmarks/wild.py --part 1/4            # a quarter of them
-    python benchmarks/wild.py "gan, spectral norm" pinn
+    python benchmarks/wild.py "gan, spectral norm" pinn --way dp --way zero
 
 Each script is called six times in float64, on one device and compiled, on four simulated ranks: "dp", data parallel;
-"program", on 2x2 with the placements chosen for the program; "zero", parameters in shards. Before each call its
+"program", on 2x2 with the placements chosen for the program; "zero", parameters in shards; "zero+tp", on 2x2, what has
+two dims and more sharded over tp, too, by rows and by columns in turns. Before each call its
 schedule has stepped; before the fourth everything that has a state dict has saved and loaded it; the fifth batch is
-short. What is returned, parameters, buffers, gradients and the state of optimisers have to be equal within 1e-9. A step
-that draws random numbers runs compiled for one rank, too, as only spmd numbers what is drawn. The table has the
-largest difference, relative to the largest number beside it where that is above 1, or the error. Exits 1 if a script
-does not run or differs.
+short. What is returned, parameters, buffers, gradients and the state of optimisers have to be equal within 1e-10. A
+step that draws random numbers runs compiled for one rank, too, as only spmd numbers what is drawn. The table has the
+largest difference, relative to the largest number beside it where that is above 1, or the error. "rounding" is how far
+the step moves by itself, on one device, if the last bit of every parameter and of every number of a batch may be
+another: nobody can be asked for less. Exits 1 if a script does not run or differs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ import torch
 from _table import table
 from torch import nn
 from torch.utils import _pytree as pytree
-from wild_scripts import SCRIPTS, SIZES, Script
+from wild_papers import PAPERS
+from wild_scripts import SCRIPTS as SMALL
+from wild_scripts import SIZES, Script
 
 import spmd
 from spmd import DTensor, LocalTensorMode, Shard
@@ -39,7 +43,10 @@ WAYS: dict[str, tuple[tuple[int, ...], dict]] = {
     "dp": ((4,), {}),
     "program": ((2, 2), {"choose": "program"}),
     "zero": ((4,), {"fully_shard": "dp"}),
+    "zero+tp": ((2, 2), {"fully_shard": "dp"}),
 }
+
+SCRIPTS = SMALL | PAPERS
 
 Seen = dict[str, torch.Tensor]
 
@@ -73,10 +80,28 @@ def save_and_load(made: tuple) -> None:
             x.load_state_dict(copy.deepcopy(x.state_dict()))
 
 
-def trained(script: Script, prepare: Callable[[Callable], Callable]) -> Iterator[Seen]:
-    """What is seen after each call."""
+def as_given(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def rounded(seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that gives a tensor whose numbers differ from the given ones in the last bit, or not."""
+    g = torch.Generator().manual_seed(seed)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return x
+        return x * (1 - torch.finfo(x.dtype).eps * torch.randint(2, x.shape, generator=g))
+
+    return of
+
+
+def trained(script: Script, prepare: Callable[[Callable], Callable], given_as: Callable = as_given) -> Iterator[Seen]:
+    """What is seen after each call. given_as: what is done to parameters before the first call, and to batches."""
     torch.manual_seed(0)
     made, step = script.begin(), prepare(script.step)
+    for p in (p for x in made if isinstance(x, nn.Module) for p in x.parameters()):
+        p.data.copy_(given_as(p.data))
     g = torch.Generator().manual_seed(1)
     for i, size in enumerate(SIZES):
         if i and script.schedule:
@@ -84,16 +109,25 @@ def trained(script: Script, prepare: Callable[[Callable], Callable]) -> Iterator
         if i == 3:
             save_and_load(made)
         given = [x for x in made if not isinstance(x, torch.optim.lr_scheduler.LRScheduler)]
-        returned = step(*given, *script.batches(size, g))
+        returned = step(*given, *map(given_as, script.batches(size, g)))
         yield dict(tensors("returned", returned)) | dict(state(made))
 
 
 def compiled(script: Script, shape: tuple[int, ...], said: dict) -> Callable[[Callable], Callable]:
     batch = script.batches(2, torch.Generator())
-    names = [p.name for p in inspect.signature(script.step).parameters.values()][-len(batch) :]
+    names = [p.name for p in inspect.signature(script.step).parameters.values() if p.default is p.empty][-len(batch) :]
     over = {name: {"dp": Shard(0)} for name in names if name not in script.replicated}
     mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-    return lambda step: spmd.compile(step, mesh, inputs=over, **said)
+    params = by_turns(script) if len(shape) > 1 and "choose" not in said else {}
+    return lambda step: spmd.compile(step, mesh, params=params, inputs=over, **said)
+
+
+def by_turns(script: Script) -> dict[str, dict[str, Shard]]:
+    """Rows and columns of what has them, in turns."""
+    made = zip(inspect.signature(script.step).parameters, script.begin(), strict=False)
+    models = [(arg, x) for arg, x in made if isinstance(x, nn.Module)]
+    names = [f"{arg}.{name}" for arg, model in models for name, p in model.named_parameters() if p.dim() > 1]
+    return {name: {"tp": Shard(i % 2)} for i, name in enumerate(names)}
 
 
 def on_ranks(script: Script, shape: tuple[int, ...], said: dict) -> list[Seen]:
@@ -104,6 +138,11 @@ def on_ranks(script: Script, shape: tuple[int, ...], said: dict) -> list[Seen]:
 
 def on_one_device(script: Script) -> list[Seen]:
     return on_ranks(script, (1,), {}) if script.draws else list(trained(script, lambda step: step))
+
+
+def moved_by_rounding(script: Script) -> float:
+    plain = [list(trained(script, lambda step: step, rounded(seed) if seed else as_given)) for seed in range(4)]
+    return max(difference(a, b) for other in plain[1:] for a, b in zip(other, plain[0], strict=True))
 
 
 def difference(got: Seen, want: Seen) -> float:
@@ -131,34 +170,41 @@ def outcome(script: Script, way: str, want: list[Seen], details: bool = False) -
     return "differs: " + " ".join(f"{x:.0e}" for x in apart)
 
 
-def asked() -> tuple[list[str], bool]:
+def row(name: str, ways: list[str], details: bool) -> list[str]:
+    script, began = SCRIPTS[name], time.process_time()
+    try:
+        want = on_one_device(script)
+        found = [outcome(script, way, want, details) for way in ways] + [f"{moved_by_rounding(script):.0e}"]
+    except Exception as error:
+        if details:
+            traceback.print_exc()
+        found = [f"one device: {type(error).__name__}: {error}".replace("\n", " ")[:300], *[""] * len(ways)]
+    return [name, *found, f"{time.process_time() - began:.0f}"]
+
+
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="scripts, all by default")
     parser.add_argument("--part", default="1/1", help="which part of how many, such as 2/4")
+    parser.add_argument("--way", action="append", choices=WAYS, help="a way, all by default; may be said again")
     parser.add_argument("--details", action="store_true", help="print the tracebacks of errors")
-    given = parser.parse_args()
-    k, n = map(int, given.part.split("/"))
-    return [name for name in SCRIPTS if not given.names or name in given.names][k - 1 :: n], given.details
+    return parser.parse_args()
 
 
 def main() -> int:
-    names, details = asked()
+    given = asked()
+    ways, (k, n) = given.way or list(WAYS), map(int, given.part.split("/"))
     torch.set_default_dtype(torch.float64)
     rows = []
-    for name in names:
-        began = time.process_time()
-        try:
-            want = on_one_device(SCRIPTS[name])
-        except Exception as error:
-            if details:
-                traceback.print_exc()
-            found = [f"one device: {type(error).__name__}: {error}".replace("\n", " ")[:300], "", ""]
-        else:
-            found = [outcome(SCRIPTS[name], way, want, details) for way in WAYS]
-        rows.append([name, *found, f"{time.process_time() - began:.0f}"])
+    for name in [name for name in SCRIPTS if not given.names or name in given.names][k - 1 :: n]:
+        rows.append(row(name, ways, given.details))
         print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    print(table(["script", *WAYS, "seconds"], rows))
-    return int(any(not cell.replace("e-", "").replace("e+", "").isdigit() for row in rows for cell in row[1:4]))
+    print(table(["script", *ways, "rounding", "seconds"], rows))
+    return int(not all(is_equal(cell) for cells in rows for cell in cells[1 : 1 + len(ways)]))
+
+
+def is_equal(cell: str) -> bool:
+    return cell.replace("e-", "").replace("e+", "").isdigit()
 
 
 if __name__ == "__main__":
