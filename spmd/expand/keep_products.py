@@ -17,6 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.covariances import corrcoef, cov
 from spmd.expand.losses import ctc_loss
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
@@ -140,5 +141,6 @@ def einsum(equation: Any, *operands: Any) -> Any:
 REPLACEMENTS = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
+    torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef, torch.Tensor.corrcoef: corrcoef,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""
