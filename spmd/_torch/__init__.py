@@ -185,6 +185,7 @@ from spmd._torch.symbols import (
     Symbols,
     is_symbol,
     known_value,
+    size_key,
     symbolic_min_max,
     symbolic_number,
     unknown_value_errors,

@@ -170,6 +170,28 @@ def quick_functional_mode() -> functional_tensor.FunctionalTensorMode:
 
 
 def _functionalised(plain: Callable, mode: Any, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    if _shapes_in_python(op) and _has_symbols(args[0]):
+        with torch._C._EnablePythonDispatcher():
+            return _made_functional(plain, mode, op, types, args, kwargs)
+    return _made_functional(plain, mode, op, types, args, kwargs)
+
+
+@functools.cache
+def _shapes_in_python(op: Any) -> bool:
+    """Whether an op writes, and torch finds with Python code whether the shapes fit: `clamp_` does, by an `expand`.
+
+    That code is run on tensors without data before the op, outside of all modes. There only the dispatcher in Python
+    has kernels that take symbols for sizes.
+    """
+    is_op = isinstance(op, torch._ops.OpOverload)
+    return is_op and op._schema.is_mutable and torch._C.DispatchKey.Meta in op.py_kernels
+
+
+def _has_symbols(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not all(type(n) is int for n in x.shape)
+
+
+def _made_functional(plain: Callable, mode: Any, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     if not _is_functionalised(op):
         return plain(op, types, args, kwargs)
     kwargs = kwargs or {}

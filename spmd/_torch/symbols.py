@@ -93,7 +93,7 @@ class _SymbolSafeFakes(FakeTensorMode):
             return super().dispatch(func, types, args, kwargs)
         if func in _READS_NUMBERS:
             with self:
-                return decomposition_table[func](*args, **kwargs)
+                return _READS_NUMBERS[func](*args, **kwargs)
         if not is_kept(func):
             return super().dispatch(func, types, args, kwargs)
         return self.results.of(self, func, types, args, kwargs)
@@ -110,8 +110,20 @@ def _leaves(args: tuple) -> list[Any]:
     return found
 
 
-_READS_NUMBERS = {torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default}
-"""Ops whose shapes come from kernels in C++ that make numbers of symbols. torch has the same in Python."""
+def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *_: Any) -> torch.Tensor:
+    return grad.new_empty(input_size)
+
+
+_INTERPOLATIONS = (
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "upsample_trilinear3d",
+)  # fmt: skip
+_READS_NUMBERS = {
+    op: decomposition_table[op] for op in (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default)
+}
+_READS_NUMBERS |= {getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in _INTERPOLATIONS}
+"""Ops whose shapes come from kernels in C++ that make numbers of symbols, with functions that give the shapes."""
 
 
 def _has_symbolic_size(x: Any) -> bool:
@@ -331,6 +343,11 @@ def symbolic_number(node: Any) -> Any:
     """The SymInt, SymFloat or SymBool of a node, by the type that the node has."""
     kind = torch.SymInt if node.is_int() else torch.SymFloat if node.is_float() else torch.SymBool
     return kind(node)
+
+
+def size_key(n: Any) -> Any:
+    """A size or stride as a key: itself, or the expression of a symbol."""
+    return n.node.expr if isinstance(n, torch.SymInt) else n
 
 
 def is_symbol(value: Any) -> bool:

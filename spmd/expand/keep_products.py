@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
 from spmd.expand.covariances import corrcoef, cov
+from spmd.expand.interpolate import interpolate
 from spmd.expand.losses import ctc_loss
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
@@ -142,5 +143,6 @@ REPLACEMENTS = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef, torch.Tensor.corrcoef: corrcoef,
+    F.interpolate: interpolate,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""

@@ -120,7 +120,35 @@ def test_ranks_on_threads_take_one_capture_each():
             assert twice == 2 * n
 
 
+def test_a_gradient_with_sizes_of_the_batch_is_that_of_a_parameter():
+    """The gradient of positions has as many rows as the batch has patches, and a stride that depends on them."""
+    def step(model, optimizer, x):
+        n = x.shape[0]
+        x = torch.cat([model["start"].expand(n, -1, -1), x.flatten(2).transpose(1, 2)], 1) + model["places"]
+        optimizer.zero_grad()
+        x.square().mean().backward()
+        optimizer.step()
+
+    def begin():
+        model = torch.nn.ParameterDict({"start": tensor(1, 1, 3), "places": tensor(1, 5, 3)})
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    (model, optimizer), (alone, other) = begin(), begin()
+    batches = [(model, optimizer, tensor(n, 3, 2, 2)) for n in (4, 4, 3)]
+    _, made = on_ranks(step, batches)
+    for *_, x in batches:
+        step(alone, other, x)
+    assert made == 1
+    for name, p in alone.items():
+        torch.testing.assert_close(first(model[name]), p.detach(), rtol=1e-12, atol=1e-12)
+
+
 # ---- functions --------------------------------------------------------------------------------
+
+TO_INTERPOLATE = (
+    {"size": 7}, {"scale_factor": 2}, {"scale_factor": (3.0,), "mode": "linear"}, {"size": 2, "mode": "area"},
+    {"size": [5], "mode": "nearest-exact"}, {"size": 3, "mode": "linear", "align_corners": True},
+)  # fmt: skip
 
 FUNCTIONS = {
     "reshapes": lambda x: (x.flatten(), x.reshape(-1, 2, x.shape[1] // 2).sum(1), x.T.contiguous()),
@@ -128,6 +156,8 @@ FUNCTIONS = {
     "sizes as numbers": lambda x: (x.sum() / x.shape[0], x * x.numel(), x.new_ones((x.shape[0], 2)) * x.sum()),
     "windows": lambda x: (F.pad(x, (1, 2)), x[1:], x[:, -2:], x[: x.shape[0] // 2], torch.cat([x, x])),
     "places": lambda x: (torch.arange(x.shape[0]) + x.sum(), x.tril(), x.cumsum(0)),
+    "written in place": lambda x: ((x * 1).clamp_(0, 1), (x * 1).clamp_min_(x.mean()), F.cosine_similarity(x, x * 2)),
+    "interpolated": lambda x: [F.interpolate(x[:, None], **how) for how in TO_INTERPOLATE],
     "copies": lambda x: (x.repeat(2, 1), x[None].expand(3, -1, -1), x.split(x.shape[1] // 2, 1)[0], x.unsqueeze(-1)),
 }
 
@@ -148,7 +178,7 @@ def test_functions_of_sizes_are_captured_once(name):
     assert made == 1
 
 
-WITHOUT_FORM = ("windows", "places")
+WITHOUT_FORM = ("windows", "places", "interpolated")
 """Their programs have numbers that the capture has no text for. They are expanded at most sizes."""
 
 

@@ -311,7 +311,9 @@ def _family(kind: tuple) -> Hashable:
 
 def _metadata(x: torch.Tensor, value: torch.Tensor) -> tuple[Any, ...]:
     known = _torch.known_value(value)
-    return x.dtype, x.device, x.requires_grad, x.is_leaf, tuple(x.shape), x.stride(), known
+    # A gradient may have sizes of the batch: those that are known to be the parameter's, strides of dims of size 1.
+    shape, stride = (tuple(map(_torch.size_key, sizes)) for sizes in (x.shape, x.stride()))
+    return x.dtype, x.device, x.requires_grad, x.is_leaf, shape, stride, known
 
 
 def _are_apart(owns: Sequence[_Own]) -> bool:
