@@ -19,7 +19,10 @@ from spmd.expand.phases import Phases
 from spmd.expand.stamp.watch import unwatched
 from spmd.expand.trace_errors import ONLY_CHECKS
 from spmd.expand.user_code import at_user_line, current_frames
+from spmd.expand.value_sizes import SIZED, advice
 from spmd.tensor.rules.lists import list_decompositions
+
+aten = torch.ops.aten
 
 
 def _only_checks(*_: Any, **__: Any) -> None:
@@ -35,6 +38,11 @@ def _conjugate(x: torch.Tensor | complex) -> torch.Tensor:
     return torch.full((), complex(x).conjugate(), dtype=torch.complex128)
 
 
+def _copied(op: _torch.OpOverload) -> Any:
+    """In the place of an op in place, of which torch's kernel makes numbers of sizes that are symbols."""
+    return lambda x, *args, **kwargs: x.copy_(op(x, *args, **kwargs))
+
+
 COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
 """The namespaces of torch's collectives: on global tensors they would add up what is the same on all ranks."""
 
@@ -42,13 +50,15 @@ COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
 class Normalise(_torch.TorchDispatchMode):
     """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
-    Numbers what is drawn. Refuses ops whose result sizes depend on values.
+    Numbers what is drawn. Refuses ops whose result sizes depend on values, unless an argument tells the size.
     """
 
     table = (
         list_decompositions()
         | DENSE_VIEWS
-        | {torch.ops.aten._linalg_check_errors.default: _only_checks, torch.ops.aten._conj.default: _conjugate}
+        | SIZED
+        | {aten._linalg_check_errors.default: _only_checks, aten._conj.default: _conjugate}
+        | {aten.tril_.default: _copied(aten.tril.default), aten.triu_.default: _copied(aten.triu.default)}
     )
 
     def __init__(self, phases: Phases, origins: Origins):
@@ -68,7 +78,7 @@ class Normalise(_torch.TorchDispatchMode):
                 f"{op}: the step changes torch's default dtype, which its program would not; give dtype= to what is "
                 f"made, or change it before the step{at_user_line(current_frames())}"
             )
-        if op is torch.ops.aten.detach.default and _is_kept_by_engine(args[0]):
+        if op is aten.detach.default and _is_kept_by_engine(args[0]):
             return _torch.same_value(args[0])
         _check_written(op, args)
         if op.namespace in COLLECTIVES:
@@ -90,8 +100,8 @@ class Normalise(_torch.TorchDispatchMode):
         self.constrained.note(op, args, kwargs, out)
         if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
             raise NotImplementedError(
-                f"{op}: the size of its result depends on values, which only the run knows; write it with ops that "
-                f"keep sizes, such as torch.where{at_user_line(current_frames())}"
+                f"{op}: the size of its result depends on values, which only the run knows; "
+                f"{advice(op)}{at_user_line(current_frames())}"
             )
         if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
             raise NotImplementedError(

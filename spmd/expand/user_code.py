@@ -56,5 +56,11 @@ def at_user_line(frames: Iterable[FrameType]) -> str:
     return ""
 
 
+def short_place(frames: Iterable[FrameType]) -> str:
+    """For a text in a program, which is the same on all hosts: the innermost of these frames that is the user's."""
+    found = next((frame for frame in frames if is_users(frame.f_code.co_filename)), None)
+    return "" if found is None else f" at {os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+
+
 def _line_of(frame: FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"

@@ -237,7 +237,7 @@ def seeds_in_a_fork(model, optimizer, x, y):
 
 UNKNOWN = r"decides by a value in a tensor, .* such as torch.where"
 READS = "reads the value of a tensor in Python .*; return the tensor, and read it after the step"
-SIZE = "the size of its result depends on values, .* such as torch.where"
+SIZE = "the size of its result depends on values, .*torch.where"
 FROZEN = "a Python value outside of modules, .*; return what is new, or change it between steps"
 
 TABLE = [

@@ -90,16 +90,27 @@ def histogramdd_from_bin_cts(self, bins, *, range=None, weight=None, density=Fal
 
 @register_decomposition(aten.bincount.default)
 def bincount(self, weights=None, minlength=0):
-    if self.ndim != 1 or not self.numel() or not is_distributed(self) or not reads_values(self):
+    if not is_counted(self, weights) or not self.numel() or not is_distributed(self) or not reads_values(self):
         return NotImplemented
     least, most = (numbers(best(self, [0], True))[0] for best in (aten.amin.default, aten.amax.default))
     if least < 0:
         return NotImplemented  # the op raises the error
+    return counted(self, weights, max(most + 1, minlength))
+
+
+def is_counted(x: torch.Tensor, weights: torch.Tensor | None) -> bool:
+    """Whether `bincount` takes these; the op raises the error where it does not."""
+    whole = not x.dtype.is_floating_point and not x.dtype.is_complex and x.dtype != torch.bool
+    return x.ndim == 1 and whole and (weights is None or weights.shape == x.shape)
+
+
+def counted(x: torch.Tensor, weights: torch.Tensor | None, n: int) -> torch.Tensor:
+    """What `bincount` gives where all values of x are in 0..n-1 and the result has n elements."""
     floats = weights is not None and weights.dtype == torch.float32
     dtype = torch.int64 if weights is None else torch.float32 if floats else torch.float64
-    each = aten.ones_like.default(self, dtype=dtype) if weights is None else aten._to_copy.default(weights, dtype=dtype)
-    zeros = aten.new_zeros.default(each, [max(most + 1, minlength)])
-    return aten.scatter_add.default(zeros, 0, aten._to_copy.default(self, dtype=torch.int64), each)
+    each = aten.ones_like.default(x, dtype=dtype) if weights is None else aten._to_copy.default(weights, dtype=dtype)
+    zeros = aten.new_zeros.default(each, [n])
+    return aten.scatter_add.default(zeros, 0, aten._to_copy.default(x, dtype=torch.int64), each)
 
 
 # ---- questions about whole tensors ------------------------------------------------------------

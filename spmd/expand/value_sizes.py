@@ -1,0 +1,52 @@
+"""Ops of a trace whose results have a size that depends on values: what they become where an argument says the size.
+
+    torch.bincount(x, minlength=5)      counts of 0 to 4, and an assert that x holds no other value
+    torch.bincount(x)                   an error: only the run knows how many counts there are
+
+On one device `bincount` gives more counts than `minlength` where x has a greater value. A program has one size for each
+result, so there such a value is an error, on all ranks, and not a result of another size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd import _torch
+from spmd.expand.user_code import current_frames, short_place
+from spmd.tensor.rules.counts import counted, is_counted
+
+aten = torch.ops.aten
+
+
+def bincount(x: torch.Tensor, weights: torch.Tensor | None = None, minlength: Any = 0) -> torch.Tensor:
+    """The counts of 0 to minlength - 1. NotImplemented where no size is given, or torch raises an error."""
+    if not is_counted(x, weights) or _torch.number_now(minlength) < 1:
+        return NotImplemented
+    if not x.numel():
+        return aten.new_zeros.default(x, [minlength], dtype=torch.int64)
+    inside = aten.logical_and.default(aten.ge.Scalar(x, 0), aten.lt.Scalar(x, minlength))
+    aten._assert_async.msg(aten.all.default(inside), f"bincount{short_place(current_frames())}: {_OUTSIDE}")
+    return counted(x, weights, minlength)
+
+
+_OUTSIDE = (
+    "a value is negative, or not smaller than minlength, which says how many counts a program gives; give a greater one"
+)
+
+SIZED = {aten.bincount.default: bincount}
+"""From an op to a function of the same arguments. The function returns NotImplemented where the size stays unknown."""
+
+ADVICE = {
+    aten.bincount.default: "give minlength, a number that is greater than all values",
+    aten.nonzero.default: "use torch.where(mask, x, y), or torch.nonzero_static(mask, size=n)",
+    aten.masked_select.default: "use torch.where(mask, x, y), and divide sums by mask.sum()",
+    aten.index.Tensor: "use torch.where(mask, x, y), and divide sums by mask.sum()",
+    aten.repeat_interleave.Tensor: "give output_size, the sum of the repeats",
+}
+"""What to write instead of an op. Of others, the words for all."""
+
+
+def advice(op: _torch.OpOverload) -> str:
+    return ADVICE.get(op, "write it with ops that keep sizes, such as torch.where")
