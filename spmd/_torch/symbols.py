@@ -235,7 +235,15 @@ def _ctc_loss(log_probs: torch.Tensor, targets, input_lengths, target_lengths, *
     return log_probs.new_empty(batch), log_probs.new_empty((batch, steps, 2 * max(target_lengths, default=0) + 1))
 
 
-_SHAPES = {torch.ops.aten._ctc_loss.default: _ctc_loss}
+def _diagonal(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """torch's kernel in C++ makes numbers of symbols."""
+    rest = [n for d, n in enumerate(x.shape) if d not in (dim1 % x.ndim, dim2 % x.ndim)]
+    rows, columns = x.shape[dim1] + min(offset, 0), x.shape[dim2] - max(offset, 0)
+    length = rows if rows == columns else torch.sym_max(torch.sym_min(rows, columns), 0)
+    return x.new_empty((*rest, length))
+
+
+_SHAPES = {torch.ops.aten._ctc_loss.default: _ctc_loss, torch.ops.aten.diagonal_copy.default: _diagonal}
 
 
 class Symbols:

@@ -20,6 +20,7 @@ from spmd import _torch
 from spmd.expand.covariances import corrcoef, cov
 from spmd.expand.interpolate import interpolate
 from spmd.expand.losses import ctc_loss
+from spmd.tensor.rules.diagonals import fill_diagonal_
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
@@ -144,5 +145,6 @@ REPLACEMENTS = {
     torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef, torch.Tensor.corrcoef: corrcoef,
     F.interpolate: interpolate,
+    torch.Tensor.fill_diagonal_: fill_diagonal_,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""

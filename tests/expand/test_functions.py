@@ -96,6 +96,36 @@ def test_nothing_is_computed_while_a_step_is_expanded():
     assert max(c.nbytes for c in program.collectives) == 1 << 34
 
 
+DIAGONALS = {
+    "filled": lambda x: (x * 1).fill_diagonal_(-1e9),
+    "filled, and read": lambda x: (x @ x.T).fill_diagonal_(float("-inf")).softmax(1),
+    "filled and wrapped": lambda x: x[:, :2].clone().fill_diagonal_(3, wrap=True),
+    "of three dims": lambda x: torch.stack([x[:3, :3]] * 3).fill_diagonal_(0.5),
+    "of bools": lambda x: torch.where(torch.ones(6, 4, dtype=torch.bool).fill_diagonal_(False), x, -x),
+    "of a view": lambda x: (y := x * 1, y.T[1:].fill_diagonal_(2), y[2:].sin_(), y)[-1],
+    "in inference mode": lambda x: torch.inference_mode()(lambda: (x * 1).fill_diagonal_(7))(),
+    "written": lambda x: (y := x * 1, y.diagonal(1).mul_(3), torch.diagonal(y).fill_(2), y)[-1],
+    "copied": lambda x: (y := x * 1, y.diagonal(-1).copy_(x[0]), y)[-1],
+    "masked": lambda x: (x * 1).masked_fill_(torch.eye(6, 4, dtype=torch.bool), -1.0),
+    "embedded": lambda x: torch.diag_embed(x, 1, 0, 2).sum(1),
+    "triangles": lambda x: (x * 1).tril_(-1) + (x * 2).triu_(),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_and_their_gradients(name, placement):
+    """Six rows on four ranks, one of which has none; four columns."""
+
+    def fn(x):
+        x = x.detach().requires_grad_()
+        out = DIAGONALS[name](x)
+        return torch.autograd.grad(out.nan_to_num(0, 0, 0).square().sum(), x)[0] if out.requires_grad else out
+
+    check(fn, (4, 1), {"x": {"a": placement}}, X)
+    check(DIAGONALS[name], (4, 1), {"x": {"a": placement}}, X)
+
+
 OUTS = {
     "a sum into bools": lambda x: torch.sum(torch.stack([x, -x]), 0, out=torch.empty(6, 4, dtype=torch.bool)),
     "a product into floats": lambda x: torch.prod(x.int(), 0, out=torch.empty(4, dtype=torch.float64)),

@@ -50,6 +50,24 @@ def tensor(*shape):
     return torch.linspace(-1.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
+DIAGONALS = {
+    "read": lambda x: x.diagonal() * 2,
+    "beside": lambda x: x.diagonal(-1) * x.shape[0],
+    "written": lambda x: (y := x * 1, y.diagonal().fill_(1), y)[-1],
+    "filled": lambda x: (x * 1).fill_diagonal_(2.0),
+    "triangles": lambda x: (x * 1).tril_() + (x * 2).triu_(1),
+}
+
+
+@pytest.mark.parametrize("name", DIAGONALS)
+def test_diagonals_and_triangles_have_symbols_for_sizes(name):
+    given = [(tensor(n, n),) for n in (6, 9, 3)]
+    found, captured = on_ranks(DIAGONALS[name], given)
+    assert captured == 1
+    for got, args in zip(found, given, strict=True):
+        torch.testing.assert_close(got, DIAGONALS[name](*args))
+
+
 PARTS = {
     "chunk": lambda x: x.chunk(3),
     "split": lambda x: x.split(x.shape[0] // 3),

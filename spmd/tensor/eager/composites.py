@@ -19,6 +19,7 @@ from spmd import _torch
 from spmd.tensor.eager import plain_tensors
 from spmd.tensor.eager.prod_gradient import prod, prod_along
 from spmd.tensor.eager.rms_norm import rms_norm
+from spmd.tensor.rules import diagonals
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
@@ -119,7 +120,14 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return (self.unsqueeze(-1) == torch.arange(n, device=self.device)).long()
 
 
+def fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
+    """torch writes a fill of `as_strided`."""
+    with plain_tensors.made_by_torch():
+        return diagonals.fill_diagonal_(self, fill_value, wrap)
+
+
 composites = {
+    aten.fill_diagonal_.default: fill_diagonal_,
     aten.vander.default: vander,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten.linear.default: linear,

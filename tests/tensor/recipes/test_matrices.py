@@ -42,6 +42,34 @@ def test_writes_are_those_of_one_device():
     agree_at_once(lambda x: x.clone().tril_(1).triu_(), [smooth(5, 4)], [[S0, S1]], [[S1, R]])
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (5, 7), (7, 2), (1, 3), (3, 3, 3)], ids=str)
+def test_filled_diagonals_are_those_of_one_device(shape):
+    def fn(x):
+        y, mask = x * 2, torch.ones_like(x, dtype=torch.bool)
+        y.transpose(0, 1).fill_diagonal_(0.5)
+        y.fill_diagonal_(-1e9, wrap=True)
+        return y, (x * 1).fill_diagonal_(3), mask.fill_diagonal_(False)
+
+    agree_at_once(fn, [smooth(*shape)], *[[placing] for placing in LIE])
+
+
+def test_a_filled_diagonal_sends_nothing():
+    with spmd.LocalTensorMode(4) as mode:
+        x = placed(smooth(5, 7).detach(), [S0, S1], mesh_of((2, 2)))
+        before = len(mode.sent)
+        x.fill_diagonal_(1.0)
+        assert len(mode.sent) == before
+
+
+WRONG = [((4,), "two dims or more"), ((2, 3, 2), "equal length")]
+
+
+@pytest.mark.parametrize("shape, said", WRONG, ids=str)
+def test_what_has_no_diagonal_is_an_error(shape, said):
+    with spmd.LocalTensorMode(4), pytest.raises(RuntimeError, match=said):
+        placed(smooth(*shape).detach(), [S0, R], mesh_of((2, 2))).fill_diagonal_(1)
+
+
 def test_a_view_that_had_to_be_copied_is_read_up_to_date():
     """x[1:] of sharded rows is a copy. Recipes read it after a write into x, as all other ops do."""
 
