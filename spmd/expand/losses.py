@@ -1,6 +1,7 @@
-"""`ctc_loss` in a trace: its mean divides by lengths, of which torch makes a tensor in C++, with memory of its own.
+"""`ctc_loss` in a trace, where torch would read its lengths, or make a tensor of them in C++.
 
-    F.ctc_loss(x, targets, (7, 6), (3, 2))  ->  the loss of each sequence, divided by its length; their mean
+    F.ctc_loss(x, targets, (7, 6), (3, 2))    the loss of each sequence, divided by the length of its target; their mean
+    F.ctc_loss(x, targets, lengths, wanted)   the same by ops that read the lengths where they run (`ctc_lengths`)
 """
 
 from __future__ import annotations
@@ -10,19 +11,42 @@ from typing import Any
 
 import torch
 
-NONE, MEAN = 0, 1
+from spmd.tensor.recipes import ctc_lengths
+
+NONE, MEAN, SUM = range(3)
+REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 
 def ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: int | str = MEAN, zero_infinity: bool = False,
 ) -> Any:  # fmt: skip
-    """The loss, its mean or sum. NotImplemented where torch's own way works: lengths in tensors, or no mean."""
-    if reduction not in (MEAN, "mean") or not _are_numbers(input_lengths) or not _are_numbers(target_lengths):
+    """The loss, its mean or sum. NotImplemented where torch's own way works: lengths that are numbers, and no mean."""
+    how = REDUCTIONS.get(reduction, reduction)
+    if isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor):
+        lengths = [n.detach().reshape(-1) for n in (input_lengths, target_lengths)]
+        each = _each(log_probs, targets, *lengths, blank, zero_infinity)
+        divisors = lengths[1].clamp_min(1)
+    elif how == MEAN and _are_numbers(input_lengths) and _are_numbers(target_lengths):
+        each = torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, NONE, zero_infinity)
+        divisors = torch.tensor([max(n, 1) for n in target_lengths], dtype=each.dtype, device=each.device)
+    else:
         return NotImplemented
-    each = torch.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, NONE, zero_infinity)
-    lengths = torch.tensor([max(n, 1) for n in target_lengths], dtype=each.dtype, device=each.device)
-    return (each / (lengths if each.ndim else lengths[0])).mean()
+    if how == MEAN:
+        return (each / (divisors if each.ndim else divisors[0])).mean()
+    return each.sum() if how == SUM else each
+
+
+def _each(
+    log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor,
+    blank: int, zero_infinity: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The loss of each sequence; of one that is no batch, a number."""
+    x = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
+    found = ctc_lengths.ctc_loss(x, targets, input_lengths, target_lengths, blank, zero_infinity)
+    if zero_infinity:
+        found = torch.where(found == torch.inf, 0, found)
+    return found if log_probs.ndim == 3 else found.squeeze(0)
 
 
 def _are_numbers(lengths: Any) -> bool:

@@ -82,6 +82,31 @@ def test_ctc_loss_and_its_gradient(dim, reduction):
     check(fn, (3, 1), {"x": {"a": Shard(dim)}}, LOGITS, TARGETS)
 
 
+LENGTHS = torch.tensor([7, 6, 2, 7]), torch.tensor([3, 2, 0, 3])
+LISTED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS[1].tolist(), strict=True)])
+CTC = {
+    "arguments": lambda x, *given: F.ctc_loss(x, *given, zero_infinity=True),
+    "arguments, for a list of targets": lambda x, *given: F.ctc_loss(x, *given, zero_infinity=True),
+    "made in the step": lambda x, t, *_: F.ctc_loss(x, t, torch.full((4,), 7), torch.tensor([3, 2, 1, 3]), 4, "sum"),
+    "no batch": lambda x, t, *_: F.ctc_loss(x[:, 0], t[0], torch.tensor(7), torch.tensor(3)),
+    "a module": lambda x, t, *given: torch.nn.CTCLoss(0, "none", True)(x, t.int(), *[n.int() for n in given]),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("name", CTC)
+def test_ctc_losses_with_lengths_in_tensors(name, dim):
+    def fn(x, targets, listed, *lengths):
+        x = x.detach().requires_grad_()
+        given = listed if "list" in name else targets
+        loss = CTC[name](x.log_softmax(-1), given, *lengths).nan_to_num(0, 0, 0)
+        (found,) = torch.autograd.grad(loss.sum(), x)
+        return torch.cat([found.flatten(), loss.flatten()])
+
+    placed = {"x": {"a": Shard(dim)}, "targets": {"a": Shard(0)}} if dim is not None else {"targets": {"a": Shard(0)}}
+    check(fn, (3, 1), placed, LOGITS, TARGETS, LISTED, *LENGTHS)
+
+
 def test_nothing_is_computed_while_a_step_is_expanded():
     """Nor is memory taken: the values of this step have 2 to 512 GB each."""
     x, y = (torch.zeros(1).expand(1 << 17, 1 << n) for n in (12, 20))

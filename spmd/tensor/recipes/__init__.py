@@ -14,13 +14,24 @@ from dataclasses import replace
 from spmd._torch import pytree
 from spmd.comm.chunk import Packed
 from spmd.tensor.call import Call
-from spmd.tensor.recipes import attention, blocks, convolutions, ctc, distances, matrices, pooling, scatters, vocabulary
+from spmd.tensor.recipes import (
+    attention,
+    blocks,
+    convolutions,
+    ctc,
+    ctc_lengths,
+    distances,
+    matrices,
+    pooling,
+    scatters,
+    vocabulary,
+)  # fmt: skip
 from spmd.tensor.recipes.recipe import Recipe
 from spmd.tensor.spec import Spec
 
 MADE_IN_SHARDS = vocabulary.MADE_IN_SHARDS
 RECIPES = {}
-for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, convolutions, pooling, attention):
+for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, ctc_lengths, convolutions, pooling, attention):
     RECIPES |= _recipes.RECIPES
 
 

@@ -4,7 +4,7 @@
 
 The lengths are lists of numbers for the global batch. Where the scores are sharded in time or by class, they are moved
 to the batch. The targets may be one long list of all sequences, one behind the other; then every rank has all of it.
-torch does not know the shapes of this op, so no program can be captured with it.
+Lengths in tensors are read first by DTensors (`rules/counts.py`); for programs see `ctc_lengths`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spmd.tensor.spec import Spec
 aten = torch.ops.aten
 
 
-def _over_batch(x: Spec) -> tuple[tuple[int, ...], Unit]:
+def over_batch(x: Spec) -> tuple[tuple[int, ...], Unit]:
     """The axes that shard the batch of the scores, and its unit. The axes that shard another dim are added."""
     more = x.dims[0] + x.dims[2]
     return x.dims[1] + more, 1 if more else x.units[1]
 
 
-def _batched(x: Spec, axes: tuple[int, ...], unit: Unit, dim: int = 0) -> Spec:
+def batched(x: Spec, axes: tuple[int, ...], unit: Unit, dim: int = 0) -> Spec:
     """The spec with the batch, at this dim, sharded by these axes."""
     return x.moved_to(
         tuple(axes if d == dim else () for d in range(x.ndim)), tuple(unit if d == dim else 1 for d in range(x.ndim))
@@ -38,8 +38,8 @@ def _batched(x: Spec, axes: tuple[int, ...], unit: Unit, dim: int = 0) -> Spec:
 def _operands(call: Call, axes: tuple[int, ...], unit: Unit) -> tuple[Spec, Spec]:
     """The scores and the targets."""
     targets = call["targets"]
-    of_targets = _batched(targets, axes, unit) if targets.ndim > 1 else targets.moved_to(((),))
-    return _batched(call["log_probs"], axes, unit, 1), of_targets
+    of_targets = batched(targets, axes, unit) if targets.ndim > 1 else targets.moved_to(((),))
+    return batched(call["log_probs"], axes, unit, 1), of_targets
 
 
 def _statics(call: Call) -> tuple:
@@ -50,10 +50,10 @@ def ctc_loss(call: Call) -> Recipe | None:
     x = call["log_probs"]
     if x.ndim != 3 or x.is_replicated:
         return None
-    axes, unit = _over_batch(x)
+    axes, unit = over_batch(x)
     ins = _operands(call, axes, unit)
     outs = tuple(
-        _batched(Spec.of(x.mesh, o.shape, o.dtype, stride=o.stride), axes, unit) for o in call.outs
+        batched(Spec.of(x.mesh, o.shape, o.dtype, stride=o.stride), axes, unit) for o in call.outs
     )
     return Recipe(ins, outs, local_ctc_loss, ins[0], _statics(call))
 
@@ -62,9 +62,9 @@ def ctc_loss_backward(call: Call) -> Recipe | None:
     x = call["log_probs"]
     if x.ndim != 3 or x.is_replicated:
         return None
-    axes, unit = _over_batch(x)
+    axes, unit = over_batch(x)
     scores, targets = _operands(call, axes, unit)
-    grad, loss, alpha = (_batched(call[name], axes, unit) for name in ("grad", "neg_log_likelihood", "log_alpha"))
+    grad, loss, alpha = (batched(call[name], axes, unit) for name in ("grad", "neg_log_likelihood", "log_alpha"))
     ins = grad, scores, targets, loss, alpha
     return Recipe(ins, (scores.with_tensor(x.shape),), local_ctc_loss_backward, scores, _statics(call))
 

@@ -29,8 +29,8 @@ def numbers(x: torch.Tensor) -> list:
 
 
 def lengths(x: torch.Tensor) -> list[int]:
-    """The numbers in a 1-D tensor that may be sharded."""
-    return [aten._local_scalar_dense.default(each) for each in aten.unbind.int(aten.unsqueeze.default(x, 1))]
+    """The numbers in a tensor of one dim, or none, that may be sharded."""
+    return [aten._local_scalar_dense.default(each) for each in aten.unbind.int(aten.reshape.default(x, [-1, 1]))]
 
 
 # ---- losses -----------------------------------------------------------------------------------

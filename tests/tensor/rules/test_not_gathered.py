@@ -148,6 +148,14 @@ def test_ctc_losses_are_those_of_one_device():
         assert not debug.fallbacks(), debug.fallbacks()
 
 
+def test_the_ctc_loss_of_one_sequence_takes_lengths_without_dims():
+    def loss(x, targets, *lengths):
+        return F.ctc_loss(x.log_softmax(1), targets, *lengths)
+
+    given = [smooth(7, 4).detach().requires_grad_(), torch.tensor([1, 2, 2]), torch.tensor(7), torch.tensor(3)]
+    agree_at_once(loss, given, [[S0, S1], [S0, R], [R, R], [R, R]])
+
+
 def test_a_singular_matrix_of_a_batch_is_named():
     """One flag is reduced; if it is set, the op says which matrix it was, as on one device."""
     x = solvable(smooth(5, 3, 3).detach())
