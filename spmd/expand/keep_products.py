@@ -17,6 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.checks import gaussian_nll_loss
 from spmd.expand.covariances import corrcoef, cov
 from spmd.expand.interpolate import interpolate
 from spmd.expand.losses import ctc_loss
@@ -145,6 +146,6 @@ REPLACEMENTS = {
     torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef, torch.Tensor.corrcoef: corrcoef,
     F.interpolate: interpolate,
-    torch.Tensor.fill_diagonal_: fill_diagonal_,
+    torch.Tensor.fill_diagonal_: fill_diagonal_, F.gaussian_nll_loss: gaussian_nll_loss,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""

@@ -26,7 +26,7 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
             "torch.where, or move it out of the step"
         )
     if isinstance(error, AssertionError) and "token for effect" in text:
-        return NotImplementedError, ONLY_CHECKS
+        return NotImplementedError, ONLY_ACTS
     simulated = isinstance(error, TypeError) and "LocalTensor" in text  # it meets no traced tensor
     if simulated or (isinstance(error, AssertionError) and "FakeTensor" in text):
         return RuntimeError, (
@@ -52,9 +52,9 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
     return None
 
 
-ONLY_CHECKS = (
-    "calls an op that only checks, prints or communicates, which has no place in a program; use a variant without, "
-    "such as torch.linalg.inv_ex, and leave collectives to the compiler: a step computes with global tensors"
+ONLY_ACTS = (
+    "calls an op that only prints or communicates, which has no place in a program; call it after the step, and leave "
+    "collectives to the compiler: a step computes with global tensors"
 )
 
 READS_A_VALUE = ".numpy() is not supported", "passed to FunctionalTensor.__format__", "but got FunctionalTensor"

@@ -9,6 +9,7 @@ import torch
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.checks import check_errors
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Numbering, is_taken_apart
@@ -17,17 +18,11 @@ from spmd.expand.origins import Origins
 from spmd.expand.outs import write_out
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.watch import unwatched
-from spmd.expand.trace_errors import ONLY_CHECKS
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.expand.value_sizes import SIZED, advice
 from spmd.tensor.rules.lists import list_decompositions
 
 aten = torch.ops.aten
-
-
-def _only_checks(*_: Any, **__: Any) -> None:
-    """Functionalisation refuses it by itself since torch 2.13. Before, the check would be left out of the program."""
-    raise NotImplementedError(f"the step {ONLY_CHECKS}{at_user_line(current_frames())}")
 
 
 def _conjugate(x: torch.Tensor | complex) -> torch.Tensor:
@@ -57,7 +52,7 @@ class Normalise(_torch.TorchDispatchMode):
         list_decompositions()
         | DENSE_VIEWS
         | SIZED
-        | {aten._linalg_check_errors.default: _only_checks, aten._conj.default: _conjugate}
+        | {aten._linalg_check_errors.default: check_errors, aten._conj.default: _conjugate}
         | {aten.tril_.default: _copied(aten.tril.default), aten.triu_.default: _copied(aten.triu.default)}
     )
 
