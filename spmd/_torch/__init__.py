@@ -181,12 +181,13 @@ from spmd._torch.simulated_distributed import DistributedState, simulated_distri
 from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked, number_now
 from spmd._torch.symbols import (
+    FUNCTIONS_OF_NUMBERS,
     Conditions,
     Symbols,
     is_symbol,
     known_value,
     size_key,
-    symbolic_min_max,
+    symbolic_math,
     symbolic_number,
     unknown_value_errors,
 )

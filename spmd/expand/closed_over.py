@@ -326,9 +326,10 @@ class Search:
                 self.value(f"{name}.{attribute}", vars(owner)[attribute], names)
             elif not isinstance(owner, types.ModuleType):
                 for base in type(owner).__mro__:
-                    fn = _function_of(vars(base).get(attribute))
-                    if fn is not None and not self.is_foreign(fn.__module__):
-                        self.method(fn, owner, name)
+                    found = vars(base).get(attribute)
+                    for fn in (_function_of(found), getattr(found, "fset", None)):
+                        if isinstance(fn, types.FunctionType) and not self.is_foreign(fn.__module__):
+                            self.method(fn, owner, name)
 
     def is_object(self, value: Any) -> bool:
         """Whether it is an object of a class of the user, a namespace, or a module of Python that the user wrote."""

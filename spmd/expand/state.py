@@ -119,7 +119,7 @@ class State:
                 entries = optimizer.state.get(p, {})  # a defaultdict: [] would make an entry
                 kept = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor)}
                 found |= {Slot("optimizer", path, root, k): v for k, v in kept.items()}
-        hyper = {path: v for path, v in self.hyper_parameters() if isinstance(v, torch.Tensor)}
+        hyper = _by_first_name((path, v) for path, v in self.hyper_parameters() if isinstance(v, torch.Tensor))
         return found | {Slot("hyper", path): v for path, v in hyper.items()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -314,7 +314,13 @@ class State:
                 place.set(new[path])
 
     def set_hyper_parameters(self, new: dict[str, Any]) -> None:
-        """Set the hyper-parameters of these paths to other values."""
+        """Set the hyper-parameters of these paths to other values. Several groups may have one tensor, as torch gives
+        it to them: where its first name gets another value, they all do."""
+        held = [(path, v) for path, v in self.hyper_parameters() if isinstance(v, torch.Tensor)] if new else []
+        first: dict[int, str] = {}
+        for path, v in held:
+            first.setdefault(id(v), path)
+        new = new | {path: new[first[id(v)]] for path, v in held if first[id(v)] in new}
         for path, group in self.groups() if new else ():
             for key, value in list(group.items()):
                 if key != "params":

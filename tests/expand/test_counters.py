@@ -1,6 +1,7 @@
 """Numbers that a step keeps in Python, from call to call: in modules, optimisers, objects and variables."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,6 +69,15 @@ class Inside(nn.Sequential):
         super().__init__(*[nn.Sequential(Counts(), nn.Tanh()) for _ in range(4)])
 
 
+class Anneals(Linear):
+    """By functions of Python's math."""
+
+    def forward(self, x):
+        self.calls += 1
+        tau = 0.5 * (1 + math.cos(math.pi * self.calls / 9)) + 0.9 * (1 - math.exp(-self.calls / 3))
+        return super().forward(x) * (tau + math.sqrt(self.calls)) + math.log(self.calls)
+
+
 class Rows(Linear):
     """Keeps a size, and so a number of another kind of source."""
 
@@ -93,8 +103,16 @@ class Average:
 
 class Trainer:
     def __init__(self, model, optimizer):
-        self.model, self.optimizer, self.steps = model, optimizer, 0
+        self.model, self.optimizer, self._steps = model, optimizer, 0
         self.average = Average(model)
+
+    @property
+    def steps(self):
+        return self._steps
+
+    @steps.setter
+    def steps(self, n):
+        self._steps = n
 
     def step(self, x):
         self.steps += 1
@@ -255,6 +273,7 @@ KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "a count": (lambda: of_model(Counts), 2),
     "a branch": (lambda: of_model(EveryThird), 2),
     "a float": (lambda: of_model(Decays), 1),
+    "functions of a count": (lambda: of_model(Anneals), 1),
     "a size": (lambda: of_model(Rows), 1),
     "set by code that is not read": (lambda: of_model(InLibraryCode), 3),
     "blocks": (lambda: of_model(Inside), 2),

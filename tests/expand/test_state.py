@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn, optim
 
+import spmd
 from spmd.expand.state import Slot, State, named_leaves
 from tests.expand.side_by_side import Case, same, tensors, train_step
 
@@ -219,3 +220,36 @@ def test_leaves_have_dotted_paths():
 def test_other_arguments_are_refused():
     with pytest.raises(TypeError, match=r"argument data.1 is a generator: a compiled step takes modules, optim"):
         State.of({"data": [1, (i for i in range(3))]})
+
+
+def test_groups_may_have_one_rate_in_a_tensor():
+    """As torch gives it to them; whoever changes it between calls changes it for all."""
+
+    def trained(prepare):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+        rate = torch.tensor(0.1, dtype=torch.float64)
+        groups = [{"params": part.parameters(), "betas": (0.8, 0.9)} for part in model]
+        optimizer = torch.optim.Adam(groups, lr=rate, foreach=False)
+
+        def train(model, optimizer, x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = prepare(train)
+        for call in range(4):
+            step(model, optimizer, torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3))
+            if call == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            for group in optimizer.param_groups[:1]:
+                group["lr"].mul_(0.5)
+        return [p.full_tensor() if isinstance(p, spmd.DTensor) else p for p in (*model.parameters(), group["lr"])]
+
+    want = trained(lambda step: step)
+    with spmd.LocalTensorMode(2):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        got = trained(lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": spmd.Shard(0)}}))
+        torch.testing.assert_close([x.detach().reconcile() for x in got], [x.detach() for x in want])
