@@ -108,7 +108,10 @@ def expand(
             reads.end(node)
             outputs = expander.output(node, output_names, output_spec)
         elif not reads.write(node):
-            expander.write(node)
+            try:
+                expander.write(node)
+            except NotImplementedError as error:
+                raise NotImplementedError(f"{error}\n  at {expander.line}" if expander.line else str(error)) from error
         expander.move_to_final_spec(node)
         reads.begin(node)
     if values is not None:

@@ -19,11 +19,14 @@ from torch.overrides import TorchFunctionMode
 from spmd import _torch
 from spmd.expand.checks import gaussian_nll_loss
 from spmd.expand.covariances import corrcoef, cov
+from spmd.expand.dense_views import as_strided
 from spmd.expand.interpolate import interpolate
 from spmd.expand.losses import ctc_loss
+from spmd.expand.user_code import current_frames, short_place
 from spmd.tensor.rules.diagonals import fill_diagonal_
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
+from spmd.tensor.rules.spectra import centred_stft, istft
 
 aten = torch.ops.aten
 
@@ -141,11 +144,17 @@ def einsum(equation: Any, *operands: Any) -> Any:
         return product(equation, tensors)
 
 
+def _istft(*args: Any, **kwargs: Any) -> Any:
+    return istft(*args, **kwargs, where=short_place(current_frames()))
+
+
 REPLACEMENTS = {
     F.linear: linear, torch.matmul: matmul, torch.Tensor.matmul: matmul, torch.Tensor.__matmul__: matmul,
     torch.einsum: einsum, torch.ctc_loss: ctc_loss, F.ctc_loss: ctc_loss,
     torch.cov: cov, torch.Tensor.cov: cov, torch.corrcoef: corrcoef, torch.Tensor.corrcoef: corrcoef,
     F.interpolate: interpolate,
     torch.Tensor.fill_diagonal_: fill_diagonal_, F.gaussian_nll_loss: gaussian_nll_loss,
+    torch.stft: centred_stft, torch.Tensor.stft: centred_stft, torch.istft: _istft, torch.Tensor.istft: _istft,
+    torch.as_strided: as_strided, torch.Tensor.as_strided: as_strided,
 }  # fmt: skip
 """The functions that are replaced, with their replacements."""

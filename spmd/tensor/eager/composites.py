@@ -19,7 +19,7 @@ from spmd import _torch
 from spmd.tensor.eager import plain_tensors
 from spmd.tensor.eager.prod_gradient import prod, prod_along
 from spmd.tensor.eager.rms_norm import rms_norm
-from spmd.tensor.rules import diagonals
+from spmd.tensor.rules import diagonals, spectra
 from spmd.tensor.rules.einsum import product
 from spmd.tensor.rules.products import is_kept_as_one_op, matmul_backward
 
@@ -63,7 +63,6 @@ MAKES_PLAIN = (
     aten.combinations.default,  # a mask of pairs
     aten.quantile.default, aten.quantile.scalar, aten.nanquantile.default, aten.nanquantile.scalar,  # ranks
     aten.linalg_matrix_power.default, aten.matrix_power.default,  # an identity
-    aten.istft.default,  # a window
 )  # fmt: skip
 """Ops that make plain tensors from sizes and numbers, and combine them with DTensors: all of them in torch's op_db."""
 
@@ -120,6 +119,18 @@ def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return (self.unsqueeze(-1) == torch.arange(n, device=self.device)).long()
 
 
+def _made_of(op: _torch.OpOverload, function: Callable) -> Callable:
+    """A function in the place of the op; torch's own way where it gives NotImplemented."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        plain_tensors.check_arguments(op, (args, kwargs))
+        with plain_tensors.made_by_torch():
+            out = function(*args, **kwargs)
+            return _torch.decomposed(op, *args, **kwargs) if out is NotImplemented else out
+
+    return run
+
+
 def fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> torch.Tensor:
     """torch writes a fill of `as_strided`."""
     with plain_tensors.made_by_torch():
@@ -128,6 +139,9 @@ def fill_diagonal_(self: torch.Tensor, fill_value: Any, wrap: bool = False) -> t
 
 composites = {
     aten.fill_diagonal_.default: fill_diagonal_,
+    aten.stft.default: _made_of(aten.stft.default, spectra.stft),
+    aten.stft.center: _made_of(aten.stft.center, spectra.centred_stft),
+    aten.istft.default: _made_of(aten.istft.default, spectra.istft),
     aten.vander.default: vander,
     aten.tensor_split.tensor_indices_or_sections: tensor_split,
     aten.linear.default: linear,
