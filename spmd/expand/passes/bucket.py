@@ -29,7 +29,7 @@ from spmd.expand.nodes import added, read_instead
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.room import Room
 from spmd.expand.program import Program
-from spmd.expand.timeline.work import Lives, keeps_sent
+from spmd.expand.timeline.alive import alive_until
 from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.collective_moves import AllGather, Exchange
@@ -60,9 +60,10 @@ def bucketed(
     the transport reduces an element in the same way wherever it is in the buffer.
     """
     sent = (*kinds, Exchange.kind) if "all_gather" in kinds else kinds
-    if not any(isinstance(n.target, Step) and n.target.kind in sent for n in program.graph.nodes):
+    sending = [n for n in program.graph.nodes if isinstance(n.target, Step) and n.target.kind in sent]
+    if not sending:
         return program
-    room, terms = _room(program) if mb is None or keeps_memory else (Room([], inf), {})
+    room, terms = _room(program, sending) if mb is None or keeps_memory else (Room([], inf), {})
     program, sizes = replace(program) if own else copied(program), _Sizes(mb, first_mb)
     places = {node: i for i, node in enumerate(program.graph.nodes)}
     _Packer(program.graph, sizes, frozenset(kinds) - {"all_gather"}, places, room, terms).pack()
@@ -71,19 +72,16 @@ def bucketed(
     return program
 
 
-def _room(program: Program) -> tuple[Room, dict[int, int]]:
+def _room(program: Program, sending: Sequence[fx.Node]) -> tuple[Room, dict[int, int]]:
     """Room for what leaves the most bytes that are alive what they are; and by place the bytes of the terms that come
-    for a reduction, which are there until it is read.
-
-    An op of several results may be written as several, between which operands are freed: so what is alive beside it is
-    at most what is said, and the most is looked for elsewhere.
+    for a reduction, which are there until it is read. Of places behind those where these nodes are sent, and where what
+    is gathered is read first, nothing is asked.
     """
-    lives, held = Lives.of(program)
-    alive = np.array(lives.alive(range(len(lives.makes)), held, keeps_sent(program)), np.int64)
-    single = [type(node.meta.get("spec")) is not tuple or node.op == "output" for node in program.graph.nodes]
-    limit = int(alive[single].max())
-    terms = {i: sends.terms for i, sends in enumerate(lives.sends) if sends and sends.terms}
-    return Room(np.minimum(alive, limit), limit), terms
+    gathers = [node for node in sending if node.target.kind in (AllGather.kind, Exchange.kind)]
+    read = [min(node.users) for node in gathers if node.users]  # nodes compare by their places
+    nbytes, most, sends = alive_until(program, [*sending, *read])
+    terms = {i: each.terms for i, each in enumerate(sends) if each and each.terms}
+    return Room(np.minimum(nbytes, most), most), terms
 
 
 @dataclass(frozen=True)

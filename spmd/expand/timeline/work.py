@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 
+Life = tuple[tuple[int, ...], tuple[int, ...], int, int, "Sending | None", bool]
+"""What memory asks of a task: its `reads`, `waits`, `makes`, `shows`, `sends` and `is_op`."""
+
+
 class Task(NamedTuple):
     """A node of a program. Other tasks are named by their places in the program.
 
@@ -71,13 +75,9 @@ class Lives(NamedTuple):
     is_op: list[bool]
 
     @classmethod
-    def of(cls, program: Program) -> tuple[Lives, int]:
-        """Those of a program, and the bytes that it holds all the time: without prices of ops, lines, and what a task
-        follows, which take most of the time to find, and which memory does not ask for."""
-        reader = _Reader(program)
-        prices = Prices(program.mesh)
-        nodes = reader.read(prices)
-        return reader.lives(nodes, prices), reader.held(nodes)
+    def of(cls, tasks: Sequence[Life]) -> Lives:
+        """Those of tasks, in the order of their places."""
+        return cls(*map(list, zip(*tasks, strict=True))) if tasks else cls(*[[] for _ in cls._fields])
 
     def alive(self, order: Sequence[int], held: int, keeps_sent: bool) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs; the last two as `Work` has them."""
@@ -143,13 +143,12 @@ class Work:
     @classmethod
     def of(cls, program: Program, topology: MeshTopoInfo | None = None) -> Work:
         """The tasks of a program, priced on the topology of its mesh or on another one."""
-        return _Reader(program).work(topology)
+        return Reader(program).work(topology)
 
     @cached_property
     def lives(self) -> Lives:
         """What memory asks of its tasks."""
-        fields = zip(*[(t.reads, t.waits, t.makes, t.shows, t.sends, t.is_op) for t in self.tasks], strict=True)
-        return Lives(*(map(list, fields) if self.tasks else [[] for _ in Lives._fields]))
+        return Lives.of([(t.reads, t.waits, t.makes, t.shows, t.sends, t.is_op) for t in self.tasks])
 
     def memory(self, order: Sequence[int]) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs."""
@@ -162,12 +161,14 @@ def keeps_sent(program: Program) -> bool:
 
 
 @dataclass
-class _Reader:
-    """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's. sent: of what
-    is sent and of the pieces of buckets, where it is sent. scattered: the last bucket of reduce-scatters."""
+class Reader:
+    """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's. writable: what
+    may be overwritten. sent: of what is sent and of the pieces of buckets, where it is sent. scattered: the last bucket
+    of reduce-scatters."""
 
     program: Program
     host_is_apart: bool = False
+    writable: set[fx.Node] = field(default_factory=set)
     places: dict[fx.Node, int] = field(default_factory=dict)
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sent: dict[fx.Node, int] = field(default_factory=dict)
@@ -177,16 +178,17 @@ class _Reader:
     def work(self, topology: MeshTopoInfo | None) -> Work:
         prices = Prices(self.program.mesh, topology)
         nodes = self.read(prices)
-        lives, barriers = self.lives(nodes, prices), self._barriers(nodes)
-        ways = zip(nodes, zip(*lives, strict=True), barriers, strict=True)
+        self.find_overwriting(nodes)
+        ways = zip(nodes, self.lives(nodes, prices), self._barriers(nodes), strict=True)
         tasks = tuple([self._task(node, prices, of_memory, barrier) for node, of_memory, barrier in ways])
         return Work(tasks, self.held(nodes), keeps_sent(self.program))
 
     def read(self, prices: Prices) -> list[fx.Node]:
-        """The nodes, of which is found what is shown, sent and overwritten."""
+        """The nodes, of which is found what is shown and sent."""
         nodes = list(self.program.graph.nodes)
         self.host_is_apart = prices.topology.machine.host is not None
         self.places = {node: i for i, node in enumerate(nodes)}
+        self.writable = self._owned(nodes)
         for node in nodes:
             if isinstance(node.target, _torch.OpOverload):  # most nodes: they send nothing
                 self.shows[node] = self.shows[node.args[0]] if _shows_first(node.target) else node
@@ -196,11 +198,10 @@ class _Reader:
                 self.sent[node] = self.places[node]
             elif _is_piece(node) and not is_cut(node):
                 self.sent[node] = self.places[node.args[0]]
-        self._find_overwriting(nodes)
         return nodes
 
-    def lives(self, nodes: Sequence[fx.Node], prices: Prices) -> Lives:
-        """What memory asks of the tasks of these nodes."""
+    def lives(self, nodes: Sequence[fx.Node], prices: Prices) -> list[Life]:
+        """What memory asks of the tasks of these nodes, which come next."""
         places, shows, waits_for_nothing = self.places, self.shows, self.sent.keys().isdisjoint
         found = []
         for node in nodes:
@@ -211,19 +212,19 @@ class _Reader:
             reads = tuple([places[n] for n in operands])
             if isinstance(node.target, _torch.OpOverload):  # most nodes
                 waits = () if waits_for_nothing(operands) else self._waits(node, prices.exchanges_terms)
-                makes = _made(node) if shown is node else 0
+                makes = made(node) if shown is node else 0
                 found.append((reads, waits, makes, places[shown], None, True))
                 continue
             is_called = node.op.startswith("call")
             is_op = is_called and (node.target is not operator.getitem or is_cut(node))
             waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
-            makes = _made(node) if is_called and shown is node and not self._is_away(node) else 0
+            makes = made(node) if is_called and shown is node and not self._is_away(node) else 0
             found.append((reads, waits, makes, places[shown], prices.sending(node), is_op))
-        return Lives(*map(list, zip(*found, strict=True)))
+        return found
 
     def held(self, nodes: Sequence[fx.Node]) -> int:
         """Bytes of the inputs and constants."""
-        return sum([_made(n) for n in self._held(nodes)])
+        return sum([made(n) for n in self._held(nodes)])
 
     def _held(self, nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
         """The inputs and constants. Old gradients that nothing reads are freed before the program runs."""
@@ -233,8 +234,7 @@ class _Reader:
             if node.op in ("placeholder", "get_attr") and (kind != "grad" or node.users):
                 yield node
 
-    def _task(self, node: fx.Node, prices: Prices, of_memory: tuple, barrier: tuple[int, ...]) -> Task:
-        """of_memory: its entries of `Lives`."""
+    def _task(self, node: fx.Node, prices: Prices, of_memory: Life, barrier: tuple[int, ...]) -> Task:
         reads, waits, makes, shows, sends, is_op = of_memory
         places = self.places
         follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
@@ -266,9 +266,10 @@ class _Reader:
         return tuple(dict.fromkeys([*earlier, *[self.sent[n] for n in operands if n in self.sent]]))
 
     # ---- what is written in place -------------------------------------------------------------
-    def _find_overwriting(self, nodes: Sequence[fx.Node]) -> None:
-        """Find the ops that will write into their first operand, and the readers that they must come behind."""
-        writable = self._owned(nodes)
+    def find_overwriting(self, nodes: Sequence[fx.Node]) -> None:
+        """Find which of these nodes, which come next, will write into their first operand, and the readers that they
+        must come behind."""
+        writable = self.writable
         for node in nodes:
             if node.target is adamw:
                 self._find_update(node, writable)
@@ -367,7 +368,7 @@ def _shows_first(op: _torch.OpOverload) -> bool:
     return _torch.is_view(op) or op in SAFE_LOCALLY.values()
 
 
-def _made(node: fx.Node) -> int:
+def made(node: fx.Node) -> int:
     """The bytes of the results of a node on the first rank."""
     specs = node.meta.get("spec")
     if isinstance(specs, Spec):

@@ -1,0 +1,97 @@
+"""How much is alive at each place of a program, read no further than is asked for.
+
+    ..., reduce_scatter(g), adamw, adamw, ...     gradients are sent until here; updates make little and send nothing
+
+Most nodes of a train step update its parameters, and a pass that sends gradients and parameters otherwise asks nothing
+of that part but whether more is alive there than before. All that its nodes make answers that, in most programs, though
+all of it were there at once: then it takes no replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.timeline.prices import Prices, Sending
+from spmd.expand.timeline.work import Life, Lives, Reader, keeps_sent, made
+from spmd.tensor.redistribute.bucket import Bucket
+from spmd.tensor.redistribute.plan import Step
+
+if TYPE_CHECKING:
+    from spmd.expand.program import Program
+
+
+class Alive(NamedTuple):
+    """The bytes that are alive while each of the first nodes of a program runs; the most of all nodes, of those that
+    `_Reading.most` has; and what the first nodes send."""
+
+    nbytes: np.ndarray
+    most: int
+    sends: list[Sending | None]
+
+
+def alive_until(program: Program, asked: Sequence[fx.Node]) -> Alive:
+    """What is alive at the places up to the last of some nodes. It may be told further: while something is sent, there
+    is more than will be."""
+    reading = _Reading(program)
+    sending = next((n for n in reversed(reading.nodes) if isinstance(n.target, (Step, Bucket))), reading.nodes[0])
+    stop = 1 + max([reading.reader.places[node] for node in (sending, *asked)])
+    nbytes = reading.alive(stop)
+    most = reading.most(nbytes[:stop])
+    if len(nbytes) > stop and nbytes[stop] > most:
+        nbytes = reading.alive(len(reading.nodes))
+        most = reading.most(nbytes)
+    return Alive(nbytes[: reading.known], most, [life[4] for life in reading.lives])
+
+
+class _Reading:
+    """A program, and what memory asks of its nodes as far as they were read."""
+
+    def __init__(self, program: Program) -> None:
+        self.reader, self.prices, self.keeps_sent = Reader(program), Prices(program.mesh), keeps_sent(program)
+        self.nodes = self.reader.read(self.prices)
+        self.held = self.reader.held(self.nodes)
+        self.lives: list[Life] = []
+
+    @property
+    def known(self) -> int:
+        """The place up to which nodes were read."""
+        return len(self.lives)
+
+    def alive(self, stop: int) -> np.ndarray:
+        """The bytes that are alive while each node before a place runs; last what is alive at most while others do."""
+        found = self.nodes[self.known : stop]
+        self.reader.find_overwriting(found)
+        self.lives += self.reader.lives(found, self.prices)
+        lives = Lives.of([*self.lives, self._rest()] if stop < len(self.nodes) else self.lives)
+        return np.array(lives.alive(range(len(lives.makes)), self.held, self.keeps_sent), np.int64)
+
+    def most(self, alive: np.ndarray) -> int:
+        """The most bytes that are alive while one of the first nodes runs.
+
+        An op of several results may be written as several, between which operands are freed: so what is alive beside it
+        is at most what is said, and the most is looked for elsewhere.
+        """
+        nodes = self.nodes[: len(alive)]
+        single = [type(node.meta.get("spec")) is not tuple or node.op == "output" for node in nodes]
+        return int(alive[single].max(initial=0))
+
+    def _rest(self) -> Life:
+        """The nodes that were not read, as one task: all that they make is there at once, and all that comes to be put
+        in order, beside all that they read."""
+        places, known, rest = self.reader.places, self.known, self.nodes[self.known :]
+        operands = dict.fromkeys([n for node in rest for n in _torch.operands_of(node)])
+        waits = tuple(dict.fromkeys([self.reader.sent[n] for n in operands if n in self.reader.sent]))
+        sent = [self.lives[at][4] for at in waits] + [self.prices.sending(node) for node in rest]
+        makes = sum([made(node) for node in rest]) + sum([_buffers(each) for each in sent if each is not None])
+        reads = tuple([places[n] for n in operands if places[n] < known])
+        return reads, waits, makes, known, None, True
+
+
+def _buffers(sent: Sending) -> int:
+    """All bytes that there may be of something that is sent beside its result."""
+    return sent.packed + sent.joined + sent.terms
