@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import fx
-from torch.fx.graph import _illegal_names
+from torch.fx.graph import _illegal_char_regex, _illegal_names
 
 operands_of: Callable[[fx.Node], dict[fx.Node, None]] = operator.attrgetter("_input_nodes")
 """The nodes among the arguments of a node, each once, in order: what `all_input_nodes` makes a new list of."""
@@ -155,13 +155,17 @@ def _free(names: Any, wanted: str) -> str:
     """Take the name, or the next free one with a number, as `create_name` does."""
     if _take(names, wanted):
         return wanted
-    if (parts := _parts(wanted)) is None or parts[1] is not None:
-        return names.create_name(wanted, None)
-    number = names._base_count.get(wanted, 0)
-    while (name := f"{wanted}_{number}" if number else wanted) in names._used_names:
+    if (parts := _parts(wanted)) is None:
+        possible = _possible(wanted)
+        return _free(names, possible) if possible else names.create_name(wanted, None)
+    base, used = parts[0], names._used_names
+    number = names._base_count.get(base, 0)
+    name = wanted
+    while name in used:
         number += 1
-    names._used_names.add(name)
-    names._base_count[wanted] = number
+        name = f"{base}_{number}"
+    used.add(name)
+    names._base_count[base] = number
     return name
 
 
@@ -185,6 +189,14 @@ def _parts(name: str) -> tuple[str, int | None] | None:
         return None
     base, _, number = name.rpartition("_")
     return (base, int(number)) if base and number.isdecimal() else (name, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _possible(name: str) -> str:
+    """What torch makes of a name with signs that a name may not have, of ops such as `mm.default`; empty where that may
+    be no name either."""
+    found = _illegal_char_regex.sub("_", name)
+    return found if _parts(found) else ""
 
 
 def rename(graph: fx.Graph, wanted: Callable[[fx.Node], str]) -> None:
