@@ -31,6 +31,7 @@ from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.nodes import LINE, MADE_FOR, added, described_call
+from spmd.expand.recorded import Recorded, Recording, Tracer
 from spmd.expand.splits import in_short
 from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
@@ -46,6 +47,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 ALL_TO_ALL = _torch.c10d_functional.all_to_all_single.default
 WAIT = _torch.c10d_functional.wait_tensor.default
+
+MOVE, LAUNCHED = "move", "launched"
+"""In the metadata of a collective of a rank's code: the move of the program that it carries out, by name, and its name
+and arguments as it was launched."""
 
 
 def bind(
@@ -65,17 +70,8 @@ def bind(
 class _Launch:
     """A move that was started and not yet waited for. handle: the result of its `start`."""
 
-    handle: fx.Proxy
+    handle: fx.Node
     step: Step | Bucket
-
-    def wait(self, coordinate: tuple[int, ...], transport: Transport) -> fx.Node | list[fx.Node]:
-        after = self.step.after
-        if isinstance(self.step, Bucket):
-            done = self.step.arrived(self.handle, coordinate, transport)
-            if self.step.copies_out:  # what is there is cut
-                return [p.node for p in done]
-            return [_with_spec(p.node, spec) for p, spec in zip(done, after, strict=True)]
-        return _with_spec(self.step.finish(self.handle, coordinate, transport).node, after)
 
 
 def _with_spec(node: fx.Node, spec: Spec) -> fx.Node:
@@ -87,7 +83,7 @@ class _Binder:
     def __init__(self, program: Program, coordinate: tuple[int, ...], transport: Transport):
         self.program, self.coordinate = program, coordinate
         self.graph = _torch.new_graph()
-        self.tracer = _Tracer(self.graph)
+        self.tracer = Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
         self.exchanges_terms = transport.exchanges_terms(program.mesh.device_type)
         self.values: dict[fx.Node, fx.Node | list[fx.Node] | _Launch | _BucketItem | _Fetched] = {}
@@ -95,7 +91,8 @@ class _Binder:
         self.constants = dict(program.constants)
         self.scattered: list[fx.Node] = []  # the last bucket of reduce-scatters
         self.noted: dict[str, fx.Node] = {}  # the last node that has its line, and that has what it was made for
-        self.kernels: dict[Hashable, _Kernel] = {}  # by the arguments of the calls of them
+        self.kernels: dict[Hashable, Recording] = {}  # by the arguments of the calls of them
+        self.moves: dict[tuple[str | int, ...], Recording] = {}  # by a part of them, and the identities of their steps
 
     def bound(self, passes: Sequence[Callable[[fx.Graph], object]]) -> fx.GraphModule:
         for node in self.program.graph.nodes:
@@ -147,22 +144,52 @@ class _Binder:
             for earlier in self.scattered:  # what comes is freed: the terms of all ranks
                 self._ready(earlier)
             self.scattered = [node]
-        blocks = fx.map_arg(node.args[0], lambda n: _Recorded(self._ready(n), self.tracer))
+        step, operand = node.target, node.args[0]
+        inputs = [self._ready(n) for n in (operand if isinstance(step, Bucket) else [operand])]
         self.transport.move = node.name
-        handle = node.target.start(blocks, self.coordinate, self.transport)
+        (handle,) = self._moved("start", step, inputs, lambda *blocks: [
+            step.start(list(blocks) if isinstance(step, Bucket) else blocks[0], self.coordinate, self.transport)
+        ])  # fmt: skip
         self.transport.move = None
-        return _Launch(handle, node.target)
+        return _Launch(handle, step)
+
+    def _arrived(self, launch: _Launch) -> fx.Node | list[fx.Node]:
+        """Wait for what was launched."""
+        step, at = launch.step, (self.coordinate, self.transport)
+        if not isinstance(step, Bucket):
+            (made,) = self._moved("finish", step, [launch.handle], lambda y: [step.finish(y, *at)])
+            return _with_spec(made, step.after)
+        pieces = self._moved("arrived", step, [launch.handle], lambda y: step.arrived(y, *at))
+        if step.copies_out:  # what is there is cut
+            return pieces
+        return [_with_spec(n, spec) for n, spec in zip(pieces, step.after, strict=True)]
 
     def _item(self, of: fx.Node, index: int) -> fx.Node | _BucketItem:
         """A tensor of a bucket, cut out here if it has memory of its own."""
-        if not of.target.copies_out:
+        bucket, at = of.target, (self.coordinate, self.transport)
+        if not bucket.copies_out:
             return _BucketItem(of, index)
-        piece = _Recorded(self._ready(of)[index], self.tracer)
-        cut = of.target.cut(index, piece, self.coordinate, self.transport)
-        return _with_spec(cut.node, of.target.after[index])
+        (cut,) = self._moved(index, bucket, [self._ready(of)[index]], lambda y: [bucket.cut(index, y, *at)])
+        return _with_spec(cut, bucket.after[index])
+
+    def _moved(
+        self, what: str | int, step: Step | Bucket, inputs: Sequence[fx.Node], run: Callable[..., Sequence[Any]]
+    ) -> list[fx.Node]:
+        """What the code of a move gives on this rank: recorded once, and written again for equal moves. what: a part of
+        its code. Equal plans are one object, and so are their steps."""
+        key = (what, *map(id, step.steps if isinstance(step, Bucket) else (step,)))
+        if (known := self.moves.get(key)) is not None:
+            return known.again(self.graph, inputs, self._launched)
+        known = self.moves[key] = Recording.of(self.tracer, inputs, run)
+        return list(known.results)
+
+    def _launched(self, node: fx.Node) -> dict[str, Any]:
+        """What is noted on the copy of a node: that of a collective is launched for another move."""
+        launched = node.meta.get(LAUNCHED)
+        return {} if launched is None else {MOVE: self.transport.move, LAUNCHED: launched}
 
     def _recipe(self, node: fx.Node) -> fx.Node | list[fx.Node]:
-        blocks = [_Recorded(self._ready(n), self.tracer) for n in _operands(node)]
+        blocks = [Recorded(self._ready(n), self.tracer) for n in _operands(node)]
         outs = zip(node.target(self.coordinate, blocks), node.target.made, strict=True)
         results = [None if spec is None else _with_spec(p.node, spec) for p, spec in outs]
         return results if len(results) > 1 else results[0]
@@ -224,8 +251,9 @@ class _Binder:
         """The results of an op without a kernel on CPU and CUDA, computed by ops that have one."""
         key = described_call(node, lambda n: fx.Node)
         if key not in self.kernels:
-            self.kernels[key] = _Kernel.of(node)
-        outs = zip(self.kernels[key].written(self.graph, node, self._ready), node.meta["spec"], strict=True)
+            self.kernels[key] = _kernel_of(node)
+        made = self.kernels[key].again(self.graph, [self._ready(n) for n in _operands(node)])
+        outs = zip(made, node.meta["spec"], strict=True)
         return [None if n is None else _with_spec(n, spec) for n, spec in outs]
 
     def _op_or_empty(self, node: fx.Node) -> fx.Node | list[fx.Node]:
@@ -265,7 +293,7 @@ class _Binder:
         if isinstance(value, fx.Node):
             return value
         if isinstance(value, _Launch):
-            value = self.values[node] = value.wait(self.coordinate, self.transport)
+            value = self.values[node] = self._arrived(value)
             self._note(MADE_FOR, node.name)
         elif isinstance(value, _BucketItem):
             value = self.values[node] = self._ready(value.of)[value.index]
@@ -275,35 +303,17 @@ class _Binder:
         return value
 
 
-@dataclass(frozen=True)
-class _Kernel:
-    """The ops of a function that stands for an op without a kernel. inputs: its operands, as often as they occur.
-    results: None where there is none."""
+def _kernel_of(node: fx.Node) -> Recording:
+    """For a call of an op without a kernel, the ops that stand for it, of its operands, as often as they occur."""
+    graph, operands = _torch.new_graph(), []
+    fx.map_arg(node.args, operands.append)
+    inputs = [added(graph, "placeholder", n.name, (), {}, n.name) for n in operands]
 
-    inputs: tuple[fx.Node, ...]
-    nodes: tuple[fx.Node, ...]
-    results: tuple[fx.Node | None, ...]
+    def kernel(*given: fx.Proxy) -> Sequence[fx.Proxy | None]:
+        remaining = iter(given)
+        return KERNELS[node.target](*fx.map_arg(node.args, lambda n: next(remaining)))
 
-    @classmethod
-    def of(cls, node: fx.Node) -> _Kernel:
-        """For a call: recorded once, and written for each one that differs in its operands alone."""
-        graph, inputs = _torch.new_graph(), []
-
-        def operand(n: fx.Node) -> fx.Proxy:
-            inputs.append(added(graph, "placeholder", n.name, (), {}, n.name))
-            return _Recorded(inputs[-1], tracer)
-
-        tracer = _Tracer(graph)
-        made = KERNELS[node.target](*fx.map_arg(node.args, operand))
-        results = tuple([None if p is None else p.node for p in made])
-        return cls(tuple(inputs), tuple([n for n in graph.nodes if n.op != "placeholder"]), results)
-
-    def written(self, graph: fx.Graph, node: fx.Node, ready: Callable[[fx.Node], fx.Node]) -> list[fx.Node | None]:
-        """The results, of ops that are written at the end of a graph. node: the call. ready: gives its operands."""
-        env = dict(zip(self.inputs, map(ready, _operands(node)), strict=True))
-        for n in self.nodes:
-            env[n] = added(graph, n.op, n.target, *fx.map_arg((n.args, n.kwargs), env.__getitem__), None)
-        return [None if n is None else env[n] for n in self.results]
+    return Recording.of(Tracer(graph), inputs, kernel)
 
 
 @dataclass(frozen=True)
@@ -312,40 +322,6 @@ class _BucketItem:
 
     of: fx.Node
     index: int
-
-
-class _Tracer(fx.proxy.GraphAppendingTracer):
-    """Appends what proxies do to a graph, where arguments have no symbols."""
-
-    def create_proxy(
-        self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None, *more: Any
-    ) -> fx.Proxy:
-        """The same proxy as torch makes, in half of the time: arguments are tuples, lists, proxies and values."""
-        args, kwargs = fx.node.map_aggregate((args, kwargs), _node_of)
-        return _Recorded(self.create_node(kind, target, args, kwargs, name, *more), self)
-
-    def create_node(
-        self, kind: str, target: Any, args: tuple, kwargs: dict, name: str | None = None, type_expr: Any = None
-    ) -> fx.Node:
-        return added(self.graph, kind, target, args, kwargs, name)
-
-
-class _Recorded(fx.Proxy):
-    """A proxy of whose functions torch is not asked again which tracer records them."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> fx.Proxy:
-        first = args[0] if args else None
-        first = first[0] if isinstance(first, (list, tuple)) and first else first
-        if not isinstance(first, fx.Proxy) or torch.overrides.is_tensor_method_or_property(function):
-            return super().__torch_function__(function, types, args, kwargs)
-        return first.tracer.create_proxy("call_function", function, args, kwargs or {})
-
-
-def _node_of(x: Any) -> Any:
-    return x.node if isinstance(x, fx.Proxy) else x
 
 
 @dataclass(frozen=True)
@@ -374,7 +350,7 @@ class _GraphTransport:
             given = tuple(map(in_short, args))
             proxy = self._tracer.create_proxy("call_function", collective, given, {})
             if self.move is not None:
-                proxy.node.meta |= {"move": self.move, "launched": (name, *given[1:-1])}
+                proxy.node.meta |= {MOVE: self.move, LAUNCHED: (name, *given[1:-1])}
             return proxy
 
         return write
