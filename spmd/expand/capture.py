@@ -228,7 +228,7 @@ def capture(
 
 _FROZEN = (
     "the step changes a Python value in {} ({}); it would be frozen in the program. Keep tensors with register_buffer, "
-    "counts in tensors, and set flags outside the step."
+    "counts in tensors or in attributes of the module itself, and set flags outside the step."
 )
 
 

@@ -134,7 +134,7 @@ class Search:
         self.home, self.reads = home, reads
         self.found: Held = {}
         self.boxes: list[tuple[str, Container]] = []
-        self.objects: list[tuple[str, Any]] = []
+        self.objects: dict[str, Any] = {}
         self.holding: dict[str, Any] = {}
         self.attributes_named: frozenset[str] = frozenset()
         self.functions: list[types.FunctionType] = []
@@ -308,10 +308,15 @@ class Search:
         elif self.is_object(value):
             if not isinstance(value, types.ModuleType):
                 self.boxes.append((name, vars(value)))
-                if all(value is not other for _, other in self.objects):
-                    self.objects.append((name, value))
+                self.object(name, value)
                 self.kind(type(value), names)
             self.attributes(name, value, names)
+
+    def object(self, name: str, x: Any) -> None:
+        """Note an object of the user. Where another one has the name, it gets a number."""
+        if all(x is not other for other in self.objects.values()):
+            several = sum(name == other or other.startswith(f"{name} (") for other in self.objects)
+            self.objects[f"{name} ({several + 1})" if several else name] = x
 
     def items(self, name: str, items: dict, names: Names) -> None:
         for key, value in items.items() if len(items) <= MOST_ITEMS else ():

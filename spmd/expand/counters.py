@@ -55,11 +55,11 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     found: Counters = {}
     for path, owner in {**state.named_submodules(), **state.optimizers}.items():
         _add(found, path, owner, assigned | known.get(path, frozenset()))
-    for path, owner in search.objects if assigned else ():
+    for path, owner in search.objects.items() if assigned else ():
         _add(found, path, owner, assigned)
     for name, place in assigned_variables(search):
         if type(place.value) in KINDS:
-            _put(found, name, place)
+            _put(found, f"{name} around the step", place)  # no argument has such a name
     return found
 
 

@@ -77,7 +77,8 @@ class PythonState:
         """
         left: dict[int, set[str]] = {}
         for owner, name in but:
-            left.setdefault(self._own[owner], set()).add(name)
+            if owner in self._own:
+                left.setdefault(self._own[owner], set()).add(name)
         inside = set(self._apart)
         for box, old in self.before:
             for each in (contents.get(name) for name in left.get(id(box), ()) for contents in (box, old)):

@@ -88,7 +88,7 @@ class State:
         TypeError for an argument that cannot be traced through.
         """
         around = around or Search("", Reads())
-        state = cls(objects=dict(around.objects), names=around.attributes_named)
+        state = cls(objects=around.objects, names=around.attributes_named)
         for path, leaf in named_leaves(args):
             if isinstance(leaf, nn.Module):
                 state.modules[path] = leaf

@@ -239,6 +239,46 @@ def of_global():
     return Training(step, trained.call, lambda: (trained.seen()[0], [TOTAL]))
 
 
+def of_names():
+    """A variable around and an argument have one name, and so have attributes of two objects."""
+    trained = of_model(Linear)
+
+    class Other:
+        def __init__(self):
+            self.steps, self.mean = 10, torch.zeros((), dtype=torch.float64)
+
+        def scale(self, x):
+            self.steps += 2
+            self.mean = self.mean * 0.9 + x.abs().sum()
+            return x / self.steps
+
+    class Step:
+        def __init__(self):
+            self.steps, self.mean = 0, torch.ones((), dtype=torch.float64)
+
+        def run(self, model, optimizer, x, calls):
+            self.steps += 1
+            self.mean = self.mean * 0.5 + x.sum()
+            return train(model, optimizer, scaled(x), self.steps + calls + counted())
+
+    calls = 100
+
+    def counted():
+        nonlocal calls
+        calls += 1
+        return calls / 100
+
+    other, step = Other(), Step()
+    scaled = other.scale
+
+    def call(f, x):
+        return trained.call(lambda model, optimizer, x: f(model, optimizer, x, 3 + step.steps), x)
+
+    return Training(
+        step.run, call, lambda: ([*trained.seen()[0], other.mean, step.mean], [other.steps, step.steps, calls])
+    )  # fmt: skip
+
+
 def of_hook():
     trained, calls = of_model(Linear), 0
 
@@ -281,6 +321,7 @@ KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "a variable around": (of_closure, 2),
     "a global": (of_global, 1),
     "a hook": (of_hook, 1),
+    "names": (of_names, 1),
     "an optimiser around another one": (lambda: of_model(Linear, lambda p: Lookahead(adam(p))), 2),
     "sharpness": (lambda: of_model(Linear, lambda p: Sharpness(p, lr=0.1, momentum=0.9), sharp), 2),
     "between calls": (annealed, 3),
