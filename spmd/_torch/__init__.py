@@ -180,14 +180,14 @@ from spmd._torch.read_numbers import Integer, ValueRead, asked_by_user, read_as_
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked, number_now
+from spmd._torch.symbolic_math import OF_SYMBOLS, symbolic_math
 from spmd._torch.symbols import (
-    FUNCTIONS_OF_NUMBERS,
     Conditions,
     Symbols,
     is_symbol,
     known_value,
     size_key,
-    symbolic_math,
+    symbolic_min_max,
     symbolic_number,
     unknown_value_errors,
 )

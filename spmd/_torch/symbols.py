@@ -110,6 +110,10 @@ def _leaves(args: tuple) -> list[Any]:
     return found
 
 
+def _interpolated(x: torch.Tensor, output_size: Any, *_: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:2], *output_size))
+
+
 def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *_: Any) -> torch.Tensor:
     return grad.new_empty(input_size)
 
@@ -122,6 +126,7 @@ _INTERPOLATIONS = (
 _READS_NUMBERS = {
     op: decomposition_table[op] for op in (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.rot90.default)
 }
+_READS_NUMBERS |= {getattr(torch.ops.aten, name).default: _interpolated for name in _INTERPOLATIONS}
 _READS_NUMBERS |= {getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in _INTERPOLATIONS}
 """Ops whose shapes come from kernels in C++ that make numbers of symbols, with functions that give the shapes."""
 
@@ -321,41 +326,13 @@ class Symbols:
         return self._answer[1]
 
 
-FUNCTIONS_OF_NUMBERS = {
-    name: getattr(torch, f"_sym_{name}")
-    for name in ("acos", "asin", "atan", "cos", "cosh", "log2", "sin", "sinh", "sqrt", "tan", "tanh")
-}
-"""Functions of Python's `math` that torch has for symbols, too."""
-
-
-def _exp(x: Any) -> Any:
-    return math.e**x
-
-
-def _log(x: Any) -> Any:
-    return torch._sym_log2(x) * math.log(2)
-
-
 @contextlib.contextmanager
-def symbolic_math() -> Iterator[None]:
-    """Inside, Python's `min`, `max` and functions of `math` of numbers that a trace keeps as symbols are symbols, too,
-    and no branch.
+def symbolic_min_max() -> Iterator[None]:
+    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch.
 
-    One thread at a time may be inside; the others find them as they are. `exp` is a power of e, and `log` is made of
-    the logarithm to base 2, for which torch has symbols: they may differ from Python's in the last bit.
+    One thread at a time may be inside; the others find `min` and `max` as they are.
     """
-    of_one = {**FUNCTIONS_OF_NUMBERS, "exp": _exp, "log": _log}
     real, thread = (builtins.min, builtins.max), threading.get_ident()
-    plain_math = {name: getattr(math, name) for name in of_one}
-
-    def of_symbol(plain: Callable, symbolic: Callable) -> Callable:
-        def run(*args: Any) -> Any:
-            is_symbolic = len(args) == 1 and isinstance(args[0], (torch.SymFloat, torch.SymInt))
-            if is_symbolic and threading.get_ident() == thread:
-                return symbolic(torch.sym_float(args[0]))
-            return plain(*args)
-
-        return run
 
     def of_symbols(plain: Callable, symbolic: Callable) -> Callable:
         def run(*args: Any, **options: Any) -> Any:
@@ -369,14 +346,10 @@ def symbolic_math() -> Iterator[None]:
         return run
 
     builtins.min, builtins.max = of_symbols(real[0], torch.sym_min), of_symbols(real[1], torch.sym_max)
-    for name, symbolic in of_one.items():
-        setattr(math, name, of_symbol(plain_math[name], symbolic))
     try:
         yield
     finally:
         builtins.min, builtins.max = real
-        for name, plain in plain_math.items():
-            setattr(math, name, plain)
 
 
 def symbolic_number(node: Any) -> Any:

@@ -13,7 +13,7 @@ from spmd.expand.sizes.size import Size
 
 ARITHMETIC = {
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos,
-    torch.sym_min, torch.sym_max, torch.sym_float, *_torch.FUNCTIONS_OF_NUMBERS.values(),
+    torch.sym_min, torch.sym_max, torch.sym_float, *_torch.OF_SYMBOLS.values(),
 }  # fmt: skip
 OF_INTS = {operator.floordiv, operator.mod}
 

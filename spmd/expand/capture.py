@@ -43,6 +43,7 @@ from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
+from spmd.expand.outside import changed_outside
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made, variables_of
 from spmd.expand.sizes.assumed import Assumed, Failed
@@ -209,6 +210,9 @@ def capture(
     are known only when the program runs.
     """
     captured = _capture_first(fn, args, call, state, mesh, apart, first or {}, stamp_blocks)
+    for path in captured.grown:
+        if path.rpartition(".")[0] in state.objects:
+            raise changed_outside(search_of(fn, state.holders), path)
     last = captured
     with contextlib.ExitStack() as undo:
         for _ in range(MOST_CHANGING_CAPTURES):
@@ -505,6 +509,7 @@ class _FlatFunction:
         yield self.origins.noted()
         yield _torch.assignable_data()
         yield _torch.seen_as_compiling()
+        yield _torch.symbolic_min_max()
         yield _torch.symbolic_math()
         yield _torch.read_as_numbers()
         yield _torch.averages_traced()

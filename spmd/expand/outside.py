@@ -50,10 +50,7 @@ def unchanged(fn: Callable, given: Given = NONE_GIVEN, modules: Iterable[nn.Modu
         for each in (*watched, settings, numbers):
             each.restore()
     if changed:
-        raise RuntimeError(
-            f"the step changes {changed[0]}, a Python value outside of modules, which its program would not; return "
-            f"what is new, or change it between steps{_line(search, changed[0])}"
-        )
+        raise changed_outside(search, changed[0])
     if left:
         raise RuntimeError(
             f"the step leaves {left} changed, which its program would not; change it before the step, or for a part of "
@@ -61,6 +58,14 @@ def unchanged(fn: Callable, given: Given = NONE_GIVEN, modules: Iterable[nn.Modu
         )
     if drawn:
         raise RuntimeError(f"{DRAWS.format(drawn)}{_line(search, drawn)}")
+
+
+def changed_outside(search: Search, path: str) -> RuntimeError:
+    """The error of a step that changes what is at a path."""
+    return RuntimeError(
+        f"the step changes {path}, a Python value outside of modules, which its program would not; return what is new, "
+        f"or change it between steps{_line(search, path)}"
+    )
 
 
 # ---- variables --------------------------------------------------------------------------------

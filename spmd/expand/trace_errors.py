@@ -23,7 +23,7 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
     if isinstance(error, _torch.unknown_value_errors()):
         return RuntimeError, (
             "decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
-            "torch.where, or move it out of the step"
+            "torch.where, with x.item() in the place of float(x) or int(x), or move it out of the step"
         )
     if isinstance(error, AssertionError) and "token for effect" in text:
         return NotImplementedError, ONLY_ACTS

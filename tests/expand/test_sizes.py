@@ -168,6 +168,8 @@ TO_INTERPOLATE = (
     {"size": [5], "mode": "nearest-exact"}, {"size": 3, "mode": "linear", "align_corners": True},
 )  # fmt: skip
 
+OF_IMAGES = ("nearest", "nearest-exact", "bilinear", "bicubic")
+
 FUNCTIONS = {
     "reshapes": lambda x: (x.flatten(), x.reshape(-1, 2, x.shape[1] // 2).sum(1), x.T.contiguous()),
     "means": lambda x: (x.mean(), x.square().mean(0), F.softmax(x, 0), F.layer_norm(x, x.shape[1:])),
@@ -176,6 +178,7 @@ FUNCTIONS = {
     "places": lambda x: (torch.arange(x.shape[0]) + x.sum(), x.tril(), x.cumsum(0)),
     "written in place": lambda x: ((x * 1).clamp_(0, 1), (x * 1).clamp_min_(x.mean()), F.cosine_similarity(x, x * 2)),
     "interpolated": lambda x: [F.interpolate(x[:, None], **how) for how in TO_INTERPOLATE],
+    "interpolated images": lambda x: [F.interpolate(x[:, None, None], (3, 5), mode=mode) for mode in OF_IMAGES],
     "copies": lambda x: (x.repeat(2, 1), x[None].expand(3, -1, -1), x.split(x.shape[1] // 2, 1)[0], x.unsqueeze(-1)),
 }
 
@@ -196,7 +199,7 @@ def test_functions_of_sizes_are_captured_once(name):
     assert made == 1
 
 
-WITHOUT_FORM = ("windows", "places", "interpolated")
+WITHOUT_FORM = ("windows", "places", "interpolated", "interpolated images")
 """Their programs have numbers that the capture has no text for. They are expanded at most sizes."""
 
 

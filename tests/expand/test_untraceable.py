@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -67,10 +66,6 @@ def loops(model, optimizer, x, y):
 
 def takes_a_float(model, optimizer, x, y):
     return x * float(x.sum())
-
-
-def takes_a_root(model, optimizer, x, y):
-    return x * math.sqrt(x.square().sum().item())
 
 
 def counts_to(model, optimizer, x, y):
@@ -245,7 +240,6 @@ TABLE = [
     (asserts, RuntimeError, UNKNOWN),
     (loops, RuntimeError, UNKNOWN),
     (takes_a_float, RuntimeError, UNKNOWN),
-    (takes_a_root, RuntimeError, UNKNOWN),
     (counts_to, RuntimeError, UNKNOWN),
     (makes_a_size, RuntimeError, UNKNOWN),
     (leaves_torch, RuntimeError, READS),

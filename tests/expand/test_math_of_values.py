@@ -1,0 +1,59 @@
+"""What steps compute of the value of a tensor with `math` is what one device has."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import spmd
+from spmd import LocalTensorMode, Shard
+from spmd._torch.symbolic_math import FUNCTIONS
+
+NUMBERS = {
+    "a perplexity": lambda x: math.exp(x.item()),
+    "a PSNR": lambda x: round(-10 * math.log10(x.item()), 2),
+    "of a tensor": lambda x: math.sqrt(x),
+    "of several": lambda x: math.log(x.item(), 2) + math.hypot(x.item(), 1) + math.pow(2, x.item()),
+    "of a count": lambda x: math.log1p((x > 0).sum().item()),
+    "of a tensor whose value is known": lambda x: [0.0] * int(math.sqrt(torch.tensor(9.0))),
+    "back into a tensor": lambda x: x * math.tanh(x.item()),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_that_of_one_device(name):
+    """The mean of a sharded batch, in two calls: the second runs the program that the first has made."""
+
+    def step(x):
+        return NUMBERS[name](x.mean())
+
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        compiled = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}})
+        for seed in (0, 1):
+            x = torch.rand(8, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            got, want = compiled(x), step(x)
+            if isinstance(want, torch.Tensor):
+                got, want = got.full_tensor().reconcile().item(), want.item()
+            assert type(got) is type(want) and got == pytest.approx(want, rel=1e-14)
+    assert math.exp.__module__ == "math" and not hasattr(math.exp, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_tensors_is_that_of_numbers(name):
+    """Each at numbers where both are defined."""
+    inside = {"acosh": (1.5,), "atan2": (0.3, -0.4), "hypot": (3.0, 4.0), "pow": (2.5, 0.5)}.get(name, (0.3,))
+    got = FUNCTIONS[name](*(torch.tensor(x, dtype=torch.float64) for x in inside))
+    assert got.item() == pytest.approx(getattr(math, name)(*inside), rel=1e-14)
+
+
+def test_where_math_raises_a_program_gives_what_tensors_have():
+    def step(x):
+        return math.exp(x.sum().item()), math.log(-x.sum().item())
+
+    with LocalTensorMode(2):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        largest, none = spmd.compile(step, mesh)(torch.full((2,), 1e3))
+    assert largest == math.inf and math.isnan(none)
