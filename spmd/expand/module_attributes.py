@@ -62,11 +62,12 @@ class Attributes:
         """Those of the modules, optimisers and objects of a state, as they are now."""
         own = {id(x) for x in (*state.parameters().values(), *state.buffers().values())}
         known: dict[int, Any] = {}
+        apart = {id(x) for x in state.objects.values()}  # their attributes are looked at by themselves
         found: dict[str, Attribute] = {}
         trees: dict[str, Any] = {}
         for path, owner in _each_once(state.owners()):
             for name, value in state.attributes_of(owner).items():
-                if isinstance(value, NEVER):
+                if isinstance(value, NEVER) or (apart and not apart.isdisjoint(map(id, pytree.tree_leaves(value)))):
                     continue
                 if id(value) not in known:
                     known[id(value)] = _with_tensors(value, own)

@@ -131,6 +131,38 @@ def average(kind, as_argument):
     return make
 
 
+def nested(many):
+    """An average without a module, in a trainer, or in a list of the trainer's."""
+
+    class Averaging:
+        def __init__(self, model, optimizer):
+            self.model, self.optimizer, self.steps = model, optimizer, 0
+            self.average, self.averages = Tensors(model), [Tensors(model), Tensors(model)]
+
+        def step(self, x):
+            self.steps += 1
+            loss = train(self.model, self.optimizer, x, 1 / self.steps)
+            if not many:
+                self.average.update(self.model)
+            else:
+                for average in self.averages:
+                    average.update(self.model)
+            return loss
+
+    def make():
+        model, optimizer, seen = parts()
+        trainer = Averaging(model, optimizer)
+        every = trainer.averages if many else [trainer.average]
+
+        def now():
+            tensors = [x for each in every for x in each.seen()]
+            return [*seen()[0], *tensors], [trainer.steps, *(each.updates for each in every)]
+
+        return Training(trainer.step, lambda f, x: f(x), now)
+
+    return make
+
+
 def slow():
     model, optimizer, seen = parts()
     around = Slow(optimizer)
@@ -152,6 +184,8 @@ KINDS = {
     "an average around": (average(Average, False), 2),
     "tensors": (average(Tensors, True), 2),
     "tensors around": (average(Tensors, False), 2),
+    "tensors in a trainer": (nested(False), 2),
+    "tensors in a list in a trainer": (nested(True), 2),
     "slow weights": (slow, 3),
     "two optimisers": (both, 2),
 }
