@@ -137,6 +137,7 @@ class Search:
         self.objects: dict[str, Any] = {}
         self.holding: dict[str, Any] = {}
         self.attributes_named: frozenset[str] = frozenset()
+        self._in_module = False
         self.functions: list[types.FunctionType] = []
         self.owners: list[tuple[types.FunctionType, Any]] = []
         self.classes: dict[type, set[str]] = {}
@@ -180,7 +181,9 @@ class Search:
             self.owners.append((fn, owner))
             self.value(name, owner, names_in(fn.__code__))
             if isinstance(owner, nn.Module):
+                outside, self._in_module = self._in_module, True
                 self.attributes(name, owner, names_in(fn.__code__))
+                self._in_module = outside
             self.function(fn)
 
     def module(self, module: nn.Module) -> list[tuple[str, str, Any]]:
@@ -313,8 +316,9 @@ class Search:
             self.attributes(name, value, names)
 
     def object(self, name: str, x: Any) -> None:
-        """Note an object of the user. Where another one has the name, it gets a number."""
-        if all(x is not other for other in self.objects.values()):
+        """Note an object of the user, unless a module has it, which is looked at as a whole. Where another one has the
+        name, it gets a number."""
+        if not self._in_module and all(x is not other for other in self.objects.values()):
             several = sum(name == other or other.startswith(f"{name} (") for other in self.objects)
             self.objects[f"{name} ({several + 1})" if several else name] = x
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import spmd
 from spmd import LocalTensorMode, Shard
+from tests.expand.side_by_side import seeded
 from tests.expand.test_counters import Average, Linear, Trainer, Training, X, check, of_model, train, trained, whole
 from tests.expand.test_sizes import captures
 
@@ -204,6 +205,41 @@ def test_objects_hold_what_they_hold_on_one_device(kind, plan):
         got = trained(make, lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said))
     check(got, want)
     assert len(made) <= most
+
+
+class Mean:
+    def __init__(self):
+        self.mean, self.rate = torch.zeros((), dtype=torch.float64), 0.9
+
+    def of(self, x):
+        self.mean = self.mean * self.rate + x.sum()
+        return self.mean
+
+
+class Stepping(Linear):
+    """A module whose method is the step, with objects of its own, as those of some trainers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = [Mean(), Mean()]
+        self.one = Mean()
+
+    def step(self, optimizer, x):
+        return train(self, optimizer, x) + self.one.of(x) + sum(mean.of(x) for mean in self.means)
+
+
+def test_objects_of_modules_are_looked_at_with_the_module():
+    def stepped(prepare):
+        model = seeded(Stepping)
+        step, optimizer = prepare(model.step), torch.optim.SGD(model.parameters(), lr=0.1)
+        return [(whole(step(optimizer, x)), *(whole(each.mean) for each in (model.one, *model.means))) for x in X]
+
+    want = stepped(lambda step: step)
+    with LocalTensorMode(2), captures() as made:
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        got = stepped(lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}))
+    torch.testing.assert_close(got, want)
+    assert len(made) == 1
 
 
 class Noting:
