@@ -241,10 +241,11 @@ def _are_right(call: Call, rule: Rule, choice: Choice) -> bool:
 def _is_legal(call: Call, rule: Rule, choice: Choice, axis: int, row: Row) -> bool:
     """Whether the row may be chosen on the axis, given the rows of the other axes."""
     trial = [*choice[:axis], row, *choice[axis + 1 :]]
-    tensors = [[r.ins[i] for r in trial] for i in range(len(rule.ins))]
-    tensors += [[r.outs[j] for r in trial] for j in range(len(rule.outs))]
-    if not all(commute(p.reduce_op for p in each if isinstance(p, Partial)) for each in tensors):
-        return False  # a tensor has one kind of Partial, or sums and averages together
+    if sum([each.has_partial for each in trial]) > 1:  # a tensor has one kind of Partial, or sums and averages together
+        tensors = [[r.ins[i] for r in trial] for i in range(len(rule.ins))]
+        tensors += [[r.outs[j] for r in trial] for j in range(len(rule.outs))]
+        if not all(commute(p.reduce_op for p in each if isinstance(p, Partial)) for each in tensors):
+            return False
     return row.factor not in rule.nonempty or _all_filled(call, rule, trial, row.factor)
 
 

@@ -105,10 +105,16 @@ class _Made(NamedTuple):
             return _Made(latency_us(axis, topology), 1)  # a copy, which takes as long as the op itself
         if have.is_replicate() or (want.is_partial() and _is_alone(spec, axis)):
             return NOT_MADE
-        n = call.mesh.shape[axis]
         others = [a for a, row in enumerate(choice) if a != axis and (spec.on(a).is_shard() or row.ins[i].is_shard())]
-        nbytes = spec.nbytes / prod(call.mesh.shape[a] for a in others)
-        return _Made(latency_us(axis, topology) + _sent_us(spec, axis, want, nbytes, n), 1)
+        return _sent(spec, axis, want, prod([call.mesh.shape[a] for a in others]))
+
+
+@lru_cache(maxsize=4096)
+def _sent(spec: Spec, axis: int, want: Placement, shards: int) -> _Made:
+    """The move of an operand that other axes cut into so many shards. It is asked for again where rows of other axes
+    have changed, and many ops have the same operands."""
+    us = _sent_us(spec, axis, want, spec.nbytes / shards, spec.mesh.shape[axis])
+    return _Made(latency_us(axis, spec.mesh.topology) + us, 1)
 
 
 NOT_MADE = _Made()

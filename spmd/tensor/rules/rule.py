@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from spmd.comm.chunk import Unit, joined_unit
@@ -146,6 +147,11 @@ class Row:
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     factor: Hashable | None = None
+
+    @cached_property
+    def has_partial(self) -> bool:
+        """Whether some tensor is Partial by it."""
+        return any([isinstance(placement, Partial) for placement in (*self.ins, *self.outs)])
 
     def __str__(self):
         return f"{', '.join(map(str, self.ins))} -> {', '.join(map(str, self.outs))}"
