@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 
+LITTLE = 8
+"""Of what a train step makes, seldom less than an eighth is alive at one time."""
+
+
 class Alive(NamedTuple):
     """The bytes that are alive while each of the first nodes of a program runs; the most of all nodes, of those that
     `_Reading.most` has; and what the first nodes send."""
@@ -40,12 +44,13 @@ def alive_until(program: Program, asked: Sequence[fx.Node]) -> Alive:
     reading = _Reading(program)
     sending = next((n for n in reversed(reading.nodes) if isinstance(n.target, (Step, Bucket))), reading.nodes[0])
     stop = 1 + max([reading.reader.places[node] for node in (sending, *asked)])
-    nbytes = reading.alive(stop)
-    most = reading.most(nbytes[:stop])
-    if len(nbytes) > stop and nbytes[stop] > most:
-        nbytes = reading.alive(len(reading.nodes))
-        most = reading.most(nbytes)
-    return Alive(nbytes[: reading.known], most, [life[4] for life in reading.lives])
+    reading.read(stop)
+    nbytes = reading.alive() if reading.may_end else None
+    if nbytes is None or nbytes[-1] > reading.most(nbytes[: reading.known]):
+        reading.read(len(reading.nodes))
+        nbytes = reading.alive()
+    nbytes = nbytes[: reading.known]
+    return Alive(nbytes, reading.most(nbytes), [life[4] for life in reading.lives])
 
 
 class _Reading:
@@ -56,18 +61,28 @@ class _Reading:
         self.nodes = self.reader.read(self.prices)
         self.held = self.reader.held(self.nodes)
         self.lives: list[Life] = []
+        self.rest: list[Life] = []
 
     @property
     def known(self) -> int:
         """The place up to which nodes were read."""
         return len(self.lives)
 
-    def alive(self, stop: int) -> np.ndarray:
-        """The bytes that are alive while each node before a place runs; last what is alive at most while others do."""
+    def read(self, stop: int) -> None:
+        """Read on up to a place."""
         found = self.nodes[self.known : stop]
         self.reader.find_overwriting(found)
         self.lives += self.reader.lives(found, self.prices)
-        lives = Lives.of([*self.lives, self._rest()] if stop < len(self.nodes) else self.lives)
+        self.rest = [self._rest()] if stop < len(self.nodes) else []
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it is worth a try not to read further: the rest makes little, beside what was made before."""
+        return not self.rest or self.rest[0][2] * LITTLE < sum([life[2] for life in self.lives])
+
+    def alive(self) -> np.ndarray:
+        """The bytes that are alive while each node runs that was read; last what is alive at most while others do."""
+        lives = Lives.of([*self.lives, *self.rest])
         return np.array(lives.alive(range(len(lives.makes)), self.held, self.keeps_sent), np.int64)
 
     def most(self, alive: np.ndarray) -> int:
