@@ -320,6 +320,13 @@ def of_a_reshaped(x):
     return aten.add.Tensor(aten._unsafe_view.default(x, [4, 4]), x)
 
 
+def test_what_has_no_spec_is_not_written_into():
+    """Inside of a recipe nobody knows whether the result of the product is larger than its operand: here it is."""
+    graph = fx.symbolic_trace(lambda x: aten.mul.Tensor(aten.neg.default(aten.sum.dim_IntList(x, [1], True)), x)).graph
+    assert not reuse_memory(graph, [False])
+    assert targets(graph) == "sum.dim_IntList neg.default mul.Tensor"
+
+
 @pytest.mark.parametrize(
     "fn, want",
     [

@@ -89,10 +89,10 @@ def _makes_elements(op: _torch.OpOverload) -> bool:
 
 def _variant(node: fx.Node) -> _torch.OpOverload | None:
     """The in-place variant of the op, if its first operand has the spec of the result, and no other shares memory with
-    it."""
+    it. Inside of a recipe nothing has a spec, and a result may be larger, or of another dtype, than the operand."""
     target = node.args[0]
-    same = target.meta.get("spec") is node.meta.get("spec")
-    variant = _on_elements(node.target) if same else None
+    spec = node.meta.get("spec")
+    variant = _on_elements(node.target) if spec is not None and target.meta.get("spec") is spec else None
     others = [base_of(n) for n in _torch.operands_of(node) if n is not target] if variant is not None else ()
     return None if others and base_of(target) in others else variant  # x + x.t() may not be written into x
 

@@ -35,6 +35,7 @@ CASES = {
     "average 2d of the image": (
         partial(F.avg_pool2d, kernel_size=4, stride=1, padding=2, count_include_pad=False), (1, 2, 4, 6)),
     "average 3d": (partial(F.avg_pool3d, kernel_size=2, stride=1, divisor_override=3), (1, 2, 3, 4, 7)),
+    "average 3d, tiles": (partial(F.avg_pool3d, kernel_size=2), (1, 2, 4, 4, 4)),
     "padding": (partial(F.pad, pad=(2, 3, 1, 0), value=0.5), (2, 4, 7)),
     "padding, shorter": (partial(F.pad, pad=(-1, 3, 0, -2)), (2, 4, 9)),
     "padding, longer than blocks": (partial(F.pad, pad=(9, 1)), (2, 5)),
@@ -62,7 +63,7 @@ def test_the_first_of_equal_maxima_is_never_padding(dilation):
     agree_at_once(lambda x: F.max_pool2d(x, 3, 1, 1, return_indices=True), [least], [[S1]], mesh_shape=(4,))
 
 
-@pytest.mark.parametrize("name", ["max 2d", "average 2d", "padding"])
+@pytest.mark.parametrize("name", ["max 2d", "average 2d", "average 3d, tiles", "padding"])
 @pytest.mark.usefixtures("halos_always")
 def test_programs_pool_as_one_device(name):
     fn, shape = CASES[name]
