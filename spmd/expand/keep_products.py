@@ -75,7 +75,7 @@ class KeepProducts(TorchFunctionMode):
         self.note = note
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        replacement = REPLACEMENTS.get(function)
+        replacement = None if kwargs and "out" in kwargs else REPLACEMENTS.get(function)
         out = NotImplemented if replacement is None else replacement(*args, **(kwargs or {}))
         if out is NotImplemented:
             out = function(*args, **(kwargs or {}))

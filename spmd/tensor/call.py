@@ -53,8 +53,15 @@ SCALAR = RuntimeScalar()
 
 @functools.lru_cache(maxsize=4096)
 def is_pointwise(op: _torch.OpOverload) -> bool:
-    """Whether the op is pointwise: then its rule asks of a number only whether it is finite and not zero."""
-    return torch.Tag.pointwise in op.tags
+    """Whether the op is pointwise: then its rule asks of a number only whether it is finite and not zero.
+
+    torch leaves out the tag of some ops in place, such as `abs_` and `mish_`, and not that of the op they are made of.
+
+    >>> is_pointwise(torch.ops.aten.abs_.default), is_pointwise(torch.ops.aten.cumsum_.default)
+    (True, False)
+    """
+    tagged = op, _torch.out_of_place_variant(op)
+    return any(torch.Tag.pointwise in each.tags for each in tagged if each is not None)
 
 
 def as_runtime_scalar(op: _torch.OpOverload, x: Any) -> Any:

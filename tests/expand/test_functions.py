@@ -156,6 +156,7 @@ OUTS = {
     "a product into floats": lambda x: torch.prod(x.int(), 0, out=torch.empty(4, dtype=torch.float64)),
     "a sum into another dtype": lambda x: torch.add(x, 1, out=torch.empty(6, 4, dtype=torch.float64)),
     "a view": lambda x: (y := x * 1, torch.exp(x[:2], out=y[4:]), y)[-1],
+    "a product of matrices": lambda x: torch.matmul(x, x.T, out=x.new_empty(6, 6)),
     "what is empty": lambda x: torch.cat([x, x], out=x.new_empty(0)),
     "several": lambda x: torch.cat(torch.max(x, 1, out=(x.new_empty(6), torch.empty(6, dtype=torch.long)))),
     "bits as integers": lambda x: x.view(torch.int32) + 1,

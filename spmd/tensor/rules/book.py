@@ -27,7 +27,7 @@ from dataclasses import replace
 import torch
 
 from spmd import _torch
-from spmd.tensor.call import Call
+from spmd.tensor.call import Call, is_pointwise
 from spmd.tensor.rules import batches, families, indexing, movement, networks, products
 from spmd.tensor.rules.laws import (
     ADDCDIV,
@@ -79,8 +79,8 @@ def rule_of(call: Call) -> Rule | None:
 
 
 def _is_pointwise(call: Call) -> bool:
-    """Whether torch tags the op as pointwise. Not if it draws random numbers: every shard would draw the same ones."""
-    return torch.Tag.pointwise in call.op.tags and torch.Tag.nondeterministic_seeded not in call.op.tags
+    """Whether the op is pointwise. Not if it draws random numbers: every shard would draw the same ones."""
+    return is_pointwise(call.op) and torch.Tag.nondeterministic_seeded not in call.op.tags
 
 
 def _returns_tensors(call: Call) -> bool:

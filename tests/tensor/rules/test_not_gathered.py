@@ -57,6 +57,11 @@ ELEMENTS = {
     "histogramdd": lambda x: torch.histogramdd(x.detach()[:, :2], [2, 3])[0],
     "bincount": lambda x: (sharp(x).flatten().long().bincount(), (x[0] * 2).abs().long().bincount(x[0].detach())),
     "addmm_": lambda x: torch.zeros_like(x @ x.mT).addmm_(x, x.mT),
+    "in place": lambda x: (
+        (x * 1).abs_(), (x * 1).copysign_(x.detach().cos()), (x * 1).copysign_(-2), (x * 1).detach().ge_(0.0),
+        F.mish(x * 1, inplace=True), F.threshold_(x * 1, 0.1, 0.2), (x * 1).xlogy_(2.0), (x * 1).true_divide_(2),
+        (x * 9).long().gcd_((x * 4).long()),
+    ),
     "squeeze_copy": lambda x: (torch.squeeze_copy(x.unsqueeze(1)), torch.squeeze_copy(x.unsqueeze(0), 0)),
     "masked_index": lambda x: aten._unsafe_masked_index(x, sharp(x), anywhere(x), 0.5),
     "masked_index_put": lambda x: aten._unsafe_masked_index_put_accumulate(x, sharp(x), anywhere(x), x.cos()),
