@@ -129,6 +129,7 @@ from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,
+    dispatched_in_python,
     flags_around,
     frozen_are_constants,
     in_symbolic_trace,

@@ -27,6 +27,9 @@ no_function_modes = torch._C.DisableTorchFunction
 # Inside, an op on a subclass runs on the tensor that torch has for it: of a wrapper without data, its shape alone.
 no_dispatch = torch._C._DisableTorchDispatch
 
+# Inside, ops that torch has in Python, too, run so: its code in C++ makes numbers of sizes that are symbols.
+dispatched_in_python = torch._C._EnablePythonDispatcher
+
 _FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, k) for k in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 

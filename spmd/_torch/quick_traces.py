@@ -26,7 +26,7 @@ from torch.utils import _python_dispatch
 from spmd._torch.fakes import detached_fake
 from spmd._torch.functionalize import FunctionalTensor, functional
 from spmd._torch.graphs import create_node
-from spmd._torch.modes import no_function_modes, no_modes
+from spmd._torch.modes import dispatched_in_python, no_function_modes, no_modes
 from spmd._torch.quick_views import are_sizes
 
 _FUNCTIONALIZE = torch._C.DispatchKey.Functionalize
@@ -171,7 +171,7 @@ def quick_functional_mode() -> functional_tensor.FunctionalTensorMode:
 
 def _functionalised(plain: Callable, mode: Any, op: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     if _shapes_in_python(op) and _has_symbols(args[0]):
-        with torch._C._EnablePythonDispatcher():
+        with dispatched_in_python():
             return _made_functional(plain, mode, op, types, args, kwargs)
     return _made_functional(plain, mode, op, types, args, kwargs)
 

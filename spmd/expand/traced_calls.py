@@ -2,7 +2,7 @@
 
     torch.as_tensor(lr / (1 + decay * step))      one number, as ASGD keeps it: an op of the program
     torch._fused_adamw_(ps, ..., lr=lr)           the arithmetic of the step, for each parameter
-    torch.lstm(x, ...)                            its products and gates
+    torch.lstm(x, ...)                            its products and gates, of any batch size
     tokens.chunk(4)                               four slices of one length
 
 Of a symbol torch would ask for the value, and freeze it. For recurrent layers torch may have one kernel of the machine,
@@ -33,8 +33,8 @@ class TracedCalls(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.lstm:
-            with _without_kernels_of_the_machine():
+        if function in RECURRENT:
+            with _without_kernels_of_the_machine(), _torch.dispatched_in_python():
                 return function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and args:
             if (told := find_told(args[0])) is not None:
@@ -46,6 +46,14 @@ class TracedCalls(TorchFunctionMode):
         if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):
             return Normalise.table[_torch.FUSED_STEPS[function]](*args, **kwargs)
         return function(*args, **kwargs)
+
+
+RECURRENT = {
+    torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell,
+    torch.rnn_relu_cell,
+}  # fmt: skip
+"""The functions of recurrent layers. Their code in C++ cuts gates by `unsafe_chunk`, which there makes numbers of all
+sizes; torch has both in Python, too."""
 
 
 @contextlib.contextmanager

@@ -168,6 +168,15 @@ TO_INTERPOLATE = (
     {"size": [5], "mode": "nearest-exact"}, {"size": 3, "mode": "linear", "align_corners": True},
 )  # fmt: skip
 
+
+def recurrent(x):
+    """Cells, and a layer, with the rows as the batch."""
+    x, wide, square = x[:, :1] * x.new_ones(3), x.new_ones((8, 3)), x.new_ones((8, 2))
+    h = x.new_zeros((x.shape[0], 2))
+    layer = torch.lstm(x[None], (h[None], h[None]), [wide, square], False, 1, 0.0, True, False, False)
+    return torch.gru_cell(x, h, wide[:6], square[:6]), torch.lstm_cell(x, (h, h), wide, square)[1], *layer
+
+
 OF_IMAGES = ("nearest", "nearest-exact", "bilinear", "bicubic")
 
 FUNCTIONS = {
@@ -197,6 +206,14 @@ def test_functions_of_sizes_are_captured_once(name):
         want = torch.utils._pytree.tree_map(lambda t: t.detach(), step(x))
         torch.testing.assert_close(result, want, equal_nan=True)
     assert made == 1
+
+
+def test_recurrent_layers_have_one_capture_for_all_batches_but_one_of_one_row():
+    batches = [(tensor(n, 4),) for n in (8, 5, 3, 2, 8)]
+    got, made = on_ranks(recurrent, batches)
+    assert made == 1
+    for (x,), result in zip(batches, got, strict=True):
+        torch.testing.assert_close(result, recurrent(x), rtol=1e-12, atol=1e-12)
 
 
 WITHOUT_FORM = ("windows", "places", "interpolated", "interpolated images")
