@@ -597,7 +597,8 @@ def seq2seq_step(model, optimizer, x, y):
     loss = F.cross_entropy(out.transpose(1, 2), y[:, 1:], ignore_index=0)
     loss.backward()
     optimizer.step()
-    return loss.detach(), (out.argmax(-1) == y[:, 1:])[y[:, 1:] != 0].double().mean()
+    mask = y[:, 1:] != 0  # (...)[mask] has a size that depends on values, which a program has no symbol for
+    return loss.detach(), ((out.argmax(-1) == y[:, 1:]) & mask).sum() / mask.sum()
 
 
 class Speech(nn.Module):

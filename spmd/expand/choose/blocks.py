@@ -15,7 +15,7 @@ A view makes dims and cuts nothing: heads are no blocks of a weight. But where t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Protocol
 
 from torch import fx
@@ -60,7 +60,8 @@ def _cuts(op: Asked, ask: Ask, sizes: Collection[int]) -> Iterator[tuple[int, in
     """The sizes of dims that an op cuts or joins, of these sizes, with the length of the blocks."""
     shapes = _shapes(op.call)
     first, made = shapes[0], shapes[len(op.call.tensors)]
-    if _torch.is_view(op.call.op) and made is not None and len(made) > len(first):
+    is_taken_apart = made is not None and len(made) > len(first) and prod(made) == prod(first)  # no `expand`
+    if _torch.is_view(op.call.op) and is_taken_apart:
         yield from [each for each in _cuts_of_view(op.node, first, made, ask) if each[0] in sizes]
         return
     for d in range(len(first)):

@@ -149,3 +149,17 @@ FUSED = (6, 8), (8, 16)
 def test_blocks_are_found_by_structure(fn, shapes, found):
     """Where a dim that a given tensor has is cut into blocks; heads and halves of a head are no blocks of a weight."""
     assert packings(fn, *shapes) == found
+
+
+def test_an_expanded_row_is_not_taken_apart():
+    """An `expand` is a view, and has more elements than what it is a view of: it cuts no dim into blocks."""
+
+    def step(x):
+        t = torch.linspace(0.5, 2.0, 6).expand(x.shape[0], 6)
+        return torch.cat([t[:, 1:] - t[:, :-1], x[:, :1]], -1) * x
+
+    x = torch.linspace(-1.0, 1.0, 48).reshape(8, 6)
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        got = spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, choose="program")(x)
+        assert torch.equal(got.full_tensor().reconcile(), step(x))
