@@ -26,11 +26,12 @@ def to_functional(x: torch.Tensor) -> torch.Tensor:
 def all_to_functional(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors under functionalisation; a FunctionalTensorMode must be active."""
     mode = functional_tensor._detect_infra_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
-    if mode is None or any([x.requires_grad for x in tensors]):
-        return [FunctionalTensor.to_functional(x) for x in tensors]
-    # What torch does in a third of the time: no mode needs to hear of the questions after sizes and devices.
-    with no_function_modes(), modes_aside(tensors):
-        return [functional(torch._to_functional_tensor(x), mode) for x in tensors]
+    # What torch does in a third of the time: no mode needs to hear of the questions after flags, sizes and devices.
+    with no_function_modes():
+        if mode is not None and not any([x.requires_grad for x in tensors]):
+            with modes_aside(tensors):
+                return [functional(torch._to_functional_tensor(x), mode) for x in tensors]
+    return [FunctionalTensor.to_functional(x) for x in tensors]
 
 
 def functional(elem: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:

@@ -446,7 +446,8 @@ class _FlatFunction:
             for slot, note in self.note.items():
                 note(given[slot])
             wrapped = _wrapped(given)
-            new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
+            with _torch.no_function_modes():
+                new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
             own = self._give_attributes(new)
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
@@ -558,7 +559,8 @@ class _FlatFunction:
                     )
                 self.new_numbers[Slot("number", path)] = present[path]
         self.set_attributes, self.grown = new.stand_ins(), new.changed
-        before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
+        with _torch.no_function_modes():
+            before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
         changed = _changed(before, now)
         if not changed:
             return

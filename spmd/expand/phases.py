@@ -75,17 +75,18 @@ def _marked_in_trace(gradient: torch.Tensor, path: str, phases: Phases) -> torch
     mode = _torch.proxy_mode() if isinstance(gradient, _torch.FunctionalTensor) else None
     value = None if mode is None else _torch.from_functional(gradient)
     given = None if value is None else _torch.node_of(value, mode.tracer)
-    if given is None or not _is_dense(value):
-        return None
-    phases.note()
-    op = torch.ops.spmd.gradient.default
-    node = added(mode.tracer.graph, "call_function", op, (given, path), {}, "gradient")
-    if phases.unshared.pop(id(value), None) is not None:
-        _torch.stand_for(value, node, mode.tracer)
-        node.meta["val"] = value
-        return gradient
-    (node.meta["val"],) = _torch.stand_ins([value], [node], mode.tracer)
-    return _torch.to_functional(node.meta["val"])
+    with _torch.no_function_modes():  # they would hear of each size that is asked for
+        if given is None or not _is_dense(value):
+            return None
+        phases.note()
+        op = torch.ops.spmd.gradient.default
+        node = added(mode.tracer.graph, "call_function", op, (given, path), {}, "gradient")
+        if phases.unshared.pop(id(value), None) is not None:
+            _torch.stand_for(value, node, mode.tracer)
+            node.meta["val"] = value
+            return gradient
+        (node.meta["val"],) = _torch.stand_ins([value], [node], mode.tracer)
+        return _torch.to_functional(node.meta["val"])
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -58,7 +58,8 @@ def repeated(roots: Iterable[nn.Module]) -> dict[int, Structure]:
     attributes, there may be others that do not."""
     roots = list(roots)
     guards = {id(m): module_guard(m) for root in roots for m in modules_of(root)}
-    exactly, but_for_values = (_repeated(roots, _Structures(roots, guards, exact)) for exact in (True, False))
+    tensors = _Tensors(roots)
+    exactly, but_for_values = (_repeated(roots, _Structures(guards, tensors, exact)) for exact in (True, False))
     return exactly | but_for_values
 
 
@@ -70,7 +71,7 @@ def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure
     groups: dict[Hashable, list[nn.Module]] = {}
     for root in roots:
         for m in modules_of(root):
-            if (key := found.of(m)) is not None and any(True for _ in m.children()) and found.is_apart(m):
+            if (key := found.of(m)) is not None and any(True for _ in m.children()) and found.tensors.are_apart(m):
                 groups.setdefault(key, []).append(m)
     chosen: dict[int, Structure] = {}
     inside: set[int] = set()
@@ -109,19 +110,45 @@ PLAIN = (bool, int, float, str)
 """Attributes of these types may differ between equal modules, if their code does not read them."""
 
 
-class _Structures:
-    """The structures of all modules in some. is_exact: whether plain attributes are compared. owners: of each
-    parameter, the modules that hold it, by identity."""
+class _Tensors:
+    """The tensors of all modules in some, asked once for each module. owners: of each parameter, the modules that hold
+    it, by identity."""
 
-    def __init__(self, roots: Sequence[nn.Module], guards: Guards, is_exact: bool):
-        self.guards, self.is_exact = guards, is_exact
-        self.sizes: dict[int, int] = {}
+    def __init__(self, roots: Sequence[nn.Module]):
         self.owners: dict[int, set[int]] = {}
-        self._of: dict[int, Hashable] = {}
-        self._numbers: dict[Hashable, int] = {}
+        self._of: dict[int, tuple | None] = {}
+        self._apart: dict[int, bool] = {}
         for m in {id(m): m for root in roots for m in modules_of(root)}.values():
             for p in m._parameters.values():
                 self.owners.setdefault(id(p), set()).add(id(m))
+
+    def of(self, module: nn.Module) -> tuple | None:
+        """What a module's own tensors are, and which of all within it are one; None where one of its own has attributes
+        that are no plain values."""
+        if (key := id(module)) not in self._of:
+            own = (*module._parameters.values(), *module._buffers.values())
+            described = (*_described(module._parameters), *_described(module._buffers))
+            is_plain = all(map(_has_plain_attributes, own))
+            has_inner = any(m is not None for m in module._modules.values())
+            self._of[key] = (described, _pattern(module) if has_inner else ()) if is_plain else None
+        return self._of[key]
+
+    def are_apart(self, module: nn.Module) -> bool:
+        """Whether a module has parameters, and they are its own."""
+        if (key := id(module)) not in self._apart:
+            within, own = {id(m) for m in modules_of(module)}, [id(p) for p in parameters_of(module)]
+            self._apart[key] = bool(own) and all(self.owners[p] <= within for p in own)
+        return self._apart[key]
+
+
+class _Structures:
+    """The structures of modules. is_exact: whether plain attributes are compared."""
+
+    def __init__(self, guards: Guards, tensors: _Tensors, is_exact: bool):
+        self.guards, self.tensors, self.is_exact = guards, tensors, is_exact
+        self.sizes: dict[int, int] = {}
+        self._of: dict[int, Hashable] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def of(self, module: nn.Module) -> Hashable:
         """A number for the structure of a module; None where code of the user's may see or do more than its own."""
@@ -137,17 +164,11 @@ class _Structures:
         hooked = any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
         if hooked or type(module._parameters) is not dict or any(number is None for _, number in inside):
             return None
-        tensors = [*_described(module._parameters), *_described(module._buffers)]
-        if not all(map(_has_plain_attributes, (*module._parameters.values(), *module._buffers.values()))):
+        if (tensors := self.tensors.of(module)) is None:
             return None
         guard = self.guards[id(module)]
         guard = guard if self.is_exact else _but_for_values(module, guard)
-        return guard, tuple(tensors), tuple(inside), _pattern(module) if inside else ()
-
-    def is_apart(self, module: nn.Module) -> bool:
-        """Whether a module has parameters, and they are its own."""
-        within, own = {id(m) for m in modules_of(module)}, [id(p) for p in parameters_of(module)]
-        return bool(own) and all(self.owners[p] <= within for p in own)
+        return guard, tensors, tuple(inside)
 
 
 def _described(tensors: dict[str, Any]) -> Iterator[Hashable]:
