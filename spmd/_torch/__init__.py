@@ -183,6 +183,7 @@ from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked, number_now
 from spmd._torch.symbolic_math import OF_SYMBOLS, symbolic_math
 from spmd._torch.symbols import (
+    SYMBOLS,
     Conditions,
     Symbols,
     is_symbol,

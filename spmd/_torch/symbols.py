@@ -363,9 +363,12 @@ def size_key(n: Any) -> Any:
     return n.node.expr if isinstance(n, torch.SymInt) else n
 
 
+SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
+
+
 def is_symbol(value: Any) -> bool:
     """Whether a value in a trace is a symbolic number."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(value, SYMBOLS)
 
 
 # ---- conditions as text -----------------------------------------------------------------------

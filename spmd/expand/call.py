@@ -134,8 +134,9 @@ class Call:
         """The guards of all attributes of these modules."""
         modules, of_tensors = self.state.named_submodules(), self.attributes.guards()
         there, counted = {path: modules[path] for path in paths if path in modules}, self.state.counted()
+        apart = [place.key for place in self.state.counters.values()]
         return {
-            path: module_guard(m, None, of_tensors.get(id(m), NOTHING), counted.get(id(m), ()))
+            path: module_guard(m, None, of_tensors.get(id(m), NOTHING), counted.get(id(m), ()), apart)
             for path, m in there.items()
         }
 

@@ -479,7 +479,7 @@ class _FlatFunction:
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
                     counted = self._counted(counts)
-                    check_constant(plain, self.state)
+                    check_constant(plain, self.state, python)
                     self._note_changes(constants, python, numbers, new_attributes)
                     python.check_around()
                     others.put_back(new_attributes.places)

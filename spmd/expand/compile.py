@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -67,6 +68,7 @@ from spmd.tensor.annotations.patterns import Patterns
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.identity import check_can_become
 from spmd.tensor.eager.meta_models import Init, check_initialisers
+from spmd.tensor.spec import Spec
 
 
 def compile(
@@ -148,6 +150,8 @@ def compile(
     check_backend(backend, mesh.device_type)
     return CompiledStep(fn, mesh, settings, library_at(cache), init, backend, stamp_blocks)
 
+
+NO_SPECS: Mapping[str, Spec] = types.MappingProxyType({})
 
 MOST_PROGRAMS = 64
 """The most programs that a compiled step keeps. One that was forgotten is made again of its capture."""
@@ -236,7 +240,7 @@ class CompiledStep:
             try:
                 self._agree_on_objects(bound, repeat.objects(), repeat.small, numbers)
             except SomeMakeIt:
-                return self._run_anew(args, kwargs, is_known=False)
+                return self._run_anew(args, kwargs, some_make_it=True)
         if repeat is not self._repeats[0]:
             self._repeats.remove(repeat)
             self._repeats.insert(0, repeat)
@@ -245,15 +249,15 @@ class CompiledStep:
         check_explicit(self._title, bound)
         return repeat.run(ready)
 
-    def _run_anew(self, args: tuple, kwargs: dict[str, Any], is_known: bool = True) -> Any:
-        """is_known: whether there may be a program already."""
+    def _run_anew(self, args: tuple, kwargs: dict[str, Any], some_make_it: bool = False) -> Any:
+        """some_make_it: whether the ranks have found out that some have to make the program."""
         call, error = self._prepare(args, kwargs)
-        bound = self._find_program(call) if call and is_known else None
+        bound = self._find_program(call) if call and not some_make_it else None
         try:
-            calls = self._agree_to_run(bound, call, error)
+            calls = self._agree_to_run(bound, call, error, call.leaf_specs if call and some_make_it else NO_SPECS)
         except SomeMakeIt:
             bound = None
-            calls = self._agree_to_run(bound, call, error)
+            calls = self._agree_to_run(bound, call, error, arguments=call.leaf_specs)
         is_known = bound is not None
         bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.tensors, bound.changed)
@@ -290,16 +294,23 @@ class CompiledStep:
         except Exception as error:
             return None, error
 
-    def _agree_to_run(self, bound: BoundProgram | None, call: Call | None, error: Exception | None) -> int:
-        """How often the step was called before. The ranks compare their calls; if they differ, all raise."""
+    def _agree_to_run(
+        self, bound: BoundProgram | None, call: Call | None, error: Exception | None,
+        arguments: Mapping[str, Spec] = NO_SPECS,
+    ) -> int:  # fmt: skip
+        """How often the step was called before. The ranks compare their calls; if they differ, all raise. arguments:
+        what they compare, too, where all make a program because some have none."""
         if error is not None:
             agree("", self.mesh, self._call_title, error)
-        return self._agree_on_objects(bound, call.objects, one_element(call.tensors, call.specs), call.numbers)
+        small = one_element(call.tensors, call.specs)
+        return self._agree_on_objects(bound, call.objects, small, call.numbers, arguments)
 
     def _agree_on_objects(
-        self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float]
-    ) -> int:
+        self, bound: BoundProgram | None, objects: dict[str, Any], small: Tensors, numbers: dict[str, float],
+        arguments: Mapping[str, Spec] = NO_SPECS,
+    ) -> int:  # fmt: skip
         text = f"{bound.fingerprint}\n{random_state(bound.captured)}" if bound else TO_BE_MADE
+        text = "\n".join([text, *(f"{path}: {spec}" for path, spec in arguments.items())])
         return agree_on_call(self, self._site, self._call_title, self.mesh, text, objects, small, numbers)
 
     @property

@@ -25,13 +25,14 @@ from spmd import _torch
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MAKING, Search
 from spmd.expand.modules import OF_ALL_MODULES
+from spmd.expand.python_state import PythonState
 from spmd.expand.state import IS_COUNTER, State, own_attributes
 from spmd.expand.variables import Place, assigned_variables
 
 KINDS = (int, float)
 
-Names = Mapping[str, frozenset[str]]
-"""Names of attributes, by the path of the module or the optimiser."""
+Names = Mapping[str, frozenset[Any]]
+"""Names of attributes, by the path of the module or the optimiser; of what is in one, the steps that lead there."""
 
 Counters = dict[str, Place]
 """Where the numbers are, by path."""
@@ -53,8 +54,13 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     codes = [fn.__code__ for fn in search.functions if fn.__name__ not in MAKING]
     assigned = frozenset().union(*map(_assigned_attributes, codes))
     found: Counters = {}
-    for path, owner in {**state.named_submodules(), **state.optimizers}.items():
+    owners: dict[str, Any] = {**state.named_submodules(), **state.optimizers}
+    known = all_names(known, _inner_names(known, owners))
+    for path, owner in owners.items():
         _add(found, path, owner, assigned | known.get(path, frozenset()))
+        for steps in (each for each in known.get(path, ()) if isinstance(each, tuple)):
+            if (place := _inside(owner, steps)) is not None:
+                _put(found, _path_of(path, steps), place)
     for path, owner in search.objects.items() if assigned else ():
         _add(found, path, owner, assigned)
     for name, place in assigned_variables(search):
@@ -68,6 +74,48 @@ def _add(found: Counters, path: str, owner: Any, names: frozenset[str]) -> None:
     for name in numbers_of(owner) if names else ():
         if name in names:
             _put(found, f"{path}.{name}", Place(owner, name))
+
+
+def _inner_names(known: Names, owners: Mapping[str, Any]) -> Names:
+    """For names of what is in no owner itself, as a saved step has them: the steps from the owner around it."""
+    found: dict[str, frozenset[Any]] = {}
+    inner = [(path, name) for path in sorted(known.keys() - owners.keys()) for name in sorted(known[path])]
+    for path, name in inner:
+        around = max((each for each in owners if path.startswith(f"{each}.")), key=len, default=None)
+        if around is not None:
+            steps = _steps(owners[around], f"{path}.{name}".removeprefix(f"{around}.").split("."))
+            found[around] = found.get(around, frozenset()) | ({steps} if steps else frozenset())
+    return found
+
+
+def _steps(owner: Any, parts: list[str]) -> tuple:
+    """The keys and places that lead to what is called so in what an owner holds; empty where there is no such thing."""
+    x, steps = vars(owner), []
+    for part in parts:
+        if not isinstance(x, dict | list) and hasattr(x, "__dict__"):
+            x = vars(x)
+            steps.append("__dict__")
+        keys = {str(key): key for key in (x if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ())}
+        if part not in keys:
+            return ()
+        steps.append(keys[part])
+        x = x[keys[part]]
+    return tuple(steps)
+
+
+def _path_of(path: str, steps: tuple) -> str:
+    return ".".join([path, *(str(step) for step in steps if step != "__dict__")])
+
+
+def _inside(module: Any, steps: tuple) -> Place | None:
+    """The place of a number in what a module holds; None where there is none now."""
+    x: Any = vars(module)
+    try:
+        for step in steps[:-1]:
+            x = vars(x) if step == "__dict__" else x[step]
+        return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _put(found: Counters, path: str, place: Place) -> None:
@@ -100,14 +148,20 @@ def all_numbers(state: State) -> dict[tuple[str, str], float]:
     return {(path, name): x for path, owner in owners.items() for name, x in numbers_of(owner).items()}
 
 
-def check_constant(before: Mapping[tuple[str, str], float], state: State) -> None:
-    """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number."""
+def check_constant(before: Mapping[tuple[str, str], float], state: State, python: PythonState) -> None:
+    """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number, or one in
+    what modules hold."""
     owners: dict[str, Any] = {**state.named_submodules(), **state.optimizers}
     found: dict[str, frozenset[str]] = {}
     for (path, name), old in before.items():
         now = vars(owners[path]).get(name) if path in owners else None
         if now is not old and is_number_or_symbol(now) and not _is_same(old, now):
             found[path] = found.get(path, frozenset()) | {name}
+    paths = {id(module): path for path, module in state.named_submodules().items()}
+    for module, steps in python.numbers_set(is_number_or_symbol):
+        path = paths[id(module)]
+        if _path_of(path, steps) not in state.counters:
+            found[path] = found.get(path, frozenset()) | {steps}
     if found:
         raise CountersFound(found)
 

@@ -56,11 +56,22 @@ def items_of(box: dict) -> Iterable[tuple[Any, Any]]:
     return (OrderedDict if isinstance(box, OrderedDict) else dict).items(box)
 
 
-def guard_key(value: Any, reads: Reads | None = None) -> Hashable:
+Apart = Collection[tuple[int, Any]]
+NONE: Apart = frozenset()
+
+
+def _but_for(box: dict | list, keys: frozenset) -> tuple:
+    """What else than these keys a dict or list has, by identity."""
+    pairs = items_of(box) if isinstance(box, dict) else enumerate(box)
+    return tuple([(k, ById(v)) for k, v in pairs if k not in keys])
+
+
+def guard_key(value: Any, reads: Reads | None = None, apart: Apart = NONE) -> Hashable:
     """A hashable key of a value: numbers by type and value, arrays, containers and plain objects by their contents.
 
     A function is the same as long as its code, its defaults and its attributes are. reads: where to note which
-    containers and objects these are.
+    containers and objects these are. apart: what is no part of the key, by the identities of dicts and lists and by
+    key.
 
     >>> guard_key([1]) == guard_key([1]), guard_key([1]) == guard_key([True]), guard_key([1]) == guard_key((1,))
     (True, False, False)
@@ -70,14 +81,14 @@ def guard_key(value: Any, reads: Reads | None = None) -> Hashable:
         return float, repr(value)  # NaN equals NaN, and 0.0 does not equal -0.0
     if kind in _WHOLE_IN_THEMSELVES:
         return kind, value
-    return _Walk(reads).key(value)
+    return _Walk(reads, apart).key(value)
 
 
 class _Walk:
     """A way through one value. An object that is met again is named by the number of those met before it."""
 
-    def __init__(self, reads: Reads | None) -> None:
-        self.reads = reads
+    def __init__(self, reads: Reads | None, apart: Apart) -> None:
+        self.reads, self.apart = reads, apart
         self._met: dict[int, Hashable] = {}
         self._depth = 0
         self._alive: list[Any] = []  # what is made on the way: another object at its address would be taken for it
@@ -109,13 +120,20 @@ class _Walk:
         return self._object(x)
 
     def _container(self, x: Any) -> Hashable:
+        left_out = self._left_out(x)
         if self.reads is not None and not isinstance(x, (tuple, frozenset)):
-            self.reads.box(x)
+            self.reads.keyed(x, functools.partial(_but_for, keys=left_out)) if left_out else self.reads.box(x)
         if isinstance(x, dict):
-            inside: Any = tuple([(self.key(k), self.key(v)) for k, v in items_of(x)])
+            inside: Any = tuple([(self.key(k), self.key(v)) for k, v in items_of(x) if k not in left_out])
+        elif left_out:
+            inside = tuple([self.key(v) for i, v in enumerate(x) if i not in left_out])
         else:
             inside = (frozenset if isinstance(x, (set, frozenset)) else tuple)([self.key(v) for v in x])
         return (type(x), inside, *self._attributes(x))
+
+    def _left_out(self, x: Any) -> frozenset:
+        """The keys or places in a dict or list that are no part of the key."""
+        return frozenset([key for box, key in self.apart if box == id(x)]) if self.apart else frozenset()
 
     def _function(self, x: types.FunctionType) -> Hashable:
         """A function, with what can be set anew in it."""
@@ -171,9 +189,10 @@ class _Walk:
             return ()
         found: tuple = ()
         if hasattr(x, "__dict__"):
+            left_out = self._left_out(vars(x))
             if self.reads is not None:
-                self.reads.object(x)
-            found = (tuple([(k, self.key(v)) for k, v in vars(x).items()]),)
+                self.reads.object(x, without=left_out)
+            found = (tuple([(k, self.key(v)) for k, v in vars(x).items() if k not in left_out]),)
         # a class with a hash of its own makes values, which do not change
         slots = slots_of(type(x)) if type(x).__hash__ in (object.__hash__, None) else ()
         for name in slots:
@@ -237,12 +256,12 @@ GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 
 def module_guard(
     module: nn.Module, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING,
-    without: Collection[str] = (),
+    without: Collection[str] = (), apart: Apart = NONE,
 ) -> tuple:  # fmt: skip
     """The guard of a module's own attributes, its training flag and its hooks included.
 
     of_tensors: the guards of the attributes that hold tensors; without one, tensors are compared by identity. without:
-    names that are no guards.
+    names that are no guards. apart: as in `guard_key`.
     """
     own = vars(module)
     if reads is not None:
@@ -264,7 +283,7 @@ def module_guard(
         elif type(v) is set and not v and reads is None:
             found.append((k, _EMPTY_SET))
         else:
-            found.append((k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads=reads)))
+            found.append((k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads, apart)))
     return type(module), tuple(found)
 
 

@@ -17,7 +17,7 @@ import contextlib
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -44,10 +44,27 @@ class PythonState:
         self._own = {id(module): id(vars(module)) for module in modules}
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
-        self.before: Contents = [(box, copied(box)) for each in own for _, box in boxes(each, seen, MAX_DEPTH)]
+        self.before: Contents = []
+        self._reached: dict[int, tuple[nn.Module, tuple]] = {}
+        for module, each in zip(modules, own, strict=True):
+            for steps, box in boxes(each, seen, MAX_DEPTH):
+                self.before.append((box, copied(box)))
+                self._reached[id(box)] = module, steps
         others = [box for x in around for _, box in boxes(x, seen, MAX_DEPTH)]
         self._around: Contents = [(box, copied(box)) for box in others]
         self._tensors = {id(x) for x in self._reached_tensors()}
+
+    def numbers_set(self, is_number: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, tuple]]:
+        """Where dicts, lists and objects that modules hold had a number and have another one: the module, and the keys
+        and places that lead there."""
+        for box, old in self.before:
+            module, steps = self._reached[id(box)]
+            if steps and isinstance(box, dict | list) and len(box) == len(old):
+                for key, was in items_of(old) if isinstance(old, dict) else enumerate(old):
+                    if type(was) in (int, float) and (not isinstance(box, dict) or key in box):
+                        now = box[key]
+                        if now is not was and is_number(now) and repr(now) != repr(was):
+                            yield module, (*steps, key)
 
     def check_around(self) -> None:
         """Raise RuntimeError if a container around the modules has other contents now."""
@@ -158,7 +175,7 @@ def made(changes: Contents) -> Iterator[None]:
 
 def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator[tuple[tuple, Container]]:
     """The containers that a value reaches, itself included, each once, with the keys and places that lead there."""
-    if id(value) in seen or isinstance(value, (COMPARED_BY_VALUE, COMPARED_BY_ID)) or not depth:
+    if id(value) in seen or isinstance(value, (COMPARED_BY_VALUE, COMPARED_BY_ID, *_torch.SYMBOLS)) or not depth:
         return
     seen.add(id(value))
     if isinstance(value, Container):

@@ -169,9 +169,11 @@ class State:
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
-        of, counted = of_tensors or {}, self.counted()
+        of, counted, apart = of_tensors or {}, self.counted(), frozenset([x.key for x in self.counters.values()])
         found |= {
-            path: module_guard(m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())))
+            path: module_guard(
+                m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())), apart
+            )
             for path, m in self.named_submodules().items()
         }
         found |= {f"{path}{IS_COUNTER}": guard_key(type(place.value)) for path, place in self.counters.items()}
@@ -183,7 +185,7 @@ class State:
         for path, p in parameters.items():
             path_of[id(p)] = path
             found[f"{path}.requires_grad"] = p.requires_grad
-            found[f"{path} hooks"] = guard_key(hooks_of([p]))
+            found[f"{path} hooks"] = guard_key(hooks_of([p]), apart=apart)
             if reads is not None:
                 note_hooks(p, reads)
         for path, x in (*parameters.items(), *self.buffers().items()):

@@ -1,4 +1,4 @@
-"""Where Python keeps a value that code gives a name to: an attribute, a global, a variable of the function around."""
+"""Where Python keeps a value that code can set: an attribute, an item, a global, a variable of the function around."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from spmd.expand.python_state import is_set
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """of: the object of which it is an attribute, the dict of globals, the cell of a variable, or the variable of the
-    context. A value that is not there is None.
+    """of: the object of which it is an attribute, the dict or list that has it under a key, such as that of globals,
+    the cell of a variable, or the variable of the context. A value that is not there is None. module: the one that
+    reaches it, where that is not `of` itself.
 
     >>> class Average:
     ...     def __init__(self):
@@ -26,7 +27,8 @@ class Place:
     """
 
     of: Any
-    name: str
+    name: Any
+    module: Any = None
 
     @property
     def value(self) -> Any:
@@ -34,6 +36,8 @@ class Place:
             return self.of.cell_contents if is_set(self.of) else None
         if isinstance(self.of, contextvars.ContextVar):
             return self.of.get(None)
+        if isinstance(self.of, list):
+            return self.of[self.name] if self.name < len(self.of) else None
         return self._names.get(self.name)
 
     def set(self, value: Any) -> None:
@@ -45,11 +49,11 @@ class Place:
             self._names[self.name] = value
 
     @property
-    def _names(self) -> dict[str, Any]:
-        return self.of if isinstance(self.of, dict) else vars(self.of)
+    def _names(self) -> Any:
+        return self.of if isinstance(self.of, (dict, list)) else vars(self.of)
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> tuple[int, Any]:
         """The same for all places that are one."""
         return (id(self.of), "") if isinstance(self.of, types.CellType) else (id(self._names), self.name)
 

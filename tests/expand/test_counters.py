@@ -78,6 +78,32 @@ class Anneals(Linear):
         return super().forward(x) * (tau + math.sqrt(self.calls)) + math.log(self.calls)
 
 
+class Schedule:
+    """An object of a module."""
+
+    def __init__(self):
+        self.steps, self.seen = 0, [0, 0.5]
+
+    def scale(self):
+        self.steps += 1
+        self.seen[0] += 2
+        self.seen[1] *= 0.9
+        return 1 / (self.steps + self.seen[0] * self.seen[1])
+
+
+class Holds(Linear):
+    """Numbers in an object, in a list there, and in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.schedule, self.stats = Schedule(), {"calls": {"all": 0}}
+
+    def forward(self, x):
+        self.stats["calls"]["all"] += 1
+        self.calls = self.stats["calls"]["all"]
+        return super().forward(x) * self.schedule.scale() * self.calls
+
+
 class Rows(Linear):
     """Keeps a size, and so a number of another kind of source."""
 
@@ -314,6 +340,7 @@ KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "a branch": (lambda: of_model(EveryThird), 2),
     "a float": (lambda: of_model(Decays), 1),
     "functions of a count": (lambda: of_model(Anneals), 1),
+    "in what a module holds": (lambda: of_model(Holds), 2),
     "a size": (lambda: of_model(Rows), 1),
     "set by code that is not read": (lambda: of_model(InLibraryCode), 3),
     "blocks": (lambda: of_model(Inside), 2),
@@ -369,7 +396,9 @@ def test_numbers_are_those_of_one_device(kind, plan):
     assert len(made) <= most
 
 
-@pytest.mark.parametrize("kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer"])
+@pytest.mark.parametrize(
+    "kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer", "in what a module holds"]
+)
 def test_a_kept_step_counts_on(kind, tmp_path):
     """In another process nothing is captured, also where the code does not say what it counts."""
     make, _ = KINDS[kind]

@@ -40,7 +40,7 @@ def with_stamps(trace: Trace[T], fn: Callable, state: State, blocks: bool) -> T:
 
 def _without_counters(blocks: Mapping[int, Structure], state: State) -> Mapping[int, Structure]:
     """The modules that keep no numbers, in which they would differ from call to call."""
-    counted = {id(place.of) for place in state.counters.values()}
+    counted = {id(place.module or place.of) for place in state.counters.values()}
     if not counted:
         return blocks
     keep = {id(m) for m in state.submodules() if not counted.isdisjoint(map(id, modules_of(m)))}
