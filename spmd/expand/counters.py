@@ -134,7 +134,7 @@ def _assigned_attributes(code: types.CodeType) -> frozenset[str]:
 def numbers_of(owner: Any) -> dict[str, float]:
     """The attributes of an object that are numbers, but for those that torch gives each module or optimiser.
 
-    >>> layer = nn.Linear(2, 3); layer.updates = 1
+    >>> layer = torch.nn.Linear(2, 3); layer.updates = 1
     >>> numbers_of(layer)
     {'in_features': 2, 'out_features': 3, 'updates': 1}
     """

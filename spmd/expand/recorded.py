@@ -53,13 +53,20 @@ def _node_of(x: Any) -> Any:
     return x.node if isinstance(x, fx.Proxy) else x
 
 
+def _nodes_in(x: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(x, found.append)
+    return found
+
+
 @dataclass(frozen=True)
 class Recording:
-    """The nodes that a function wrote. inputs: the nodes that it was given. results: None where there is none."""
+    """The nodes that a function wrote. inputs: the nodes that it was given. results: what it gave, None where there is
+    none. Both may have nodes in tuples, as several collectives of one move have several handles."""
 
-    inputs: tuple[fx.Node, ...]
+    inputs: tuple[Any, ...]
     nodes: tuple[fx.Node, ...]
-    results: tuple[fx.Node | None, ...]
+    results: tuple[Any, ...]
 
     @classmethod
     def of(cls, tracer: Tracer, inputs: Sequence[fx.Node], function: Callable[..., Sequence[Any]]) -> Recording:
@@ -72,19 +79,19 @@ class Recording:
         ([abs_2], [('mul', (x, x)), ('abs_1', (mul,)), ('mul_1', (y, y)), ('abs_2', (mul_1,))])
         """
         last = next(iter(reversed(tracer.graph.nodes)))
-        made = function(*[Recorded(node, tracer) for node in inputs])
+        made = function(*fx.node.map_aggregate(tuple(inputs), lambda n: Recorded(n, tracer)))
         nodes = []
         while (last := last.next).op != "root":
             nodes.append(last)
-        return cls(tuple(inputs), tuple(nodes), tuple([None if p is None else p.node for p in made]))
+        return cls(tuple(inputs), tuple(nodes), fx.node.map_aggregate(tuple(made), _node_of))
 
     def again(self, graph: fx.Graph, inputs: Sequence[fx.Node], meta: Callable[[fx.Node], dict] = lambda n: {}) -> list:
         """The results of the same nodes, written at the end of a graph for other inputs. meta: from one of the nodes to
         what is noted on its copy."""
-        env = dict(zip(self.inputs, inputs, strict=True))
+        env = dict(zip(_nodes_in(self.inputs), _nodes_in(tuple(inputs)), strict=True))
         for node in self.nodes:
             new = env[node] = added(
                 graph, node.op, node.target, *fx.map_arg((node.args, node.kwargs), env.__getitem__), None
             )
             new.meta |= meta(node)
-        return [None if node is None else env[node] for node in self.results]
+        return list(fx.map_arg(self.results, env.__getitem__))

@@ -113,8 +113,12 @@ def shared_programs() -> Iterator[None]:
         key = self.fn, self.mesh, self.settings.bucket_mb, call.key, tuple(call.numbers.items())
         with lock:
             if key not in made:
-                made[key] = real(self, call)
-            return made[key]
+                made[key] = real(self, call), self._counted
+            found, counted = made[key]
+        if counted != self._counted:  # what the capture has found out, each rank has to know
+            self.count(counted)
+            call.count(self._counted, self._attributes.unread)
+        return found
 
     with mock.patch.object(CompiledStep, "_capture_and_expand", expanded):
         yield
