@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from workers import Pool
 
 import spmd
 from spmd import LocalTensorMode, Shard
@@ -411,3 +412,22 @@ def test_a_kept_step_counts_on(kind, tmp_path):
         got = trained(make, lambda step: spmd.load_step(tmp_path / "step.spmd", step, mesh))
     check(got, want)
     assert not made
+
+
+ON_RANKS = "a branch", "a trainer", "set by code that is not read", "in what a module holds"
+
+
+def counted_on_ranks(rank: int) -> list:
+    mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    return [
+        trained(KINDS[kind][0], lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}))
+        for kind in ON_RANKS
+    ]
+
+
+def test_ranks_count_alike(gloo4: Pool):
+    """Calls that are made again at once among them; the ranks compare their numbers."""
+    want = [trained(KINDS[kind][0], lambda step: step) for kind in ON_RANKS]
+    for got in gloo4.run(counted_on_ranks):
+        for one, other in zip(got, want, strict=True):
+            check(one, other)
