@@ -42,6 +42,10 @@ COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
 """The namespaces of torch's collectives: on global tensors they would add up what is the same on all ranks."""
 
 
+OF_TORCH = "aten", "prim", "prims", "profiler", "spmd", "inductor", "higher_order"
+"""Namespaces whose ops without results are known: asserts are kept, and the others have no effect on numbers."""
+
+
 class Normalise(_torch.TorchDispatchMode):
     """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
@@ -81,6 +85,11 @@ class Normalise(_torch.TorchDispatchMode):
                 f"{op}: a step computes with global tensors, of which every rank has the whole value, and the compiler "
                 "adds the collectives; leave this one out, or call it in a spmd.local_map"
                 f"{at_user_line(current_frames())}"
+            )
+        if op.namespace not in OF_TORCH and not _torch.returns(op) and not _torch.written_positions(op):
+            raise NotImplementedError(
+                f"{op}: gives nothing, so its program would leave it out; let the op return a tensor that is used, or "
+                f"call it after the step{at_user_line(current_frames())}"
             )
         if is_taken_apart(op):
             with self:

@@ -204,6 +204,19 @@ def writes_in_a_custom_op(model, optimizer, x, y):
     return counted(x.sum().detach().clone(), x)
 
 
+@torch.library.custom_op("test_untraceable::noted", mutates_args=())
+def noted(x: torch.Tensor) -> None:
+    SEEN["noted"] = True
+
+
+noted.register_fake(lambda x: None)
+
+
+def notes_in_a_custom_op(model, optimizer, x, y):
+    noted(x)
+    return model(x).sum()
+
+
 def adds_a_module(model, optimizer, x, y):
     model.extra = nn.Linear(3, 3)
     return model.extra(model(x)).sum()
@@ -249,6 +262,7 @@ TABLE = [
     (looks_up, RuntimeError, READS),
     (formats, RuntimeError, READS),
     (copies_the_state, RuntimeError, r"needs the memory of a tensor, .* copy with x.clone\(\)"),
+    (notes_in_a_custom_op, NotImplementedError, "gives nothing, so its program would leave it out; let the op return"),
     (writes_in_a_custom_op, NotImplementedError, r"\(mutates_args\), .* let the op return the new values"),
     (selects, NotImplementedError, SIZE),
     (finds, NotImplementedError, SIZE),
