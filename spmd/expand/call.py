@@ -92,7 +92,7 @@ class Call:
         """Find the numbers of the call, and the guards of what is no number."""
         state, reads = self.state, self.search.reads
         self.numbers = state.numbers() | {k: v for k, v in self.leaves.items() if is_number(v)}
-        reads.may_change([place.key for place in state.counters.values()])
+        reads.may_change(state.apart)
         values = named_values(self.search.methods_and_functions(), self.search.classes, reads)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
         read |= self._held_values()
@@ -134,7 +134,7 @@ class Call:
         """The guards of all attributes of these modules."""
         modules, of_tensors = self.state.named_submodules(), self.attributes.guards()
         there, counted = {path: modules[path] for path in paths if path in modules}, self.state.counted()
-        apart = [place.key for place in self.state.counters.values()]
+        apart = self.state.apart
         return {
             path: module_guard(m, None, of_tensors.get(id(m), NOTHING), counted.get(id(m), ()), apart)
             for path, m in there.items()

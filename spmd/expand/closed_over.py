@@ -91,7 +91,10 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
         for x in [*given.values(), *search.found.values()]:
             if isinstance(x, HOLDERS) and id(x) not in looked_at:
                 looked_at[id(x)] = x
-                held += search.module(x) if isinstance(x, nn.Module) else search.optimizer(x)
+                if isinstance(x, nn.Module):
+                    held += search.module(x)
+                else:
+                    search.optimizer(x)
         for of, name, x in held:
             search.held(of, name, x, search.attributes_named)
     return search
@@ -199,10 +202,9 @@ class Search:
             if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x)
         ]
 
-    def optimizer(self, optimizer: Optimizer) -> list[tuple[str, str, Any]]:
-        """Look through the code of an optimiser of the user. Given back is nothing, as it holds no code."""
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Look through the code of an optimiser of the user."""
         self.code_of(type(optimizer), "step")
-        return []
 
     def held(self, of: str, name: str, x: Any, attributes: frozenset[str]) -> None:
         """Look through the code of what an object of a class holds under a name. An iterator that code names is

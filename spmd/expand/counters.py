@@ -54,7 +54,7 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     codes = [fn.__code__ for fn in search.functions if fn.__name__ not in MAKING]
     assigned = frozenset().union(*map(_assigned_attributes, codes))
     found: Counters = {}
-    owners: dict[str, Any] = {**state.named_submodules(), **state.optimizers}
+    owners = _owners(state)
     known = all_names(known, _inner_names(known, owners))
     for path, owner in owners.items():
         _add(found, path, owner, assigned | known.get(path, frozenset()))
@@ -144,20 +144,23 @@ def numbers_of(owner: Any) -> dict[str, float]:
 
 def all_numbers(state: State) -> dict[tuple[str, str], float]:
     """Those of all modules and optimisers, by path and name."""
-    owners = {**state.named_submodules(), **state.optimizers}
-    return {(path, name): x for path, owner in owners.items() for name, x in numbers_of(owner).items()}
+    return {(path, name): x for path, owner in _owners(state).items() for name, x in numbers_of(owner).items()}
+
+
+def _owners(state: State) -> dict[str, Any]:
+    return state.named_submodules() | state.optimizers
 
 
 def check_constant(before: Mapping[tuple[str, str], float], state: State, python: PythonState) -> None:
     """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number, or one in
     what modules hold."""
-    owners: dict[str, Any] = {**state.named_submodules(), **state.optimizers}
-    found: dict[str, frozenset[str]] = {}
+    owners = _owners(state)
+    paths = {id(owner): path for path, owner in owners.items()}
+    found: dict[str, frozenset[Any]] = {}
     for (path, name), old in before.items():
         now = vars(owners[path]).get(name) if path in owners else None
         if now is not old and is_number_or_symbol(now) and not _is_same(old, now):
             found[path] = found.get(path, frozenset()) | {name}
-    paths = {id(module): path for path, module in state.named_submodules().items()}
     for module, steps in python.numbers_set(is_number_or_symbol):
         path = paths[id(module)]
         if _path_of(path, steps) not in state.counters:

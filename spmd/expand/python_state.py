@@ -45,11 +45,11 @@ class PythonState:
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
         self.before: Contents = []
-        self._reached: dict[int, tuple[nn.Module, tuple]] = {}
+        self._ways: dict[int, tuple[nn.Module, tuple]] = {}
         for module, each in zip(modules, own, strict=True):
             for steps, box in boxes(each, seen, MAX_DEPTH):
                 self.before.append((box, copied(box)))
-                self._reached[id(box)] = module, steps
+                self._ways[id(box)] = module, steps
         others = [box for x in around for _, box in boxes(x, seen, MAX_DEPTH)]
         self._around: Contents = [(box, copied(box)) for box in others]
         self._tensors = {id(x) for x in self._reached_tensors()}
@@ -58,7 +58,7 @@ class PythonState:
         """Where dicts, lists and objects that modules hold had a number and have another one: the module, and the keys
         and places that lead there."""
         for box, old in self.before:
-            module, steps = self._reached[id(box)]
+            module, steps = self._ways[id(box)]
             if steps and isinstance(box, dict | list) and len(box) == len(old):
                 for key, was in items_of(old) if isinstance(old, dict) else enumerate(old):
                     if type(was) in (int, float) and (not isinstance(box, dict) or key in box):

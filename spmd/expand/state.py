@@ -169,7 +169,7 @@ class State:
         hyper = self.hyper_parameters()
         changing = (float, torch.SymFloat, torch.Tensor)
         found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
-        of, counted, apart = of_tensors or {}, self.counted(), frozenset([x.key for x in self.counters.values()])
+        of, counted, apart = of_tensors or {}, self.counted(), self.apart
         found |= {
             path: module_guard(
                 m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())), apart
@@ -180,7 +180,8 @@ class State:
         for path, owner in (self.optimizers | self.objects).items() if of else ():
             for name, guard in of.get(id(owner), NOTHING).items():
                 found[f"{path}.{name}"] = guard
-                guard_key(vars(owner)[name], reads=reads)
+                if reads is not None:
+                    guard_key(vars(owner)[name], reads=reads)
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path
@@ -209,6 +210,11 @@ class State:
         for place in self.counters.values():
             found.setdefault(id(place.of), []).append(place.name)
         return found
+
+    @property
+    def apart(self) -> frozenset[tuple[int, Any]]:
+        """The places of the counters, which are no part of guards, by their keys."""
+        return frozenset([place.key for place in self.counters.values()])
 
     @property
     def holders(self) -> dict[str, Any]:
@@ -319,9 +325,7 @@ class State:
         """Set the hyper-parameters of these paths to other values. Several groups may have one tensor, as torch gives
         it to them: where its first name gets another value, they all do."""
         held = [(path, v) for path, v in self.hyper_parameters() if isinstance(v, torch.Tensor)] if new else []
-        first: dict[int, str] = {}
-        for path, v in held:
-            first.setdefault(id(v), path)
+        first = {id(v): path for path, v in _by_first_name(iter(held)).items()}
         new = new | {path: new[first[id(v)]] for path, v in held if first[id(v)] in new}
         for path, group in self.groups() if new else ():
             for key, value in list(group.items()):

@@ -384,17 +384,20 @@ def check(got, want):
         assert numbers == pytest.approx(counts) and [*map(type, numbers)] == [*map(type, counts)]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_numbers_are_those_of_one_device(kind, plan):
+def check_on_a_mesh(make: Callable[[], Training], most: int, plan: str) -> None:
     """After each call: what the step returns, all tensors, and the numbers; and they ask for few captures."""
-    make, most = KINDS[kind]
     (shape, said), want = PLANS[plan], trained(make, lambda step: step)
     with LocalTensorMode(torch.Size(shape).numel()), captures() as made:
         mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
         got = trained(make, lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said))
     check(got, want)
     assert len(made) <= most
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_one_device(kind, plan):
+    check_on_a_mesh(*KINDS[kind], plan)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,18 @@ from torch import nn
 import spmd
 from spmd import LocalTensorMode, Shard
 from tests.expand.side_by_side import seeded
-from tests.expand.test_counters import Average, Linear, Trainer, Training, X, check, of_model, train, trained, whole
+from tests.expand.test_counters import (
+    PLANS,
+    Average,
+    Linear,
+    Trainer,
+    Training,
+    X,
+    check_on_a_mesh,
+    of_model,
+    train,
+    whole,
+)
 from tests.expand.test_sizes import captures
 
 
@@ -192,19 +203,11 @@ KINDS = {
 }
 """What a user has, and the most captures of it."""
 
-PLANS = {"dp": ((3,), {}), "zero": ((2,), {"fully_shard": "dp"}), "program": ((2, 2), {"choose": "program"})}
-
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_objects_hold_what_they_hold_on_one_device(kind, plan):
-    make, most = KINDS[kind]
-    (shape, said), want = PLANS[plan], trained(make, lambda step: step)
-    with LocalTensorMode(torch.Size(shape).numel()), captures() as made:
-        mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
-        got = trained(make, lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}, **said))
-    check(got, want)
-    assert len(made) <= most
+    check_on_a_mesh(*KINDS[kind], plan)
 
 
 class Mean:
