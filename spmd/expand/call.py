@@ -118,7 +118,7 @@ class Call:
 
     def _take_attribute(self, path: str, x: torch.Tensor) -> None:
         self.leaves[path] = x
-        self.leaf_specs[path] = input_spec(path, x.detach(), self.table.mesh, None)
+        self.leaf_specs[path] = input_spec(path, x.detach() if x.requires_grad else x, self.table.mesh, None)
 
     def leave_out(self, unread: Collection[str]) -> None:
         """Leave out tensors in attributes of modules, by path, that no program reads: of these the shape counts."""

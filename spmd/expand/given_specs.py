@@ -166,9 +166,8 @@ def _extent(t: torch.Tensor) -> int:
 
 def block_of(x: torch.Tensor, spec: Spec) -> torch.Tensor:
     """This rank's block of a tensor: by moves of a DTensor, or cut from a global tensor that all ranks have."""
-    x, present = x.detach(), spec_of_value(x)
-    if present is not None and present.mesh != spec.mesh:
-        return move_between_meshes(x._local_tensor, present, spec)
-    if present is not None:
-        return plan(present, spec).run(x._local_tensor)
-    return plan(replicated(spec), spec).run(x.contiguous())
+    present = spec_of_value(x)
+    if present is None:
+        return plan(replicated(spec), spec).run(x.detach().contiguous())
+    block = x._current_block.detach()  # a view of x itself would be one that later calls ask for
+    return plan(present, spec).run(block) if present.mesh == spec.mesh else move_between_meshes(block, present, spec)

@@ -53,6 +53,21 @@ class Reads:
         if keys:
             self.look_ups = [each for each in self.look_ups if self._key(*each) not in self._changing]
 
+    def leave_out(self, places: Collection[tuple[dict, str]]) -> None:
+        """What these dicts have under these keys may change, though it was noted; that they have it may not."""
+        self.may_change([(id(box), name) for box, name in places])
+        for box in {id(box): box for box, _ in places}.values():
+            if id(box) in self.boxes and id(box) not in self.keys_alone:
+                self.forget(box)
+                for name in box:
+                    self.item(box, name)
+                self.keyed(box, tuple)
+
+    def forget(self, box: Any) -> None:
+        """The contents of a dict or list may change, though they were noted."""
+        self.boxes.pop(id(box), None)
+        self.by_key.pop(id(box), None)
+
     def is_changing(self, box: Any, name: Any) -> bool:
         """Whether this is such a place."""
         return bool(self._changing) and isinstance(name, str) and (id(box), name) in self._changing

@@ -259,6 +259,16 @@ def test_other_data_behind_a_parameter_is_read():
         side.call()
 
 
+def test_arguments_that_are_distributed_are_not_made_views_of():
+    """A call with them leaves them as they were, so that it can be made again."""
+    step = spmd.compile(lambda x: (x * 2).sum(), line())
+    x = spmd.distribute_tensor(X, line(), [Shard(0)])
+    for _ in range(2):
+        step(x)
+    assert step._repeats[0].ready((x,), {}) is not None
+    torch.testing.assert_close(step(x).full_tensor(), (X * 2).sum())
+
+
 def test_a_parameter_that_somebody_has_a_view_of():
     """The first call after the view was made takes the long way. A view shows what later steps write."""
     side = Side()

@@ -14,6 +14,7 @@ from torch.nn.utils import prune
 import spmd
 from spmd import LocalTensorMode, Shard
 from spmd.expand import capture as tracing
+from spmd.expand.compile import CompiledStep
 from spmd.expand.objects import opened
 from tests.expand.side_by_side import rows, seeded, train_step
 from tests.tensor.single import every_rank
@@ -252,6 +253,86 @@ def test_what_a_user_sets_between_calls_is_read():
             change(alone), change(model)
             torch.testing.assert_close(step(model, x).full_tensor(), alone(x))
     assert len(step.programs) == 1
+
+
+LONG = {"by size": 3, "with a flag": 3, "what it saw, new": 3, "none before": 3}
+"""The calls that find another attribute, or a container that grew, are made the long way, and so is one behind them."""
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+@pytest.mark.parametrize("name", KEPT)
+def test_calls_that_set_attributes_are_made_again_at_once(name):
+    """On simulated ranks, against one device, behind the calls that find out what is set."""
+    build, calls = KEPT[name][0], [BATCHES[i % len(BATCHES)] for i in range(8)]
+    alone, ours = seeded(build), seeded(build)
+    of_alone, of_ours = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (alone, ours))
+    real = CompiledStep._run_anew
+    with LocalTensorMode(4), mock.patch.object(CompiledStep, "_run_anew", autospec=True, side_effect=real) as anew:
+        mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        step = spmd.compile(train_step, mesh, inputs=INPUTS, fully_shard="dp")
+        for x, y in calls:
+            want = train_step(alone, of_alone, x, y)
+            torch.testing.assert_close(every_rank(step(ours, of_ours, x, y))[0], want)
+        want, mine = held(alone), held(ours)
+        assert want.keys() == mine.keys()
+        for path, x in want.items():
+            torch.testing.assert_close(every_rank(mine[path])[0], x, msg=lambda text, path=path: f"{path}: {text}")
+    assert anew.call_count <= LONG.get(name, 2) + 1
+
+
+def in_a_list_with_a_number(self, h):
+    self.parts[0], self.parts[1]["b"] = h.detach().sum(0), h.detach().amax(0)
+    self.mean = (self.mean + h.detach().mean(0)) * self.parts[2]
+    return h * self.parts[0] + self.mean * self.parts[1]["b"]
+
+
+def with_parts():
+    before = {"parts": [W, {"b": W / 2}, 0.5], "mean": W, "apart": Statistics()}
+    return of(before, in_a_list_with_a_number)()
+
+
+CHANGED_BETWEEN = {
+    "another tensor": lambda m: setattr(m, "mean", torch.ones(6, dtype=torch.float64)),
+    "one that has the specs": lambda m: setattr(m, "mean", m.mean * 2),
+    "a write": lambda m: m.mean.zero_(),
+    "one of a list": lambda m: m.parts.__setitem__(0, m.mean * 3),
+    "one of a dict": lambda m: m.parts[1].update(b=m.mean * 3),
+    "a number of the list": lambda m: m.parts.__setitem__(2, 0.25),
+    "another list": lambda m: setattr(m, "parts", [m.parts[0], {"b": m.mean - 1}, 0.125]),
+    "one tensor for two": lambda m: setattr(m, "mean", m.parts[0]),
+    "one tensor, twice in a list": lambda m: m.parts.__setitem__(0, m.parts[1]["b"]),
+    "a parameter": lambda m: setattr(m, "mean", m.down.weight.detach()[:, 0].sum() + m.parts[0]),
+    "a buffer": lambda m: m.register_buffer("offset", m.__dict__.pop("mean")) or setattr(m, "mean", m.offset),
+    "another attribute": lambda m: setattr(m, "more", m.mean * 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED_BETWEEN)
+def test_what_is_changed_between_calls_made_again_is_noticed(name):
+    """As on one device: a program is right for what the attributes hold, however it came there."""
+    alone, ours = seeded(with_parts), seeded(with_parts)
+    of_alone, of_ours = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (alone, ours))
+    with LocalTensorMode(4):
+        mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        step = spmd.compile(train_step, mesh, inputs=INPUTS)
+        for i in range(9):
+            if i in (4, 6):
+                with torch.no_grad():
+                    CHANGED_BETWEEN[name](alone), CHANGED_BETWEEN[name](ours)
+            x, y = BATCHES[i % len(BATCHES)]
+            want = train_step(alone, of_alone, x, y)
+            torch.testing.assert_close(every_rank(step(ours, of_ours, x, y))[0], want)
+        for path, x in held(alone).items():
+            torch.testing.assert_close(every_rank(held(ours)[path])[0], x, msg=lambda text, path=path: path + text)
+
+
+def test_objects_and_lists_that_a_step_sets_stay_the_same_ones():
+    """Also in calls that are made again."""
+    model, x = seeded(with_parts), BATCHES[0][0]
+    step, parts, inner = spmd.compile(lambda model, x: model(x), LINE), model.parts, model.parts[1]
+    for _ in range(5):
+        step(model, x)
+    assert step._repeats and model.parts is parts and parts[1] is inner
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")

@@ -2,6 +2,7 @@
 
     given        whether the arguments are alike
     tensors      whether the tensors of the state are as they were
+    attributes   tensors in attributes, which a step may set
     results      what the step returns, made of the program's outputs
     repeat       the whole call
 """

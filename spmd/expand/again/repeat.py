@@ -5,9 +5,10 @@
 
 A `Repeat` is what a call has found out, with all that this depends on: the structure, shapes and placements of the
 arguments; the modes around the call; the containers in which modules, optimisers and their tensors were found
-(`reads`); the placements, flags and hooks of these tensors; which gradients are there. Where one of them has changed,
-`ready` gives nothing, and the call is made the long way, which notices what it is. Numbers, such as the learning rate,
-and the numbers that the trace has decided by are read at each call, as in the long way.
+(`reads`); the placements, flags and hooks of these tensors; what attributes with tensors hold; which gradients are
+there. Where one of them has changed, `ready` gives nothing, and the call is made the long way, which notices what it
+is. Numbers, such as the learning rate, and the numbers that the trace has decided by are read at each call, as in the
+long way.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from torch import nn
 
 from spmd import _torch
+from spmd.expand.again.attributes import Held
 from spmd.expand.again.given import Given, likeness
-from spmd.expand.again.results import Made, builder, counted, picker
+from spmd.expand.again.results import Made, builder, changed_by, picker
 from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.capture import Argument
@@ -40,11 +42,13 @@ from spmd.tensor.recipes import stream
 
 
 class Ready(NamedTuple):
-    """What a call that is made again has read: its arguments, its numbers, and the gradients that are there."""
+    """What a call that is made again has read: its arguments, its numbers, the gradients that are there, and the
+    tensors in attributes."""
 
     leaves: list[Any]
     numbers: list[float]
     gradients: list[Any]
+    held: list[torch.Tensor]
 
 
 class _Counter(NamedTuple):
@@ -77,8 +81,10 @@ class Repeat:
 
     def __init__(
         self, bound: BoundProgram, call: Any, given: Given, paths: dict[str, int], counts: dict[str, int],
-        ended: Callable,
+        held: Held, ended: Callable,
     ) -> None:  # fmt: skip
+        held.leave_out_of(call.reads)
+        self._held = held
         self.bound, self._given, self._build = bound, given, builder(bound.captured.tree)
         self._surroundings, self._read = surroundings(), call.reads.snapshot()
         self._kept = Kept(call.tensors, bound)
@@ -104,16 +110,19 @@ class Repeat:
         """
         captured, known = self.bound.captured, list(self._kept.slots)
         self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items() if path in paths]
-        # Where they are is among the reads. They are cut at each call, as arguments are: somebody may write into them.
-        of_modules = {path: x for path, x in call.attributes.tensors.items() if path in call.leaf_specs}
-        self._attributes = [(x, call.leaf_specs[path]) for path, x in of_modules.items()]
-        self._attributes_alike = [likeness(x) for x in of_modules.values()]
+        # They are cut at each call, as arguments are: somebody may write into them.
+        moving = {path: i for i, path in enumerate(self._held.paths) if path in call.leaf_specs}
+        self._moving = [(i, call.leaf_specs[path]) for path, i in moving.items()]
+        # Where these are is among the reads.
+        fixed = {path: x for path, x in call.attributes.tensors.items() if path in call.leaf_specs.keys() - moving}
+        self._attributes = [(x, call.leaf_specs[path]) for path, x in fixed.items()]
+        self._attributes_alike = [likeness(x) for x in fixed.values()]
         self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
         gradients = [Slot("grad", path) for path in self._kept.parameters]
         self._added = [i for i, slot in enumerate(gradients) if slot in self.bound.read]
         sources: list[Any] = [*known, *(gradients[i] for i in self._added)]
         sources += [Argument(path) for path in call.leaf_specs if path in paths]
-        sources += [Argument(path) for path in of_modules]
+        sources += [Argument(path) for path in (*fixed, *moving)]
         sources += [Argument(path) for path in self.paths] + self._draws
         at = {source: i for i, source in enumerate(sources)}
         places = [len(sources) if i in self.bound.dropped else at[i] for i in captured.inputs]
@@ -145,8 +154,8 @@ class Repeat:
             return None
         if not all([alike(x) for alike, (x, _) in zip(self._attributes_alike, self._attributes, strict=True)]):
             return None
-        gradients = self._kept.gradients()
-        if gradients is None or not self._kept.are_as_before():
+        gradients, held = self._kept.gradients(), self._held.tensors()
+        if gradients is None or held is None or not self._kept.are_as_before():
             return None
         numbers = self._numbers.copy()
         for i, group, key in self._options:
@@ -161,7 +170,7 @@ class Repeat:
             numbers[i] = leaves[leaf]
         if not all(map(hold_one_number, self._equal)) or (self._decides and not self._decides_alike(numbers)):
             return None
-        return Ready(leaves, numbers, gradients)
+        return Ready(leaves, numbers, gradients, held)
 
     def _decides_alike(self, numbers: list[float]) -> bool:
         known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
@@ -189,6 +198,7 @@ class Repeat:
             leaves[where] = out[i] if made is None else made.of(out[i])
         for counter, i in self._counts:
             counter.set(leaves[i])
+        self._held.set(leaves)
         return self._build(leaves)
 
     def _inputs(self, ready: Ready, blocks: list[torch.Tensor]) -> Sequence[Any]:
@@ -198,6 +208,7 @@ class Repeat:
         del ready.gradients[:]
         values += [block_of(ready.leaves[i], spec) for i, spec in self._blocks]
         values += [block_of(x, spec) for x, spec in self._attributes]
+        values += [block_of(ready.held[i], spec) for i, spec in self._moving]
         values += ready.numbers
         values += [stream.reserve_draws(self.bound.mesh, each.count) for each in self._draws]
         values.append(None)
@@ -224,15 +235,17 @@ def repeat_of(
 
     by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
     """
-    given, counts = Given(args, kwargs), counted(bound.captured.tree, call.state.counters)
-    if not given.can_repeat or counts is None or bound.captured.changes or not _is_found_plainly(call.state):
+    given, changed = Given(args, kwargs), changed_by(bound.captured.tree)
+    if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
-    if None in map(likeness, call.attributes.tensors.values()):
+    counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
+    held = Held.of(call.attributes, changed, call.tensors.values())
+    if held is None or None in map(likeness, call.attributes.tensors.values()):
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
         return None
     places = {path: i for path, i in named_leaves(by_name(*given.numbered())) if type(i) is int}
-    return Repeat(bound, call, given, places, counts, ended)
+    return Repeat(bound, call, given, places, counts, held, ended)
 
 
 def _is_plainly_stored(outputs: Sequence[Slot | int], tensors: Tensors) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -30,18 +30,16 @@ class Made:
         return wrap(self._wrapper, block, self.spec)
 
 
-def counted(tree: Any, counters: Collection[str]) -> dict[str, int] | None:
-    """The counters that a step sets, by path, with the places of the new numbers among the leaves of what it gives;
-    None where it changes anything else.
+def changed_by(tree: Any) -> dict[str, Any]:
+    """What a step changes, by path, with the places of the new values among the leaves of what it gives.
 
     tree: the structure of the pair of what it returns, and what it changes.
     """
-    changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[1]
-    return changed if changed.keys() <= set(counters) else None
+    return pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[1]
 
 
 def builder(tree: Any) -> Callable[[list[Any]], Any]:
-    """Makes what a step returns of its leaves. tree: as in `counted`."""
+    """Makes what a step returns of its leaves. tree: as in `changed_by`."""
     result = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[0]
     if type(result) is int:
         return lambda leaves: leaves[result]
