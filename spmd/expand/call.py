@@ -113,6 +113,7 @@ class Call:
     def count(self, counted: Names, unread_attributes: Names) -> None:
         """Take further numbers for such that change."""
         self.state.counters = counters_of(self.state, self.search, counted)
+        self.attributes = Attributes.of(self.state)
         self.look_around(unread_attributes)
         self._forget_keys()
 

@@ -452,15 +452,18 @@ class _FlatFunction:
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
-                counts = {path: place.value for path, place in self.state.counters.items()}
+                counters = self.state.counters
+                counts = {path: place.value for path, place in counters.items()}
                 paths = {id(p): path for path, p in self.state.parameters().items()}
                 others = Others(self.state)
-                held = self.attributes.put({path: wrapped[Argument(path)] for path in self.attributes.tensors})
+                given_attributes = {path: wrapped[Argument(path)] for path in self.attributes.tensors}
+                held = self.attributes.put(given_attributes, self.state)
                 steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
                 skipped = SkippedSteps(self.state.optimizers, steps.give)
                 with _torch.no_function_modes():
                     constants, plain = self.state.constants(), all_numbers(self.state)
-                    python = PythonState(self.state.submodules(), self._around(own))
+                    held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
+                    python = PythonState(self.state.submodules(), self._around(own), held_by_optimizers)
                 python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
                 arguments = _with_leaves(self.args, numbers)
                 passed = closed(arguments)
@@ -488,6 +491,7 @@ class _FlatFunction:
                     raise
                 finally:
                     python.restore()
+                    self.state.counters = counters
                 with _torch.no_function_modes():
                     self._check_state(after)
         now, names = opened(passed), {path.partition(".")[0] for path in written - self.attributes.tensors.keys()}

@@ -8,12 +8,14 @@ is a result. Branches on it are conditions of the program, as those on arguments
 
 Which numbers these are is read off the code: those in attributes and variables that the user's code sets. What other
 code sets, as that of a library, is found by the first capture, which then begins again (`CountersFound`). So are
-numbers that have changed between two calls, such as `model.temperature *= 0.99`: they are symbols from then on.
+numbers of classes, and those deeper in what modules and optimisers hold, also beside tensors. So are numbers that have
+changed between two calls, such as `model.temperature *= 0.99`: they are symbols from then on.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
@@ -63,6 +65,8 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
                 _put(found, _path_of(path, steps), place)
     for path, owner in search.objects.items() if assigned else ():
         _add(found, path, owner, assigned)
+    for kind in dict.fromkeys(base for each in search.classes for base in each.__mro__) if known else ():
+        _add(found, path := path_of_class(kind), kind, known.get(path, frozenset()))
     for name, place in assigned_variables(search):
         if type(place.value) in KINDS:
             _put(found, f"{name} around the step", place)  # no argument has such a name
@@ -74,6 +78,11 @@ def _add(found: Counters, path: str, owner: Any, names: frozenset[str]) -> None:
     for name in numbers_of(owner) if names else ():
         if name in names:
             _put(found, f"{path}.{name}", Place(owner, name))
+
+
+def path_of_class(kind: type) -> str:
+    """The path of a class, whose numbers a step may count: no argument has such a name."""
+    return f"class {kind.__qualname__}"
 
 
 def _inner_names(known: Names, owners: Mapping[str, Any]) -> Names:
@@ -92,10 +101,14 @@ def _steps(owner: Any, parts: list[str]) -> tuple:
     """The keys and places that lead to what is called so in what an owner holds; empty where there is no such thing."""
     x, steps = vars(owner), []
     for part in parts:
-        if not isinstance(x, dict | list) and hasattr(x, "__dict__"):
+        if isinstance(x, types.MethodType):
+            x = x.__self__
+            steps.append("__self__")
+        if not isinstance(x, dict | list | tuple) and hasattr(x, "__dict__"):
             x = vars(x)
             steps.append("__dict__")
-        keys = {str(key): key for key in (x if isinstance(x, dict) else range(len(x)) if isinstance(x, list) else ())}
+        within = x if isinstance(x, dict) else range(len(x)) if isinstance(x, list | tuple) else ()
+        keys = {str(key): key for key in within}
         if part not in keys:
             return ()
         steps.append(keys[part])
@@ -104,7 +117,11 @@ def _steps(owner: Any, parts: list[str]) -> tuple:
 
 
 def _path_of(path: str, steps: tuple) -> str:
-    return ".".join([path, *(str(step) for step in steps if step != "__dict__")])
+    return ".".join([path, *(str(step) for step in steps if step not in _THROUGH)])
+
+
+_THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__")}
+"""The steps to the attributes of an object, and to the object that a method is bound to: no path names them."""
 
 
 def _inside(module: Any, steps: tuple) -> Place | None:
@@ -112,7 +129,7 @@ def _inside(module: Any, steps: tuple) -> Place | None:
     x: Any = vars(module)
     try:
         for step in steps[:-1]:
-            x = vars(x) if step == "__dict__" else x[step]
+            x = _THROUGH[step](x) if step in _THROUGH else x[step]
         return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
     except (KeyError, IndexError, TypeError):
         return None

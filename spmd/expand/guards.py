@@ -270,7 +270,7 @@ def module_guard(
             if isinstance(v, dict) and (k in GUARDED_APART or not v or "_hooks" in k):
                 reads.box(v)
         for k in of_tensors:
-            guard_key(own[k], reads=reads)
+            guard_key(own[k], reads, apart)
     places: dict[int, int] = {}
     found: list[tuple[str, Hashable]] = []
     for k, v in own.items():  # most are None, flags, and dicts that are empty

@@ -24,8 +24,9 @@ from torch import nn
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
-from spmd.expand.objects import NAMED, PLAIN, closed, opened, write_back
+from spmd.expand.objects import NAMED, PLAIN, Counted, closed, opened, twins, with_counted, write_back
 from spmd.expand.state import State, named_leaves
+from spmd.expand.variables import Place
 
 NEVER = (*COMPARED_BY_VALUE, *NAMED, nn.Module)
 """What holds no tensors."""
@@ -62,6 +63,7 @@ class Attributes:
         """Those of the modules, optimisers and objects of a state, as they are now."""
         own = {id(x) for x in (*state.parameters().values(), *state.buffers().values())}
         known: dict[int, Any] = {}
+        counted = _counted(state)
         apart = {id(x) for x in state.objects.values()}  # their attributes are looked at by themselves
         found: dict[str, Attribute] = {}
         trees: dict[str, Any] = {}
@@ -70,7 +72,7 @@ class Attributes:
                 if isinstance(value, NEVER) or (apart and not apart.isdisjoint(map(id, pytree.tree_leaves(value)))):
                     continue
                 if id(value) not in known:
-                    known[id(value)] = _with_tensors(value, own)
+                    known[id(value)] = _with_tensors(value, own, counted)
                 if (tree := known[id(value)]) is not None:
                     each = Attribute(f"{path}.{name}", owner, name)
                     found[each.path], trees[each.path] = each, tree
@@ -98,18 +100,36 @@ class Attributes:
             found.setdefault(id(each.owner), {})[each.name] = guard_of(self.trees[path], lambda x: first[id(x)])
         return found
 
-    def put(self, new: Mapping[str, torch.Tensor]) -> Attributes:
-        """Put other tensors in the place of those of these paths, in copies of what holds them. Returns the new
-        attributes."""
+    def put(self, new: Mapping[str, torch.Tensor], state: State) -> Attributes:
+        """Put other tensors in the place of those of these paths, in copies of what holds them, and count in these.
+        Returns the new attributes."""
         by_id = {id(x): new[path] for path, x in self.tensors.items()}
         copies: dict[int, Any] = {}
         for path, each in self.by_path.items():
             if id(each.value) not in copies:
                 copies[id(each.value)] = closed(pytree.tree_map(lambda x: by_id.get(id(x), x), self.trees[path]))
+        before = {id(each.value): (each.value, self.trees[path]) for path, each in self.by_path.items()}
         for each in self.by_path.values():
             vars(each.owner)[each.name] = copies[id(each.value)]
-        trees = {path: opened(each.value) for path, each in self.by_path.items()}
+        count_in(state, [(value, copies[key], tree) for key, (value, tree) in before.items()])
+        counted = _counted(state)
+        trees = {path: with_counted(each.value, opened(each.value), counted) for path, each in self.by_path.items()}
         return Attributes(self.by_path, trees, {path: new[path] for path in self.tensors}, self.shared)
+
+
+def _counted(state: State) -> dict[tuple[int, Any], str]:
+    """The paths of the numbers that a step counts, by where they are."""
+    return {place.key: path for path, place in state.counters.items()}
+
+
+def count_in(state: State, copies: Iterable[tuple[Any, Any, Any]]) -> None:
+    """Let the counters of a state that are in some values be those in copies of them, with the numbers that they have.
+    copies: values, the copies, and the trees that these have been made of."""
+    boxes = {key: box for value, copy, tree in copies if state.counters for key, box in twins(value, copy, tree)}
+    for path, place in list(state.counters.items()):
+        if (box := boxes.get(place.key[0])) is not None:
+            state.counters = {**state.counters, path: Place(box, place.name, place.module or place.of)}
+            state.counters[path].set(place.value)
 
 
 def leaves_of(path: str, tree: Any) -> list[tuple[str, Any]]:
@@ -135,12 +155,14 @@ def _each_once(owners: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _with_tensors(value: Any, own: set[int]) -> Any:
+def _with_tensors(value: Any, own: set[int], counted: Mapping[tuple[int, Any], str]) -> Any:
     """What an attribute holds, opened, if that is tensors and plain values; None for anything else.
 
-    own: the parameters and buffers, by identity, which have places of their own.
+    own: the parameters and buffers, by identity, which have places of their own. counted: the paths of numbers that the
+    step counts, by where they are, in whose places is `Counted`.
     """
     tree = opened(value)
+    tree = with_counted(value, tree, counted) if counted and tree is not value else tree
     leaves = pytree.tree_leaves(tree)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     plain = all(isinstance(x, (*PLAIN, *NAMED)) or _torch.is_symbol(x) for x in leaves)
@@ -177,6 +199,7 @@ class SetByStep:
         trees, changed = {}, []
         for path, tree in after.trees.items():
             old = before.trees.get(path)
+            _check_counted(path, old, tree)
             if path not in before.by_path or guard_of(tree) != guard_of(old):
                 changed.append(path)
             elif _same_tensors(old, tree) and not _has_written(path, tree, written):
@@ -196,6 +219,13 @@ def _stand_in(x: Any) -> Any:
     shape = [_torch.number_now(n) for n in x.shape]
     with _torch.no_modes():
         return torch.zeros((), dtype=x.dtype, device=x.device).expand(shape)
+
+
+def _check_counted(path: str, old: Any, new: Any) -> None:
+    """Refuse numbers that are counted, and that the step moves to other places in what holds them."""
+    before, after = ({at: x for at, x in leaves_of(path, tree) if isinstance(x, Counted)} for tree in (old, new))
+    for at in (at for at, x in after.items() if before.get(at) != x):
+        raise RuntimeError(f"the step moves the number at {after[at].path} to {at}; keep what it counts in one place")
 
 
 def _has_written(path: str, tree: Any, written: frozenset[str]) -> bool:
@@ -263,12 +293,15 @@ def set_attributes(state: State, new: Mapping[str, Any]) -> None:
 def attributes_set(state: State, new: Mapping[str, Any]) -> Iterator[None]:
     """Inside, modules have these attributes."""
     places = _with_owners(state, new)
-    before = [(own, dict(own)) for own, _, _ in places]
-    for own, name, tree in places:
-        own[name] = closed(tree)
+    before, counters = [(own, dict(own)) for own, _, _ in places], state.counters
+    copies = [(own.get(name), closed(tree), tree) for own, name, tree in places]
+    for (own, name, _), (_, copy, _) in zip(places, copies, strict=True):
+        own[name] = copy
+    count_in(state, copies)
     try:
         yield
     finally:
+        state.counters = counters
         for own, old in reversed(before):
             own.clear()
             own.update(old)

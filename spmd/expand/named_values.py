@@ -158,16 +158,16 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
         return NOTHING
     if isinstance(x, (torch.Tensor, nn.Module, Optimizer)) or not hasattr(x, "__dict__"):
         return NOTHING
-    places = [*map(vars, x.__mro__ if isinstance(x, type) else type(x).__mro__)]
+    owners = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
     if not isinstance(x, type):
         reads.place(x)
-        places.insert(0, vars(x))
-    for place in places:
-        if reads.is_changing(place, name):
+    for owner in owners:
+        own = vars(owner)
+        if reads.is_changing(owner if isinstance(owner, type) else own, name):
             return NOTHING
-        reads.item(place, name)
-        if name in place:
-            return place[name]
+        reads.item(own, name)
+        if name in own:
+            return own[name]
     return NOTHING
 
 

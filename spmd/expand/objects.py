@@ -15,6 +15,8 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,16 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.guards import MAX_DEPTH
 
-PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex)
+
+@dataclass(frozen=True)
+class Counted:
+    """In a tree, in the place of a number that a step counts (`spmd.expand.counters`): it is given and set by its path,
+    and not with the tree."""
+
+    path: str
+
+
+PLAIN = (torch.Tensor, int, float, bool, str, bytes, type(None), torch.dtype, torch.device, complex, Counted)
 """What may be in arguments and results."""
 
 NAMED = (type, types.FunctionType, types.BuiltinFunctionType)
@@ -213,6 +224,8 @@ def write_back(target: Any, new: Any) -> Any:
     >>> write_back(counts, {"seen": [1, 2]}) is counts and counts["seen"] is seen, seen
     (True, [1, 2])
     """
+    if isinstance(new, Counted):
+        return target
     if isinstance(new, Opened) and type(target) is type(new.like):
         own, attributes = vars(target), new.attributes
         values = {name: write_back(own.get(name), value) for name, value in attributes.items()}
@@ -232,4 +245,46 @@ def write_back(target: Any, new: Any) -> Any:
             closed(x) for x in new[len(target) :]
         ]
         return target
+    if type(target) is tuple and type(new) is tuple and len(target) == len(new):
+        return tuple([write_back(old, x) for old, x in zip(target, new, strict=True)])
     return closed(new)
+
+
+# ---- numbers in them that a step counts --------------------------------------------------------
+
+def _box(value: Any, tree: Any) -> Any:
+    """The dict or list in which a value that has been opened keeps its parts; None for another one."""
+    if isinstance(tree, Opened) and type(value) is type(tree.like):
+        return vars(value)
+    return value if type(tree) in (dict, list, tuple) and type(value) is type(tree) else None
+
+
+def _parts(tree: Any) -> dict[Any, Any]:
+    return tree.attributes if isinstance(tree, Opened) else tree if type(tree) is dict else dict(enumerate(tree))
+
+
+def with_counted(value: Any, tree: Any, paths: Mapping[tuple[int, Any], str]) -> Any:
+    """The opened tree of a value with `Counted` in the place of numbers. paths: of these, by where they are
+    (`Place.key`)."""
+    if (box := _box(value, tree)) is None:
+        return tree
+    inside = {
+        key: Counted(paths[id(box), key]) if (id(box), key) in paths else with_counted(box[key], x, paths)
+        for key, x in _parts(tree).items()
+    }
+    if isinstance(tree, Opened):
+        return Opened(tree.like, inside, tree.items)
+    return inside if type(tree) is dict else type(tree)(inside.values())
+
+
+def twins(value: Any, other: Any, tree: Any) -> Iterator[tuple[int, Any]]:
+    """For the dicts and lists in a value, by their identity, those that are in the same places of another value. tree:
+    what the other one has been made of."""
+    mine, its = _box(value, tree), _box(other, tree)
+    if mine is None or its is None:
+        return
+    if type(mine) is not tuple:
+        yield id(mine), its
+    for key, x in _parts(tree).items():
+        if key in mine if isinstance(mine, dict) else key < len(mine):
+            yield from twins(mine[key], its[key], x)

@@ -24,6 +24,8 @@ from torch import nn
 
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import NONE_GIVEN, Given, Search, is_generator, search_of
+from spmd.expand.counters import KINDS as NUMBERS
+from spmd.expand.counters import CountersFound, Names, is_number_or_symbol, path_of_class
 from spmd.expand.python_state import Container, Contents, copied, differs, put
 from spmd.expand.user_code import is_users
 from spmd.expand.variables import Place, assigned_variables
@@ -41,14 +43,17 @@ def unchanged(fn: Callable, given: Given = NONE_GIVEN, modules: Iterable[nn.Modu
     search.boxes += classes.boxes()
     watched = Boxes.now(search.boxes), Variables.now(search), classes
     settings, numbers = Settings.now(), RandomNumbers.now([*_generators_of(modules), *search.generators])
-    changed, left, drawn = [], "", ""
+    changed, left, drawn, counted = [], "", "", {}
     try:
         yield
+        counted = classes.numbers_set()
         changed = [name for each in watched for name in each.changed()]
         left, drawn = settings.changed(), numbers.changed()
     finally:
         for each in (*watched, settings, numbers):
             each.restore()
+    if counted:
+        raise CountersFound(counted)
     if changed:
         raise changed_outside(search, changed[0])
     if left:
@@ -127,6 +132,15 @@ class Classes:
 
     def changed(self) -> list[str]:
         return [f"{kind.__qualname__}.{name}" for kind, name, _ in self._differing()]
+
+    def numbers_set(self) -> Names:
+        """Where numbers are others now."""
+        found: dict[str, frozenset[str]] = {}
+        for kind, name, old in self._differing():
+            if type(old) in NUMBERS and is_number_or_symbol(vars(kind).get(name)):
+                path = path_of_class(kind)
+                found[path] = found.get(path, frozenset()) | {name}
+        return found
 
     def restore(self) -> None:
         for kind, name, old in self._differing():

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH, items_of
@@ -35,29 +36,39 @@ Contents = list[tuple[Container, Any]]
 class PythonState:
     """The contents of the containers that the attributes of some modules reach, as they are now.
 
-    around: other values that may hold parameters: what hooks have as variables, and attributes of tensors.
+    around: other values that may hold parameters: what hooks have as variables, and attributes of tensors. others: what
+    else may hold numbers that a step counts: attributes of optimisers, by name.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], around: Iterable[Any] = ()):
+    def __init__(
+        self, modules: Iterable[nn.Module], around: Iterable[Any] = (),
+        others: Iterable[tuple[Optimizer, Mapping[str, Any]]] = (),
+    ) -> None:  # fmt: skip
         modules = list(modules)
         own = [vars(module) for module in modules]
         self._own = {id(module): id(vars(module)) for module in modules}
         self._apart = {id(each[name]) for each in own for name in GUARDED_APART if name in each}  # tensors, submodules
         seen = set(self._apart)
         self.before: Contents = []
-        self._ways: dict[int, tuple[nn.Module, tuple]] = {}
+        self._ways: dict[int, tuple[nn.Module | Optimizer, tuple]] = {}
         for module, each in zip(modules, own, strict=True):
             for steps, box in boxes(each, seen, MAX_DEPTH):
                 self.before.append((box, copied(box)))
                 self._ways[id(box)] = module, steps
-        others = [box for x in around for _, box in boxes(x, seen, MAX_DEPTH)]
-        self._around: Contents = [(box, copied(box)) for box in others]
+        reached = [box for x in around for _, box in boxes(x, seen, MAX_DEPTH)]
+        self._around: Contents = [(box, copied(box)) for box in reached]
+        self._others: Contents = []
+        for optimizer, each in others:
+            for steps, box in boxes(each, seen, MAX_DEPTH):
+                if steps:
+                    self._others.append((box, copied(box)))
+                    self._ways[id(box)] = optimizer, steps
         self._tensors = {id(x) for x in self._reached_tensors()}
 
-    def numbers_set(self, is_number: Callable[[Any], bool]) -> Iterator[tuple[nn.Module, tuple]]:
-        """Where dicts, lists and objects that modules hold had a number and have another one: the module, and the keys
-        and places that lead there."""
-        for box, old in self.before:
+    def numbers_set(self, is_number: Callable[[Any], bool]) -> Iterator[tuple[nn.Module | Optimizer, tuple]]:
+        """Where dicts, lists and objects that modules and optimisers hold had a number and have another one: the module
+        or the optimiser, and the keys and places that lead there."""
+        for box, old in [*self.before, *self._others]:
             module, steps = self._ways[id(box)]
             if steps and isinstance(box, dict | list) and len(box) == len(old):
                 for key, was in items_of(old) if isinstance(old, dict) else enumerate(old):
@@ -77,7 +88,7 @@ class PythonState:
 
     def restore(self) -> None:
         """Put all contents back."""
-        put([*self.before, *self._around])
+        put([*self.before, *self._around, *self._others])
 
     def replace(self, new: Mapping[int, torch.Tensor]) -> None:
         """Put other tensors in the place of those with these ids, wherever a container holds them or refers to them."""
@@ -181,7 +192,9 @@ def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator
     if isinstance(value, Container):
         yield steps, value
     inside = value
-    if not isinstance(value, (dict, list, set, tuple, frozenset)):
+    if isinstance(value, types.MethodType):
+        inside = {"__self__": value.__self__, "__dict__": vars(value)}
+    elif not isinstance(value, (dict, list, set, tuple, frozenset)):
         inside = {"__dict__": vars(value)} if hasattr(value, "__dict__") else {}
     for step, x in items_of(inside) if isinstance(inside, dict) else enumerate(inside):
         if type(x) not in _VALUES:

@@ -56,17 +56,20 @@ class Reads:
     def leave_out(self, places: Collection[tuple[dict, str]]) -> None:
         """What these dicts have under these keys may change, though it was noted; that they have it may not."""
         self.may_change([(id(box), name) for box, name in places])
-        for box in {id(box): box for box, _ in places}.values():
-            if id(box) in self.boxes and id(box) not in self.keys_alone:
-                self.forget(box)
-                for name in box:
-                    self.item(box, name)
-                self.keyed(box, tuple)
+        whole = {id(box): box for box, _ in places if id(box) in self.boxes and id(box) not in self.keys_alone}
+        self.forget(whole.values())
+        for box in whole.values():
+            for name in box:
+                self.item(box, name)
+            self.keyed(box, tuple)
 
-    def forget(self, box: Any) -> None:
-        """The contents of a dict or list may change, though they were noted."""
-        self.boxes.pop(id(box), None)
-        self.by_key.pop(id(box), None)
+    def forget(self, boxes: Collection[Any]) -> None:
+        """The contents of these dicts and lists may change, though they were noted."""
+        ids = frozenset(map(id, boxes))
+        self.look_ups = [each for each in self.look_ups if id(getattr(each[0], "__self__", None)) not in ids]
+        for key in ids:
+            self.boxes.pop(key, None)
+            self.by_key.pop(key, None)
 
     def is_changing(self, box: Any, name: Any) -> bool:
         """Whether this is such a place."""

@@ -181,7 +181,7 @@ class State:
             for name, guard in of.get(id(owner), NOTHING).items():
                 found[f"{path}.{name}"] = guard
                 if reads is not None:
-                    guard_key(vars(owner)[name], reads=reads)
+                    guard_key(vars(owner)[name], reads, apart)
         path_of, parameters = {}, self.parameters()
         for path, p in parameters.items():
             path_of[id(p)] = path
@@ -197,7 +197,7 @@ class State:
         for root, optimizer in self.optimizers.items():
             own = {name: v for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ())}
             held = of.get(id(optimizer), NOTHING)
-            found |= {f"{root}.{name}": guard_key(v, reads=reads) for name, v in own.items() if name not in held}
+            found |= {f"{root}.{name}": guard_key(v, reads, apart) for name, v in own.items() if name not in held}
             if reads is not None:
                 note_optimizer(optimizer, reads, counted.get(id(optimizer), ()))
         for path, group in self.groups():

@@ -15,9 +15,9 @@ from spmd.expand.python_state import is_set
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """of: the object of which it is an attribute, the dict or list that has it under a key, such as that of globals,
-    the cell of a variable, or the variable of the context. A value that is not there is None. module: the one that
-    reaches it, where that is not `of` itself.
+    """of: the object or class of which it is an attribute, the dict or list that has it under a key, such as that of
+    globals, the cell of a variable, or the variable of the context. A value that is not there is None. module: the one
+    that reaches it, where that is not `of` itself.
 
     >>> class Average:
     ...     def __init__(self):
@@ -45,6 +45,8 @@ class Place:
             self.of.cell_contents = value
         elif isinstance(self.of, contextvars.ContextVar):
             self.of.set(value)
+        elif isinstance(self.of, type):
+            setattr(self.of, self.name, value)
         else:
             self._names[self.name] = value
 
@@ -55,6 +57,8 @@ class Place:
     @property
     def key(self) -> tuple[int, Any]:
         """The same for all places that are one."""
+        if isinstance(self.of, type):  # whose dict is made anew for each who asks
+            return id(self.of), self.name
         return (id(self.of), "") if isinstance(self.of, types.CellType) else (id(self._names), self.name)
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from workers import Pool
 
 import spmd
 from spmd import LocalTensorMode, Shard
+from spmd.expand.compile import CompiledStep
 from tests.expand.test_sizes import captures
 
 CALLS = 8
@@ -318,6 +320,136 @@ def of_hook():
     return Training(train, trained.call, lambda: (trained.seen()[0], [calls]))
 
 
+class Kept:
+    """An average in tensors, as an object that hangs on a module, with a count beside them."""
+
+    def __init__(self, parameters):
+        self.shadow, self.updates = [p.detach().clone() for p in parameters], 0
+        self.more = {"of": [0.5, torch.zeros((), dtype=torch.float64)], "pair": (torch.zeros(()), [2])}
+
+    def decay(self):
+        self.updates += 1
+        self.more["of"][0] *= 0.9
+        self.more["pair"][1][0] += 3
+        self.more["of"][1] = self.more["of"][1] + self.updates
+        return min(0.99, (1 + self.updates) / (10 + self.updates)) * self.more["of"][0]
+
+    @torch.no_grad()
+    def update(self, parameters):
+        decay = self.decay()
+        self.shadow = [x * decay + p.detach() * (1 - decay) for x, p in zip(self.shadow, parameters, strict=True)]
+
+
+class Written(Kept):
+    """The same, written in place, every second time."""
+
+    @torch.no_grad()
+    def update(self, parameters):
+        decay = self.decay()
+        if self.updates % 2:
+            for x, p in zip(self.shadow, parameters, strict=True):
+                x.mul_(decay).add_(p.detach(), alpha=1 - decay)
+
+
+def of_average(kind):
+    def make():
+        trained, models = of_model(Linear), []
+        trained.call(lambda model, optimizer, x: models.append(model), None)
+        model = models[0]
+        model.average = average = kind(model.parameters())
+
+        def step(model, optimizer, x):
+            loss = train(model, optimizer, x)
+            model.average.update(model.parameters())
+            return loss * model.average.more["pair"][1][0]
+
+        def seen():
+            more = average.more
+            tensors = [*model.parameters(), *average.shadow, more["of"][1]]
+            return tensors, [average.updates, more["of"][0], more["pair"][1][0]]
+
+        return Training(step, trained.call, seen)
+
+    return make
+
+
+class Watch:
+    """What hooks call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, module, args, out):
+        self.calls += 1
+        return out / self.calls
+
+    def of_gradient(self, gradient):
+        self.calls += 2
+        return gradient * self.calls
+
+    def of_optimizer(self, optimizer, args, kwargs):
+        self.calls += 1
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = p.grad / self.calls
+
+
+def watched(register):
+    """register: how a model and its optimiser get the hook."""
+
+    def make():
+        trained, watch = of_model(Linear), Watch()
+        trained.call(lambda model, optimizer, x: register(model, optimizer, watch), None)
+        return Training(train, trained.call, lambda: (trained.seen()[0], [watch.calls]))
+
+    return make
+
+
+class Slower(torch.optim.SGD):
+    """An optimiser that keeps a list and a dict with numbers."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.seen = {"calls": 0, "scales": [0.5]}
+
+    def step(self, closure=None):
+        self.seen["calls"] += 1
+        self.seen["scales"][0] *= 0.9
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad * self.seen["scales"][0] / self.seen["calls"]
+        super().step()
+
+
+def of_slower():
+    trained, made = of_model(Linear, Slower), []
+    trained.call(lambda model, optimizer, x: made.append(optimizer.seen), None)
+    return Training(train, trained.call, lambda: (trained.seen()[0], [made[0]["calls"], *made[0]["scales"]]))
+
+
+def of_class():
+    """Numbers of classes: of a trainer, and of a layer, which a subclass has by inheritance."""
+
+    class Layer(Linear):
+        total = 0
+
+        def forward(self, x):
+            Layer.total += 1
+            return super().forward(x) / self.total
+
+    class Steps:
+        steps = 0
+
+        def __init__(self, model, optimizer):
+            self.model, self.optimizer = model, optimizer
+
+        def step(self, x):
+            type(self).steps += 2
+            return train(self.model, self.optimizer, x, 1 / self.steps)
+
+    trained, made = of_model(Layer), []
+    trained.call(lambda *given: made.append(Steps(*given[:2])), None)
+    return Training(made[0].step, lambda f, x: f(x), lambda: (trained.seen()[0], [Layer.total, Steps.steps]))
+
+
 def annealed():
     """The number changes between calls, as a temperature does."""
     trained = of_model(Linear)
@@ -353,6 +485,14 @@ KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "an optimiser around another one": (lambda: of_model(Linear, lambda p: Lookahead(adam(p))), 2),
     "sharpness": (lambda: of_model(Linear, lambda p: Sharpness(p, lr=0.1, momentum=0.9), sharp), 2),
     "between calls": (annealed, 3),
+    "beside tensors": (of_average(Kept), 3),
+    "beside tensors that are written": (of_average(Written), 4),
+    "an object as a hook": (watched(lambda m, o, watch: m.register_forward_hook(watch)), 2),
+    "a method as a hook": (watched(lambda m, o, watch: m.register_forward_hook(watch.__call__)), 2),
+    "a hook of a gradient": (watched(lambda m, o, watch: m.weight.register_hook(watch.of_gradient)), 2),
+    "a hook of an optimiser": (watched(lambda m, o, watch: o.register_step_pre_hook(watch.of_optimizer)), 2),
+    "in what an optimiser holds": (of_slower, 2),
+    "of classes": (of_class, 3),
 }
 """What a user has, and the most captures of it."""
 
@@ -400,9 +540,20 @@ def test_numbers_are_those_of_one_device(kind, plan):
     check_on_a_mesh(*KINDS[kind], plan)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_that_count_are_made_again_at_once(kind):
+    """But for the few that find out what is counted, and those in which a branch asks for another program."""
+    mesh, real = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), CompiledStep._run_anew
+    make, _ = KINDS[kind]
+    with mock.patch.object(CompiledStep, "_run_anew", autospec=True, side_effect=real) as anew:
+        check(trained(make, lambda step: spmd.compile(step, mesh)), trained(make, lambda step: step))
+    assert anew.call_count <= 5
+
+
 @pytest.mark.parametrize(
-    "kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer", "in what a module holds"]
-)
+    "kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer", "in what a module holds",
+     "beside tensors", "of classes", "in what an optimiser holds"]
+)  # fmt: skip
 def test_a_kept_step_counts_on(kind, tmp_path):
     """In another process nothing is captured, also where the code does not say what it counts."""
     make, _ = KINDS[kind]

@@ -326,6 +326,19 @@ def test_what_is_changed_between_calls_made_again_is_noticed(name):
             torch.testing.assert_close(every_rank(held(ours)[path])[0], x, msg=lambda text, path=path: path + text)
 
 
+def test_a_view_of_a_parameter_between_calls_made_again_is_refused():
+    """As in any call: the step writes the parameter, and would not see that in the view."""
+    model = seeded(with_parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = spmd.compile(train_step, LINE)
+    for _ in range(4):
+        step(model, optimizer, *BATCHES[0])
+    assert step._repeats[0].ready((model, optimizer, *BATCHES[0]), {}) is not None
+    model.mean = model.up.weight.detach()[:, 0]
+    with pytest.raises(ValueError, match=r"model\.mean shares memory with model\.up\.weight"):
+        step(model, optimizer, *BATCHES[0])
+
+
 def test_objects_and_lists_that_a_step_sets_stay_the_same_ones():
     """Also in calls that are made again."""
     model, x = seeded(with_parts), BATCHES[0][0]

@@ -18,10 +18,12 @@ from torch import nn
 
 from spmd._torch import pytree
 from spmd.expand.again.given import likeness
+from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
 from spmd.expand.module_attributes import Attribute, Attributes, leaves_of
-from spmd.expand.objects import opened, write_back
+from spmd.expand.objects import Counted, opened, write_back
 from spmd.expand.reads import Reads
+from spmd.tensor.spec import spec_of_value
 
 
 class Place:
@@ -57,10 +59,20 @@ class Place:
 def _alike(x: Any) -> Callable[[Any], bool]:
     """Whether a program is right for another value in the place of this one."""
     if isinstance(x, torch.Tensor):
-        same = likeness(x) or _never
+        same = _like(x)
         return lambda y: same(y) and not isinstance(y, nn.Parameter)
+    if isinstance(x, Counted):  # it is looked at by itself
+        return lambda y: type(y) in KINDS
     key = guard_key(x)
     return lambda y: type(y) is type(x) and guard_key(y) == key
+
+
+def _like(x: torch.Tensor) -> Callable[[Any], bool]:
+    """The same of a tensor. Of a distributed one somebody may have a view."""
+    kind, spec = type(x), spec_of_value(x)
+    if spec is None:
+        return likeness(x) or _never
+    return lambda y: type(y) is kind and y._spec is spec and y._copy is None and not y.requires_grad
 
 
 def _never(x: Any) -> bool:
@@ -71,7 +83,8 @@ class Held:
     """The attributes that are read anew at each call. paths: those of their tensors, in order."""
 
     def __init__(self, places: list[Place], paths: list[str], others: Iterable[torch.Tensor]) -> None:
-        self._places, self.paths, self._others = places, paths, frozenset(map(id, others))
+        self._places, self.paths, self._others = places, paths, list(others)
+        self._ids = frozenset(map(id, self._others))
 
     @classmethod
     def of(cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor]) -> Held | None:
@@ -95,9 +108,7 @@ class Held:
     def leave_out_of(self, reads: Reads) -> None:
         """Let what is in them change, of what was noted."""
         reads.leave_out([(place.own, place.name) for place in self._places])
-        for place in self._places:
-            for box in _boxes(place.own.get(place.name)):
-                reads.forget(box)
+        reads.forget([box for place in self._places for box in _boxes(place.own.get(place.name))])
 
     def tensors(self) -> list[torch.Tensor] | None:
         """All that are there now, by `paths`; None where that is not alike."""
@@ -107,12 +118,20 @@ class Held:
                 return None
             found += inside
         ids = set(map(id, found))
-        return found if len(ids) == len(found) and ids.isdisjoint(self._others) else None
+        if len(ids) < len(found) or not ids.isdisjoint(self._ids):
+            return None
+        shared = _memories(found)
+        return None if shared and not shared.isdisjoint(_memories(self._others)) else found
 
     def set(self, leaves: list[Any]) -> None:
         """Set those that the step sets. leaves: of all that it gives."""
         for place in self._places:
             place.set(leaves)
+
+
+def _memories(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Which memories tensors share with views."""
+    return {id(memory) for x in tensors if (memory := getattr(x, "_memory", None)) is not None}
 
 
 def _boxes(x: Any) -> Iterator[Any]:

@@ -240,7 +240,7 @@ def repeat_of(
         return None
     counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
     held = Held.of(call.attributes, changed, call.tensors.values())
-    if held is None or None in map(likeness, call.attributes.tensors.values()):
+    if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
         return None

@@ -31,6 +31,7 @@ from spmd.comm.chunk import Packed
 from spmd.expand.capture import Argument, Draws
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.local_ops import LocalCount, LocalShape, UnlessEmpty, op_text
+from spmd.expand.objects import Counted
 from spmd.expand.passes.passes import (
     Buckets,
     Chunks,
@@ -74,7 +75,7 @@ VALUES = {
     for kind in (
         Argument, Draws, Certificate, LocalCount, LocalShape, UnlessEmpty, FullyShard, Places, MixedPrecision, Slot,
         Partial, Replicate, Shard, Draw, Recipe, Windows, HaloPlan, Plan, Step, Counts, Packed, Leaf, Branch,
-        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload,
+        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload, Counted,
     )
 }  # fmt: skip
 """Frozen values that are written by their fields."""
