@@ -509,7 +509,7 @@ class _FlatFunction:
         yield gradients.watched(lambda: bool(self.phases.ends))
         yield self.normalise
         yield _torch.scaled_steps(skipped.run)
-        yield TracedCalls()
+        yield TracedCalls(self.normalise.constrained)
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
         yield _torch.assignable_data()

@@ -25,13 +25,17 @@ CONSTRAIN = torch.ops.spmd.constrain.default
 
 @dataclass(eq=False)
 class _Constrained:
-    """A tensor and what `constrain` gave for it, with their nodes. writes: whether each was into the first, the last
-    node of the graph behind it, and the line."""
+    """A tensor and what `constrain` gave for it, with their nodes. message: of the error. writes: whether each was into
+    the first, the last node of the graph behind it, and the line. until: the last node of the graph before the second
+    was written back to where it is from."""
 
     given: torch.Tensor
     made: torch.Tensor
     nodes: tuple[fx.Node, fx.Node]
+    words: tuple[str, str]
+    message: str
     writes: list[tuple[bool, fx.Node, str]] = field(default_factory=list)
+    until: fx.Node | None = None
 
 
 class ConstrainedWrites:
@@ -44,20 +48,34 @@ class ConstrainedWrites:
         """An op of the trace was called."""
         if op is CONSTRAIN:
             if not _torch.in_backward():  # gradients of constrained values, which autograd alone holds
-                nodes = _node(args[0]), _node(out)
-                self._constrained += [_Constrained(args[0], out, nodes)] if None not in nodes else []
+                self._note_pair(args[0], out, _WORDS, _MESSAGE)
         elif self._constrained:
             for i, name in zip(_torch.written_positions(op), _torch.written(op), strict=True):
                 x = args[i] if i < len(args) else kwargs.get(name)
                 if type(x) is _torch.FunctionalTensor:
                     self._note_write(x)
 
+    def note_copy(self, given: torch.Tensor, made: torch.Tensor, message: str) -> None:
+        """A tensor of the trace is a copy of a part of another one, and on one device a view. message: of the error,
+        with places for the two, and for the line."""
+        self._note_pair(given, made, ("the tensor", "the part"), message)
+
+    def written_back(self, given: torch.Tensor, made: torch.Tensor) -> None:
+        """A copy is about to be written to where it is from, as x[i] += 1 does it behind the write into the copy."""
+        for each in self._constrained:
+            if each.given is given and each.made is made:
+                each.until = _last()
+
+    def _note_pair(self, given: torch.Tensor, made: torch.Tensor, words: tuple[str, str], message: str) -> None:
+        nodes = _node(given), _node(made)
+        if None not in nodes:
+            self._constrained.append(_Constrained(given, made, nodes, words, message))
+
     def _note_write(self, x: torch.Tensor) -> None:
         for each in self._constrained:
             into = [_share_memory(x, each.given), _share_memory(x, each.made)]
             if any(into):
-                last = next(iter(reversed(_torch.proxy_mode().tracer.graph.nodes)))
-                each.writes.append((into[0], last, at_user_line(current_frames())))
+                each.writes.append((into[0], _last(), at_user_line(current_frames())))
 
     def check(self, graph: fx.Graph) -> None:
         """Raise RuntimeError if the step reads what one device would have written. graph: that of the complete trace.
@@ -67,7 +85,7 @@ class ConstrainedWrites:
             for each in self._constrained:
                 for into_given, last, line in each.writes:
                     if _is_read(each, into_given, _place(last, order), order):
-                        raise RuntimeError(_MESSAGE.format(*_WORDS[:: 1 if into_given else -1], line=line))
+                        raise RuntimeError(each.message.format(*each.words[:: 1 if into_given else -1], line=line))
 
 
 _WORDS = "what spmd.constrain was given", "what spmd.constrain returned"
@@ -80,21 +98,26 @@ _MESSAGE = (
 def _is_read(each: _Constrained, into_given: bool, since: int, order: dict[fx.Node, int]) -> bool:
     """Whether the one of the two tensors that a write was not into is read behind it."""
     given, made = each.nodes
+    until = len(order) if each.until is None else _place(each.until, order)
+    ends = since <= until < len(order)
+    between = range(since + 1, until + 1 if ends else len(order))
+    if not into_given and until < since:  # there is a newer value of the first
+        return True
     if into_given:
-        return _reads_later(made, None, since, order)
+        return _reads_within(made, None, between, order)
     root = given
     while (inner := _viewed(root)) is not None:
         root = inner
-    return root.op == "placeholder" or _reads_later(root, made, since, order)
+    return (root.op == "placeholder" and not ends) or _reads_within(root, made, between, order)
 
 
-def _reads_later(node: fx.Node, but: fx.Node | None, since: int, order: dict[fx.Node, int]) -> bool:
-    """Whether a node, or a view of it, is read behind a place in the graph. but: what is no view of it."""
+def _reads_within(node: fx.Node, but: fx.Node | None, between: range, order: dict[fx.Node, int]) -> bool:
+    """Whether a node, or a view of it, is read within these places in the graph. but: what is no view of it."""
     for user in node.users:
         if user is but:
             continue
         shows = _viewed(user) is node or user.target is CONSTRAIN
-        if _reads_later(user, but, since, order) if shows else order[user] > since:
+        if _reads_within(user, but, between, order) if shows else order[user] in between:
             return True
     return False
 
@@ -113,6 +136,11 @@ def _place(node: fx.Node, order: dict[fx.Node, int]) -> int:
     while node not in order:
         node = node.prev
     return order[node]
+
+
+def _last() -> fx.Node:
+    """The last node of the graph of the trace."""
+    return next(iter(reversed(_torch.proxy_mode().tracer.graph.nodes)))
 
 
 def _node(x: torch.Tensor) -> fx.Node | None:

@@ -21,15 +21,22 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
+from spmd.expand.value_places import ValuePlaces
+from spmd.expand.value_sizes import FUNCTIONS
 
 aten = torch.ops.aten
 
 
 class TracedCalls(TorchFunctionMode):
     """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, recurrent layers are made of many ops,
-    and equal parts of a batch have one size."""
+    equal parts of a batch have one size, and places in tensors may be values of others. writes: as of `ValuePlaces`."""
+
+    def __init__(self, writes: ConstrainedWrites) -> None:
+        super().__init__()
+        self._known = ValuePlaces(writes).functions | FUNCTIONS
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -41,6 +48,8 @@ class TracedCalls(TorchFunctionMode):
                 raise FrozenValue(told._what)
             if _has_symbol(args[0]):
                 return _tensor(args[0], **_options(**kwargs))
+        if function in self._known and (out := self._known[function](*args, **kwargs)) is not NotImplemented:
+            return out
         if function in _PARTS and (parts := _PARTS[function](*args, **kwargs)) is not None:
             return parts
         if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):

@@ -19,6 +19,7 @@ from spmd.expand.outs import write_out
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.watch import unwatched
 from spmd.expand.user_code import at_user_line, current_frames
+from spmd.expand.value_places import check_numbers
 from spmd.expand.value_sizes import SIZED, advice
 from spmd.tensor.rules.lists import list_decompositions
 
@@ -46,6 +47,9 @@ OF_TORCH = "aten", "prim", "prims", "profiler", "spmd", "inductor", "higher_orde
 """Namespaces whose ops without results are known: asserts are kept, and the others have no effect on numbers."""
 
 
+PRINTS = {aten._print.default}
+
+
 class Normalise(_torch.TorchDispatchMode):
     """Decomposes list ops and fused optimiser steps into ops on single tensors, before functionalisation sees them.
 
@@ -65,6 +69,7 @@ class Normalise(_torch.TorchDispatchMode):
         self.phases, self.origins, self.numbering = phases, origins, Numbering()
         self.constrained = ConstrainedWrites()
         self.default_dtype = torch.get_default_dtype()
+        self.reads_values = False
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         with unwatched(op):
@@ -86,6 +91,14 @@ class Normalise(_torch.TorchDispatchMode):
                 "adds the collectives; leave this one out, or call it in a spmd.local_map"
                 f"{at_user_line(current_frames())}"
             )
+        if op in PRINTS:
+            raise NotImplementedError(
+                f"{op}: prints once, while the step is captured, and not when its program runs; print after the step"
+                f"{at_user_line(current_frames())}"
+            )
+        if self.reads_values:
+            check_numbers(op, args, kwargs)
+        self.reads_values |= op is aten._local_scalar_dense.default
         if op.namespace not in OF_TORCH and not _torch.returns(op) and not _torch.written_positions(op):
             raise NotImplementedError(
                 f"{op}: gives nothing, so its program would leave it out; let the op return a tensor that is used, or "
@@ -102,7 +115,7 @@ class Normalise(_torch.TorchDispatchMode):
                 out = op(*args, **kwargs)
         self.origins.note()
         self.constrained.note(op, args, kwargs, out)
-        if torch.Tag.dynamic_output_shape in op.tags and _has_unknown_size(out):
+        if (self.reads_values or torch.Tag.dynamic_output_shape in op.tags) and _has_unknown_size(out):
             raise NotImplementedError(
                 f"{op}: the size of its result depends on values, which only the run knows; "
                 f"{advice(op)}{at_user_line(current_frames())}"

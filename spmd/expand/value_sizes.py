@@ -2,6 +2,8 @@
 
     torch.bincount(x, minlength=5)      counts of 0 to 4, and an assert that x holds no other value
     torch.bincount(x)                   an error: only the run knows how many counts there are
+    torch.combinations(x, 3)            an index of x by all that there are of its length
+    F.one_hot(x)                        an error: it has as many classes as values ask for
 
 On one device `bincount` gives more counts than `minlength` where x has a greater value. A program has one size for each
 result, so there such a value is an error, on all ranks, and not a result of another size.
@@ -9,12 +11,13 @@ result, so there such a value is an error, on all ranks, and not a result of ano
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 
 from spmd import _torch
-from spmd.expand.user_code import current_frames, short_place
+from spmd.expand.user_code import at_user_line, current_frames, short_place
 from spmd.tensor.rules.counts import counted, is_counted
 
 aten = torch.ops.aten
@@ -37,6 +40,47 @@ _OUTSIDE = (
 
 SIZED = {aten.bincount.default: bincount}
 """From an op to a function of the same arguments. The function returns NotImplemented where the size stays unknown."""
+
+
+
+# ---- functions that torch makes of several ops -------------------------------------------------
+
+
+def combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> Any:
+    """An index by the places that are combined; torch would mask a grid of all."""
+    if input.ndim != 1 or r < 1:
+        return NotImplemented
+    combine = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = list(itertools.chain.from_iterable(combine(range(int(input.shape[0])), r)))
+    index = torch.tensor(places, dtype=torch.int64, device=input.device)
+    return input.index_select(0, index).reshape(-1, r)
+
+
+def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> Any:
+    return NotImplemented if num_classes != -1 else _refused("one_hot", "give num_classes")
+
+
+def _refused(name: str, instead: str) -> Any:
+    raise NotImplementedError(
+        f"{name}: the size of its result depends on values, which only the run knows; {instead}"
+        f"{at_user_line(current_frames())}"
+    )
+
+
+FUNCTIONS = {
+    torch.combinations: combinations,
+    torch.nn.functional.one_hot: _one_hot,
+    torch.linalg.lstsq: lambda *_, **__: _refused(
+        "lstsq", "of its results the solution is torch.linalg.pinv(A) @ B; or write it with torch.linalg.qr"
+    ),
+    torch._VF._pack_padded_sequence: lambda *_, **__: _refused(
+        "pack_padded_sequence",
+        "give the layer the padded batch, whose results behind a length y * mask leaves out, with the last state of "
+        "each row by y.gather(1, (lengths - 1)...)",
+    ),
+}  # fmt: skip
+"""From a function to one of the same arguments, called before torch takes it apart. The function returns NotImplemented
+where torch is to do it."""
 
 ADVICE = {
     aten.bincount.default: "give minlength, a number that is greater than all values",

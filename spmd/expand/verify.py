@@ -37,7 +37,7 @@ from spmd.tensor.redistribute import legal
 from spmd.tensor.redistribute.bucket import Bucket, bucket_key
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.rules.book import rule_of
-from spmd.tensor.rules.meta import makes
+from spmd.tensor.rules.meta import makes_with_numbers
 from spmd.tensor.spec import Spec
 
 Named = Sequence[tuple[str, Spec | None]]
@@ -386,9 +386,8 @@ def _count_fault(call: Call, counts: Sequence[LocalCount], outs: Sequence[Spec |
 
 def _metadata_fault(call: Call, outs: Sequence[Spec | None]) -> str:
     """Whether torch gives tensors of these shapes and dtypes."""
-    args, kwargs = fx.node.map_aggregate((call.args, call.kwargs), lambda x: 1.0 if x is SCALAR else x)
     have = [(spec.shape, spec.dtype) if spec else None for spec in outs]
-    made = makes(have, call.op, args, dict(kwargs), torch.device(call.mesh.device_type))
+    made = makes_with_numbers(have, call.op, call.args, dict(call.kwargs), torch.device(call.mesh.device_type))
     return "" if made else f"it does not make tensors of the shapes and dtypes of {_text(outs)}"
 
 

@@ -13,7 +13,7 @@ from spmd.expand.sizes.lift import SIZED
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.mesh import DeviceMesh
 from spmd.tensor.call import SCALAR, TensorMeta
-from spmd.tensor.rules.meta import makes
+from spmd.tensor.rules.meta import makes_with_numbers
 from spmd.tensor.spec import Spec
 
 Values = Mapping[str, float]
@@ -110,8 +110,7 @@ def _agrees(node: fx.Node, mesh: DeviceMesh, asked: set[tuple]) -> bool:
     if key in asked:
         return True
     asked.add(key)
-    args, kwargs = fx.node.map_aggregate((args, kwargs), lambda x: 1.0 if x is SCALAR else x)
     try:
-        return makes(shapes, node.target, args, kwargs, torch.device(mesh.device_type))
+        return makes_with_numbers(shapes, node.target, args, kwargs, torch.device(mesh.device_type))
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
         return False  # the op does not take these sizes

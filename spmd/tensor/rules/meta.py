@@ -12,7 +12,7 @@ import torch
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.tensor.cache import Cache, frozen
-from spmd.tensor.call import TensorMeta
+from spmd.tensor.call import SCALAR, TensorMeta
 from spmd.tensor.rules.index_meta import index_result
 from spmd.tensor.rules.products import KERNELS
 from spmd.tensor.spec import Spec, contiguous
@@ -84,6 +84,16 @@ def makes(shapes: Shapes, op, args: tuple, kwargs: dict, device: torch.device) -
     except (NotImplementedError, RuntimeError):  # no meta kernel, or it does not take these arguments
         pass
     return _are(shapes, out_metas(op, args, kwargs, device))
+
+
+def makes_with_numbers(shapes: Shapes, op, args: tuple, kwargs: dict, device: torch.device) -> bool:
+    """The same where SCALAR stands for numbers: for floats or for whole ones, of which torch may make other dtypes."""
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    several = (1.0, 1) if any(x is SCALAR for x in leaves) else (1.0,)
+    return any(
+        makes(shapes, op, *pytree.tree_unflatten([n if x is SCALAR else x for x in leaves], tree), device)
+        for n in several
+    )
 
 
 def _are(shapes: Shapes, made: Sequence) -> bool:
