@@ -21,11 +21,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
+from spmd.expand import symbolic_sizes, value_sizes
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
 from spmd.expand.value_places import ValuePlaces
-from spmd.expand.value_sizes import FUNCTIONS
 
 aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ class TracedCalls(TorchFunctionMode):
 
     def __init__(self, writes: ConstrainedWrites) -> None:
         super().__init__()
-        self._known = ValuePlaces(writes).functions | FUNCTIONS
+        self._known = ValuePlaces(writes).functions | value_sizes.FUNCTIONS | symbolic_sizes.FUNCTIONS
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

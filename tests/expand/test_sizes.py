@@ -50,6 +50,44 @@ def tensor(*shape):
     return torch.linspace(-1.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
+KEPT = {
+    "constrain": lambda x: spmd.constrain(x * 2, {"dp": Shard(0)}) + x.shape[0],
+    "len": lambda x: (x * len(x)).sum() / len(x) + (1 if len(x) > 1 else 0),
+    "linspace": lambda x: x * torch.linspace(-1, 2.5, len(x), dtype=x.dtype)[:, None],
+    "linspace of floats": lambda x: x * torch.linspace(0, 1, steps=x.shape[0] * 2 + 1)[1::2, None],
+    "kron": lambda x: torch.kron(x, x[:2, 0].reshape(2, 1)) + x.kron(torch.ones(2, 1, dtype=x.dtype)),
+    "kron of other dims": lambda x: torch.kron(x[0], x),
+    "vander": lambda x: torch.vander(x[:, 0], 4) + torch.vander(x[:, 1], 4, increasing=True),
+    "vander of its size": lambda x: torch.vander(x[:, 0]),
+    "powers": lambda x: torch.linalg.vander(x, N=3) * torch.vander(x[0], 1)[0],
+    "powers of whole numbers": lambda x: torch.linalg.vander(torch.arange(x.shape[0])),
+    "gradient": lambda x: torch.gradient(x, dim=0),
+    "gradients": lambda x: torch.gradient(x, spacing=[0.5, 2.0], edge_order=2),
+    "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(1), 1) + x.take_along_dim(x.argsort(0), -2),
+    "take_along_dim of one row": lambda x: torch.take_along_dim(x, torch.tensor([[0, 2, 1]]), 1),
+    "take_along_dim of all": lambda x: torch.take_along_dim(x, x.flatten().argsort()),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_functions_keep_sizes_as_symbols(name):
+    given = [(tensor(n, 4),) for n in (8, 12, 7)]
+    want = [KEPT[name](*args) for args in given]
+    for mesh_shape in ((2, 2), (4, 1)):
+        found, captured = on_ranks(KEPT[name], given, mesh_shape=mesh_shape)
+        torch.testing.assert_close(found, want)
+        assert captured == 1
+
+
+def test_len_is_that_of_python_after_a_capture():
+    """Where a function has its own, it keeps it."""
+    names = {"len": lambda x: 3}
+    own = eval("lambda x: x.sum() / len(x)", names)
+    torch.testing.assert_close(on_ranks(own, [(tensor(8, 4),)])[0][0], tensor(8, 4).sum() / 3)
+    on_ranks(KEPT["len"], [(tensor(8, 4),)])
+    assert "len" not in globals() and names["len"](()) == 3
+
+
 DIAGONALS = {
     "read": lambda x: x.diagonal() * 2,
     "beside": lambda x: x.diagonal(-1) * x.shape[0],
