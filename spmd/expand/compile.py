@@ -28,7 +28,7 @@ from spmd.expand.call import Call
 from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
-from spmd.expand.counters import CountersFound, Names, all_names
+from spmd.expand.counters import CountersFound, Names, all_names, names_of
 from spmd.expand.given_specs import check_arguments, places_of
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
@@ -59,7 +59,7 @@ from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
-from spmd.expand.state import State, Tensors, named_leaves
+from spmd.expand.state import IS_COUNTER, State, Tensors, named_leaves
 from spmd.expand.trace_errors import of_dtensor
 from spmd.expand.unread_attributes import UnreadAttributes, watched
 from spmd.expand.write import Writer
@@ -224,7 +224,7 @@ class CompiledStep:
         call = self._call(args, kwargs, first=True)
         call.find_first_specs()
         with collector_off():
-            captured, given = self._captured(call)
+            captured, given, _ = self._captured(call)
             return self._writer.program(captured.at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,14 +356,30 @@ class CompiledStep:
         if plainly:
             self._capture_plainly(True)
         call.find_first_specs()
-        wanted, counted = self._wanted(call), self._counted
+        wanted = self._wanted_with_counted(call)
         found = None if plainly else self._library.find(wanted)
-        captured, source = self._capture_and_expand(call) if found is None else (found.captured, found)
-        if self._counted is not counted:  # the capture has found numbers that are no guards
-            wanted = self._wanted(call)
+        known = call.state.counters
+        captured, source, counting = self._capture_and_expand(call) if found is None else (found.captured, found, None)
+        if counting is not None:  # the capture has found numbers that are no guards
+            names = [f"{path}{IS_COUNTER}" for path in call.state.counters if path not in known]
+            self._library.note_counted(wanted, names)
+            wanted = counting
         self._leave_out_unread(call, captured)
         may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
         return Made(wanted, captured, source, may_differ)
+
+    def _wanted_with_counted(self, call: Call) -> Wanted:
+        """What is wanted for a call, in which the numbers are counted that an earlier process has found to change."""
+        wanted = self._wanted(call)
+        while (names := all_names(self._counted, names_of(self._library.counted(wanted)))) != self._counted:
+            self.count(names)
+            self._count_in(call)
+            wanted = self._wanted(call)
+        return wanted
+
+    def _count_in(self, call: Call) -> None:
+        call.count(self._counted, self._attributes.unread)
+        call.leave_out(self._unread)
 
     def _capture_plainly(self, plainly: bool) -> None:
         """Make captures with stamps from now on, or without."""
@@ -372,17 +388,19 @@ class CompiledStep:
         self._forms = Forms(MOST_CAPTURES)
 
     @collector_off()
-    def _capture_and_expand(self, call: Call) -> tuple[Captured, Program]:
-        captured, given = self._captured(call)
+    def _capture_and_expand(self, call: Call) -> tuple[Captured, Program, Wanted | None]:
+        """The capture, its program, and what is wanted for the call where the capture has found numbers that change."""
+        captured, given, counting = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
         alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
         if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
-            return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
-        return known, self._forms.program(captured, given, self._writer.program)
+            return known, self._writer.program(captured.at(given.shapes, given.numbers), given), counting
+        return known, self._forms.program(captured, given, self._writer.program), counting
 
-    def _captured(self, call: Call) -> tuple[Captured, Given]:
-        """A capture that is right for a call, and what its program is written for."""
-        captured = None
+    def _captured(self, call: Call) -> tuple[Captured, Given, Wanted | None]:
+        """A capture that is right for a call, what its program is written for, and what is wanted for the call where
+        the capture has found numbers that change."""
+        captured = counting = None
         while captured is None:
             try:
                 captured = self._captures.of(call, functools.partial(self._capture, call))
@@ -391,11 +409,11 @@ class CompiledStep:
                 self.count(found.names)
                 if known == self._counted:
                     raise RuntimeError(f"{self._title} sets {found.names}, which was to be found before") from found
-                call.count(self._counted, self._attributes.unread)
-                call.leave_out(self._unread)
+                self._count_in(call)
+                counting = self._wanted(call)
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
-        return captured, Given(specs, call.leaf_specs, places, call.numbers)
+        return captured, Given(specs, call.leaf_specs, places, call.numbers), counting
 
     def _capture(self, call: Call, changed: Names) -> Captured:
         """changed: the attributes of modules that are not what they were in the last call."""

@@ -62,7 +62,7 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
         _add(found, path, owner, assigned | known.get(path, frozenset()))
         for steps in (each for each in known.get(path, ()) if isinstance(each, tuple)):
             if (place := _inside(owner, steps)) is not None:
-                _put(found, _path_of(path, steps), place)
+                _put(found, _path_of(path, owner, steps), place)
     for path, owner in search.objects.items() if assigned else ():
         _add(found, path, owner, assigned)
     for kind in dict.fromkeys(base for each in search.classes for base in each.__mro__) if known else ():
@@ -100,7 +100,7 @@ def _inner_names(known: Names, owners: Mapping[str, Any]) -> Names:
 def _steps(owner: Any, parts: list[str]) -> tuple:
     """The keys and places that lead to what is called so in what an owner holds; empty where there is no such thing."""
     x, steps = vars(owner), []
-    for part in parts:
+    for at, part in enumerate(parts):
         if isinstance(x, types.MethodType):
             x = x.__self__
             steps.append("__self__")
@@ -109,6 +109,8 @@ def _steps(owner: Any, parts: list[str]) -> tuple:
             steps.append("__dict__")
         within = x if isinstance(x, dict) else range(len(x)) if isinstance(x, list | tuple) else ()
         keys = {str(key): key for key in within}
+        if at == 1 and _are_hooks(parts[0]):
+            keys = {str(i): key for i, key in enumerate(within)}
         if part not in keys:
             return ()
         steps.append(keys[part])
@@ -116,8 +118,16 @@ def _steps(owner: Any, parts: list[str]) -> tuple:
     return tuple(steps)
 
 
-def _path_of(path: str, steps: tuple) -> str:
+def _path_of(path: str, owner: Any, steps: tuple) -> str:
+    """The path of what such steps lead to. Hooks are named by their places, and not by torch's numbers, which count all
+    hooks of the process."""
+    if len(steps) > 1 and _are_hooks(steps[0]):
+        steps = (steps[0], list(vars(owner)[steps[0]]).index(steps[1]), *steps[2:])
     return ".".join([path, *(str(step) for step in steps if step not in _THROUGH)])
+
+
+def _are_hooks(name: Any) -> bool:
+    return isinstance(name, str) and "_hooks" in name
 
 
 _THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__")}
@@ -180,7 +190,7 @@ def check_constant(before: Mapping[tuple[str, str], float], state: State, python
             found[path] = found.get(path, frozenset()) | {name}
     for module, steps in python.numbers_set(is_number_or_symbol):
         path = paths[id(module)]
-        if _path_of(path, steps) not in state.counters:
+        if _path_of(path, module, steps) not in state.counters:
             found[path] = found.get(path, frozenset()) | {steps}
     if found:
         raise CountersFound(found)

@@ -283,15 +283,17 @@ def module_guard(
         elif type(v) is set and not v and reads is None:
             found.append((k, _EMPTY_SET))
         else:
-            found.append((k, guard_key(_in_order(v, places) if "_hooks" in k else v, reads, apart)))
+            found.append((k, guard_key(in_order_of_hooks(v, places) if "_hooks" in k else v, reads, apart)))
     return type(module), tuple(found)
 
 
 _EMPTY_SET = guard_key(set())
 
 
-def _in_order(hooks: Any, places: dict[int, int]) -> Any:
-    """The hooks of a module by their places, and not by torch's numbers, which count all hooks of the process."""
+def in_order_of_hooks(hooks: Any, places: dict[int, int] | None = None) -> Any:
+    """The hooks of a module or an optimiser by their places, and not by torch's numbers, which count all hooks of the
+    process. places: those of hooks that were met before."""
+    places = {} if places is None else places
     if not isinstance(hooks, dict) or not all(type(number) is int for number in hooks):
         return hooks
     return {places.setdefault(number, len(places)): hook for number, hook in hooks.items()}

@@ -27,7 +27,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.attributes import note_attributes
 from spmd.expand.closed_over import Search
-from spmd.expand.guards import NOTHING, guard_key, module_guard
+from spmd.expand.guards import NOTHING, guard_key, in_order_of_hooks, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
 from spmd.expand.modules import OF_ALL_MODULES, modules_of, named_buffers, named_parameters, named_within
 from spmd.expand.objects import NAMED, PLAIN
@@ -197,6 +197,7 @@ class State:
         for root, optimizer in self.optimizers.items():
             own = {name: v for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ())}
             held = of.get(id(optimizer), NOTHING)
+            own = {name: in_order_of_hooks(v) if name in HOOKS_OF_STEPS else v for name, v in own.items()}
             found |= {f"{root}.{name}": guard_key(v, reads, apart) for name, v in own.items() if name not in held}
             if reads is not None:
                 note_optimizer(optimizer, reads, counted.get(id(optimizer), ()))

@@ -568,6 +568,17 @@ def test_a_kept_step_counts_on(kind, tmp_path):
     assert not made
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_start_with_a_cache_folder_captures_nothing(kind, tmp_path):
+    """Also where only the first capture has found what is counted: the folder has noted it."""
+    make, _ = KINDS[kind]
+    mesh, want = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), trained(make, lambda step: step)
+    check(trained(make, lambda step: spmd.compile(step, mesh, cache=tmp_path)), want)
+    with captures() as made:
+        check(trained(make, lambda step: spmd.compile(step, mesh, cache=tmp_path)), want)
+    assert not made
+
+
 ON_RANKS = "a branch", "a trainer", "set by code that is not read", "in what a module holds"
 
 

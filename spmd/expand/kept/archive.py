@@ -122,13 +122,19 @@ def write(path: str | os.PathLike, settings: str, entries: Sequence[Entry]) -> N
         parts |= {f"{i}/calling.txt": entry.calling, f"{i}/constants.pt": _tensor_bytes(entry.constants)}
         if entry.code:
             parts[f"{i}/code.txt"] = f"{entry.digest()}\n{entry.code}"
-    target = Path(path)
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    write_in_one_go(Path(path), whole.getvalue())
+
+
+def write_in_one_go(target: Path, data: bytes) -> None:
+    """Write a file. Whoever reads at the same time gets what was there before, or all of the new one."""
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-                for name, data in parts.items():
-                    archive.writestr(name, data)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -83,6 +84,13 @@ class Library:
     def add(self, wanted: Wanted, make: Make) -> None:
         """Keep a program that was made."""
 
+    def counted(self, wanted: Wanted) -> list[str]:
+        """The numbers that a capture for this call once found to change, by the names of their guards."""
+        return []
+
+    def note_counted(self, wanted: Wanted, names: list[str]) -> None:
+        """Note that a capture for this call has found that these numbers change."""
+
 
 NOWHERE = Library()
 
@@ -98,7 +106,8 @@ def library_at(path: str | os.PathLike | None) -> Library:
 MOST_BYTES = 1 << 30
 """How large a cache folder may become. The files that were not used for the longest time are removed."""
 
-SUFFIX = ".spmd"
+SUFFIX, NOTE = ".spmd", ".counted"
+"""Of a file with programs, and of one that names what a capture has found to change."""
 
 
 class Folder(Library):
@@ -142,6 +151,27 @@ class Folder(Library):
         except OSError as error:
             self._warn(f"{wanted.title} is not kept in {self.path}: {error}")
 
+    def counted(self, wanted: Wanted) -> list[str]:
+        if isinstance(wanted.key, CannotKeep):
+            return []
+        try:
+            names = json.loads(self._note(wanted.key).read_text())
+        except (OSError, ValueError):  # a capture finds them again
+            return []
+        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
+
+    def note_counted(self, wanted: Wanted, names: list[str]) -> None:
+        if isinstance(wanted.key, CannotKeep):
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            archive.write_in_one_go(self._note(wanted.key), json.dumps(names).encode())
+        except OSError as error:
+            self._warn(f"what {wanted.title} counts is not kept in {self.path}: {error}")
+
+    def _note(self, key: Key) -> Path:
+        return self.path / f"{name_of(key)}{NOTE}"
+
     def _file(self, key: Key, at: str | None) -> Path:
         return self.path / f"{name_of(key | {'rank': at} if at else key)}{SUFFIX}"
 
@@ -158,7 +188,8 @@ class Folder(Library):
 
     def _trim(self, keep: Path) -> None:
         """Remove what was not used for the longest time, until the folder is small enough."""
-        files = sorted((f for f in map(_stat, self.path.glob(f"*{SUFFIX}")) if f), key=lambda f: f[0], reverse=True)
+        files = [file for suffix in (SUFFIX, NOTE) for file in self.path.glob(f"*{suffix}")]
+        files = sorted((f for f in map(_stat, files) if f), key=lambda f: f[0], reverse=True)
         total = 0
         for _, size, file in files:
             total += size
