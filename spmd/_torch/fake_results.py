@@ -180,6 +180,8 @@ def _made(x: FakeTensor, tensors: list[FakeTensor]) -> _Made:
         raise _CannotKeep
     shape, stride = tuple(map(_size, x.shape)), tuple(map(_size, x.stride()))
     viewed = shared[0] if shared else None
+    if viewed is not None and tensors[viewed].dtype is not x.dtype:  # the same bits, as numbers of another kind
+        raise _CannotKeep
     return _Made(shape, stride, _size(x.storage_offset()), x.dtype, x.fake_device, viewed)
 
 

@@ -83,6 +83,14 @@ def test_other_operands_are_asked_about():
     assert [(t.shape, t.stride()) for t in outs] == [(t.shape, t.stride()) for t, _ in ran]
 
 
+@pytest.mark.parametrize("op, dtype", [(aten.view_as_real.default, torch.complex64), (aten.view.dtype, torch.float32)])
+def test_a_view_as_numbers_of_another_kind_is_one_again(op, dtype):
+    sizes = Sizes()
+    more = () if op is aten.view_as_real.default else (torch.int32,)
+    first, again = (sizes.run(op, sizes.empty(sizes.x, 4, dtype=dtype), *more) for _ in range(2))
+    assert layout(first) == layout(again) and again.dtype is not dtype
+
+
 def test_what_was_written_or_known_is_not_kept():
     """A write gives its operand, and a constant keeps its value."""
     sizes = Sizes()
