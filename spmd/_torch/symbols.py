@@ -118,6 +118,32 @@ def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *_: Any) 
     return grad.new_empty(input_size)
 
 
+def _transformed(x: torch.Tensor, shape: list[Any], dims: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """The result of a Fourier transform. It lies as x does, with the dims that are transformed inside."""
+    if x.device.type == "cpu" and not torch.backends.mkl.is_available():
+        return x.new_empty(shape, dtype=dtype)
+    steps = [n.node.hint if isinstance(n, torch.SymInt) else n for n in x.stride()]
+    order = sorted((d for d in range(x.ndim) if d not in dims), key=lambda d: -steps[d]) + dims
+    return x.new_empty([shape[d] for d in order], dtype=dtype).permute([order.index(d) for d in range(x.ndim)])
+
+
+def _c2c(x: torch.Tensor, dim: list[int], normalization: int, forward: bool) -> torch.Tensor:
+    steps = [n.node.hint if isinstance(n, torch.SymInt) else n for n in x.stride()]
+    return _transformed(x, list(x.shape), sorted(dim, key=lambda d: -steps[d]), x.dtype)
+
+
+def _r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim[-1]] = shape[dim[-1]] // 2 + 1 if onesided else shape[dim[-1]]
+    return _transformed(x, shape, list(dim), x.dtype.to_complex())
+
+
+def _c2r(x: torch.Tensor, dim: list[int], normalization: int, last_dim_size: Any) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim[-1]] = last_dim_size
+    return _transformed(x, shape, list(dim), x.dtype.to_real())
+
+
 _INTERPOLATIONS = (
     "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
     "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
@@ -128,6 +154,9 @@ _READS_NUMBERS = {
 }
 _READS_NUMBERS |= {getattr(torch.ops.aten, name).default: _interpolated for name in _INTERPOLATIONS}
 _READS_NUMBERS |= {getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in _INTERPOLATIONS}
+_READS_NUMBERS |= {
+    torch.ops.aten._fft_c2c.default: _c2c, torch.ops.aten._fft_r2c.default: _r2c, torch.ops.aten._fft_c2r.default: _c2r,
+}  # fmt: skip
 """Ops whose shapes come from kernels in C++ that make numbers of symbols, with functions that give the shapes."""
 
 
