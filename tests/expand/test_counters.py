@@ -72,6 +72,15 @@ class Inside(nn.Sequential):
         super().__init__(*[nn.Sequential(Counts(), nn.Tanh()) for _ in range(4)])
 
 
+class ByWholeNumbers(Linear):
+    """A count that meets whole numbers in tensors."""
+
+    def forward(self, x):
+        self.calls += 2
+        places = (torch.arange(4) * self.calls + self.calls) % 4
+        return super().forward(x)[:, places] * places.clamp(max=self.calls - 1)
+
+
 class Anneals(Linear):
     """By functions of Python's math."""
 
@@ -471,6 +480,7 @@ def adam(params):
 KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "a count": (lambda: of_model(Counts), 2),
     "a branch": (lambda: of_model(EveryThird), 2),
+    "by whole numbers": (lambda: of_model(ByWholeNumbers), 2),
     "a float": (lambda: of_model(Decays), 1),
     "functions of a count": (lambda: of_model(Anneals), 1),
     "in what a module holds": (lambda: of_model(Holds), 2),
@@ -579,7 +589,10 @@ def test_a_second_start_with_a_cache_folder_captures_nothing(kind, tmp_path):
     assert not made
 
 
-ON_RANKS = "a branch", "a trainer", "set by code that is not read", "in what a module holds"
+ON_RANKS = (
+    "a branch", "a trainer", "set by code that is not read", "in what a module holds", "beside tensors",
+    "in what an optimiser holds", "of classes", "by whole numbers",
+)  # fmt: skip
 
 
 def counted_on_ranks(rank: int) -> list:
