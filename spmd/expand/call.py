@@ -41,7 +41,8 @@ class Call:
 
     given: the arguments as they came. named: the same with objects that hold tensors opened. leaves: what is in them,
     and the tensors in attributes of modules. around: the guards of Python values. reads: where the state and what it
-    depends on were found. was_in_place: whether nothing of the state had to be made or moved.
+    depends on were found. was_in_place: whether nothing of the state had to be made or moved. wanted_with_counted: what
+    a library is asked for (`Wanted`) where the capture for the call has found numbers that change.
 
     Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
     """
@@ -59,6 +60,7 @@ class Call:
     around: tuple
     search: Search
     was_in_place: bool = True
+    wanted_with_counted: Any = None
 
     @classmethod
     def of(

@@ -224,7 +224,7 @@ class CompiledStep:
         call = self._call(args, kwargs, first=True)
         call.find_first_specs()
         with collector_off():
-            captured, given, _ = self._captured(call)
+            captured, given = self._captured(call)
             return self._writer.program(captured.at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -359,11 +359,12 @@ class CompiledStep:
         wanted = self._wanted_with_counted(call)
         found = None if plainly else self._library.find(wanted)
         known = call.state.counters
-        captured, source, counting = self._capture_and_expand(call) if found is None else (found.captured, found, None)
-        if counting is not None:  # the capture has found numbers that are no guards
+        captured, source = self._capture_and_expand(call) if found is None else (found.captured, found)
+        if call.wanted_with_counted is not None:  # the capture has found numbers that are no guards
             names = [f"{path}{IS_COUNTER}" for path in call.state.counters if path not in known]
-            self._library.note_counted(wanted, names)
-            wanted = counting
+            if names:
+                self._library.note_counted(wanted, names)
+            wanted = call.wanted_with_counted
         self._leave_out_unread(call, captured)
         may_differ = captured.is_stamped or (found is not None and self._library.is_cache)
         return Made(wanted, captured, source, may_differ)
@@ -388,19 +389,17 @@ class CompiledStep:
         self._forms = Forms(MOST_CAPTURES)
 
     @collector_off()
-    def _capture_and_expand(self, call: Call) -> tuple[Captured, Program, Wanted | None]:
-        """The capture, its program, and what is wanted for the call where the capture has found numbers that change."""
-        captured, given, counting = self._captured(call)
+    def _capture_and_expand(self, call: Call) -> tuple[Captured, Program]:
+        captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
         alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
         if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
-            return known, self._writer.program(captured.at(given.shapes, given.numbers), given), counting
-        return known, self._forms.program(captured, given, self._writer.program), counting
+            return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
+        return known, self._forms.program(captured, given, self._writer.program)
 
-    def _captured(self, call: Call) -> tuple[Captured, Given, Wanted | None]:
-        """A capture that is right for a call, what its program is written for, and what is wanted for the call where
-        the capture has found numbers that change."""
-        captured = counting = None
+    def _captured(self, call: Call) -> tuple[Captured, Given]:
+        """A capture that is right for a call, and what its program is written for."""
+        captured = None
         while captured is None:
             try:
                 captured = self._captures.of(call, functools.partial(self._capture, call))
@@ -410,10 +409,10 @@ class CompiledStep:
                 if known == self._counted:
                     raise RuntimeError(f"{self._title} sets {found.names}, which was to be found before") from found
                 self._count_in(call)
-                counting = self._wanted(call)
+                call.wanted_with_counted = self._wanted(call)
         specs = {i: call.specs[i] for i in (*captured.inputs, *captured.outputs) if i in call.specs}
         places = places_of(call.state, call.tensors, self._table)
-        return captured, Given(specs, call.leaf_specs, places, call.numbers), counting
+        return captured, Given(specs, call.leaf_specs, places, call.numbers)
 
     def _capture(self, call: Call, changed: Names) -> Captured:
         """changed: the attributes of modules that are not what they were in the last call."""
