@@ -161,6 +161,7 @@ from spmd._torch.ops import (
     out_of_place_variant,
     overload_name,
     overloads_of,
+    pack_padded_sequence,
     qualified_name,
     returned,
     returns,

@@ -213,3 +213,7 @@ def in_place_variant(op):
         return None
     same = [a.name for a in overload._schema.arguments] == [a.name for a in op._schema.arguments]
     return overload if same and writes_first(overload) else None
+
+
+pack_padded_sequence = torch._VF._pack_padded_sequence
+"""The op of `torch.nn.utils.rnn.pack_padded_sequence`, as a mode of functions sees it."""

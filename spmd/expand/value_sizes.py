@@ -73,7 +73,7 @@ FUNCTIONS = {
     torch.linalg.lstsq: lambda *_, **__: _refused(
         "lstsq", "of its results the solution is torch.linalg.pinv(A) @ B; or write it with torch.linalg.qr"
     ),
-    torch._VF._pack_padded_sequence: lambda *_, **__: _refused(
+    _torch.pack_padded_sequence: lambda *_, **__: _refused(
         "pack_padded_sequence",
         "give the layer the padded batch, whose results behind a length y * mask leaves out, with the last state of "
         "each row by y.gather(1, (lengths - 1)...)",

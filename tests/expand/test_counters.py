@@ -550,6 +550,36 @@ def test_numbers_are_those_of_one_device(kind, plan):
     check_on_a_mesh(*KINDS[kind], plan)
 
 
+CHANGES = {
+    "another object": lambda model: setattr(model, "average", Kept(model.parameters())),
+    "another list": lambda model: model.average.more.update(of=[0.25, torch.ones((), dtype=torch.float64)]),
+    "another number": lambda model: setattr(model.average, "updates", 5),
+    "a number in a list": lambda model: model.average.more["pair"][1].__setitem__(0, 11),
+    "a number that is a float": lambda model: setattr(model.average, "updates", 5.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_holds_counts_beside_tensors_may_be_changed_between_calls(name):
+    """Also where another object has taken its place: a later call counts in that."""
+
+    def run(prepare):
+        training, models, found = of_average(Kept)(), [], []
+        training.call(lambda model, optimizer, x: models.append(model), None)
+        step = prepare(training.step)
+        for i, x in enumerate(X):
+            if i in (4, 6):
+                CHANGES[name](models[0])
+            more = models[0].average.more
+            found.append(whole(training.call(step, x)))
+            numbers = [models[0].average.updates, more["of"][0], more["pair"][1][0]]
+            found.append(([whole(p) for p in models[0].average.shadow], numbers))
+        return found
+
+    mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    check(run(lambda step: spmd.compile(step, mesh)), run(lambda step: step))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_that_count_are_made_again_at_once(kind):
     """But for the few that find out what is counted, and those in which a branch asks for another program."""

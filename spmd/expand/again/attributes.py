@@ -10,6 +10,7 @@ structure, each tensor once, and no other values. What the step sets is written 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,12 +37,16 @@ class Place:
         self._is_tensor = isinstance(tree, torch.Tensor)
         self._alike = list(map(_alike, leaves))
         self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+        counts = any(isinstance(x, Counted) for x in leaves)
+        self._counting = list(_boxes(self.own.get(self.name))) if counts else []  # numbers are looked for in these
 
     def tensors(self) -> list[torch.Tensor] | None:
         """Those that are there now; None where that is not alike."""
         value = self.own.get(self.name)
         if self._is_tensor:
             return [value] if self._alike[0](value) else None
+        if self._counting and not all(x is y for x, y in itertools.zip_longest(_boxes(value), self._counting)):
+            return None
         leaves, structure = pytree.tree_flatten(opened(value))
         if structure != self._structure or not all([same(x) for same, x in zip(self._alike, leaves, strict=True)]):
             return None
