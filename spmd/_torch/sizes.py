@@ -195,8 +195,3 @@ def _says_not_0_or_1(expr: Any, answer: Any) -> bool:
 def is_unbacked(value: Any) -> bool:
     """Whether a symbolic number is one that only the run knows."""
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.has_hint()
-
-
-def number_now(n: Any) -> Any:
-    """The present value of a number that may be a symbol. Nothing is taken for granted: only choices may read it."""
-    return n.node.hint if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else n

@@ -118,18 +118,27 @@ def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *_: Any) 
     return grad.new_empty(input_size)
 
 
+def number_now(n: Any) -> Any:
+    """The present value of a number that may be a symbol. Nothing is taken for granted: only choices may read it."""
+    return n.node.hint if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else n
+
+
 def _transformed(x: torch.Tensor, shape: list[Any], dims: list[int], dtype: torch.dtype) -> torch.Tensor:
     """The result of a Fourier transform. It lies as x does, with the dims that are transformed inside."""
     if x.device.type == "cpu" and not torch.backends.mkl.is_available():
         return x.new_empty(shape, dtype=dtype)
-    steps = [n.node.hint if isinstance(n, torch.SymInt) else n for n in x.stride()]
-    order = sorted((d for d in range(x.ndim) if d not in dims), key=lambda d: -steps[d]) + dims
+    order = _outermost_first(x, [d for d in range(x.ndim) if d not in dims]) + dims
     return x.new_empty([shape[d] for d in order], dtype=dtype).permute([order.index(d) for d in range(x.ndim)])
 
 
+def _outermost_first(x: torch.Tensor, dims: list[int]) -> list[int]:
+    """Some dims in the order in which they lie in memory now."""
+    steps = [number_now(n) for n in x.stride()]
+    return sorted(dims, key=lambda d: -steps[d])
+
+
 def _c2c(x: torch.Tensor, dim: list[int], normalization: int, forward: bool) -> torch.Tensor:
-    steps = [n.node.hint if isinstance(n, torch.SymInt) else n for n in x.stride()]
-    return _transformed(x, list(x.shape), sorted(dim, key=lambda d: -steps[d]), x.dtype)
+    return _transformed(x, list(x.shape), _outermost_first(x, dim), x.dtype)
 
 
 def _r2c(x: torch.Tensor, dim: list[int], normalization: int, onesided: bool) -> torch.Tensor:

@@ -14,14 +14,11 @@ from typing import Any
 import torch
 
 from spmd import _torch
+from spmd.expand.symbolic_sizes import has_symbolic_size
 
 aten = torch.ops.aten
 NORMS: dict[str | None, tuple[int, int]] = {None: (0, 2), "backward": (0, 2), "ortho": (1, 1), "forward": (2, 0)}
 """How the ops say what a transform is divided by: nothing, the root of the size, the size; forwards and backwards."""
-
-
-def _is_symbolic(x: torch.Tensor) -> bool:
-    return any(isinstance(n, torch.SymInt) for n in x.shape)
 
 
 def _is(n: Any, size: Any) -> bool:
@@ -68,7 +65,7 @@ def irfft(input: torch.Tensor, n: Any = None, dim: int = -1, norm: str | None = 
 
 def _takes(x: Any, dim: Any, norm: Any) -> bool:
     known = isinstance(x, torch.Tensor) and isinstance(dim, int) and norm in NORMS
-    return known and -x.ndim <= dim < x.ndim and _is_symbolic(x) and _float(x) in (torch.float32, torch.float64)
+    return known and -x.ndim <= dim < x.ndim and has_symbolic_size(x) and _float(x) in (torch.float32, torch.float64)
 
 
 def _float(x: torch.Tensor) -> torch.dtype:
@@ -83,7 +80,7 @@ def _several(one: Callable[..., Any], first: Callable[..., Any] | None, last: Ca
     them. dims: which, by default."""
 
     def run(input: torch.Tensor, s: Any = None, dim: Any = dims, norm: str | None = None) -> Any:
-        if not isinstance(input, torch.Tensor) or not _is_symbolic(input) or s is not None or isinstance(dim, int):
+        if not isinstance(input, torch.Tensor) or not has_symbolic_size(input) or s is not None or isinstance(dim, int):
             return NotImplemented
         places: Sequence[int] = range(-input.ndim, 0) if dim is None else dim
         if not places or len({d % max(input.ndim, 1) for d in places}) < len(places):
@@ -101,7 +98,7 @@ def _several(one: Callable[..., Any], first: Callable[..., Any] | None, last: Ca
 
 fft, ifft = _complex(True), _complex(False)
 FUNCTIONS = {torch.fft.fft: fft, torch.fft.ifft: ifft, torch.fft.rfft: rfft, torch.fft.irfft: irfft}
-for _suffix, _dims in ((("2"), (-2, -1)), ("n", None)):
+for _suffix, _dims in (("2", (-2, -1)), ("n", None)):
     FUNCTIONS |= {
         getattr(torch.fft, f"fft{_suffix}"): _several(fft, None, None, _dims),
         getattr(torch.fft, f"ifft{_suffix}"): _several(ifft, None, None, _dims),

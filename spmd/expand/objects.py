@@ -252,6 +252,7 @@ def write_back(target: Any, new: Any) -> Any:
 
 # ---- numbers in them that a step counts --------------------------------------------------------
 
+
 def _box(value: Any, tree: Any) -> Any:
     """The dict or list in which a value that has been opened keeps its parts; None for another one."""
     if isinstance(tree, Opened) and type(value) is type(tree.like):

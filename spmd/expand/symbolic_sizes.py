@@ -16,7 +16,8 @@ import torch
 from spmd import _torch
 
 
-def _has_symbol(*tensors: torch.Tensor) -> bool:
+def has_symbolic_size(*tensors: torch.Tensor) -> bool:
+    """Whether a size of one of these tensors is a symbol."""
     return any(isinstance(n, torch.SymInt) for x in tensors for n in x.shape)
 
 
@@ -33,7 +34,7 @@ def linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Any:
 
 def kron(input: torch.Tensor, other: torch.Tensor) -> Any:
     """Each element of the first times all of the second."""
-    if not _has_symbol(input, other):
+    if not has_symbolic_size(input, other):
         return NotImplemented
     dims = max(input.ndim, other.ndim)
     one, two = ([1] * (dims - x.ndim) + list(x.shape) for x in (input, other))
@@ -45,14 +46,14 @@ def kron(input: torch.Tensor, other: torch.Tensor) -> Any:
 
 def vander(x: torch.Tensor, N: Any = None, increasing: bool = False) -> Any:
     """The powers of each element, as running products."""
-    if not _has_symbol(x) or x.ndim != 1:
+    if not has_symbolic_size(x) or x.ndim != 1:
         return NotImplemented
     powers = _powers(x, x.shape[0] if N is None else N)
     return powers if increasing else powers.flip(-1)
 
 
 def linalg_vander(x: torch.Tensor, *, N: Any = None) -> Any:
-    if not _has_symbol(x) or not x.ndim or (isinstance(N, int) and N < 2):
+    if not has_symbolic_size(x) or not x.ndim or (isinstance(N, int) and N < 2):
         return NotImplemented
     return _powers(x, x.shape[-1] if N is None else N)
 
@@ -68,7 +69,7 @@ def _powers(x: torch.Tensor, count: Any) -> torch.Tensor:
 
 def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> Any:
     """A gather of what is expanded to one shape but for the dim."""
-    if not _has_symbol(input, indices):
+    if not has_symbolic_size(input, indices):
         return NotImplemented
     if dim is None:
         return input.reshape(-1).gather(0, indices.reshape(-1))
@@ -88,7 +89,7 @@ def gradient(
     input: torch.Tensor, *, spacing: Any = 1, dim: int | Sequence[int] | None = None, edge_order: int = 1
 ) -> Any:
     """Differences of the neighbours on both sides, and at the edges of one side."""
-    if not _has_symbol(input) or input.is_complex():
+    if not has_symbolic_size(input) or input.is_complex():
         return NotImplemented
     dims = range(input.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     steps = [spacing] * len(dims) if isinstance(spacing, (int, float)) else spacing

@@ -20,7 +20,7 @@ from spmd.expand.phases import Phases
 from spmd.expand.stamp.watch import unwatched
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.expand.value_places import check_numbers
-from spmd.expand.value_sizes import SIZED, advice
+from spmd.expand.value_sizes import SIZED, advice, of_unknown_size
 from spmd.tensor.rules.lists import list_decompositions
 
 aten = torch.ops.aten
@@ -45,9 +45,6 @@ COLLECTIVES = "c10d", "_c10d_functional", "_c10d_functional_autograd"
 
 OF_TORCH = "aten", "prim", "prims", "profiler", "spmd", "inductor", "higher_order"
 """Namespaces whose ops without results are known: asserts are kept, and the others have no effect on numbers."""
-
-
-PRINTS = {aten._print.default}
 
 
 class Normalise(_torch.TorchDispatchMode):
@@ -91,7 +88,7 @@ class Normalise(_torch.TorchDispatchMode):
                 "adds the collectives; leave this one out, or call it in a spmd.local_map"
                 f"{at_user_line(current_frames())}"
             )
-        if op in PRINTS:
+        if op is aten._print.default:
             raise NotImplementedError(
                 f"{op}: prints once, while the step is captured, and not when its program runs; print after the step"
                 f"{at_user_line(current_frames())}"
@@ -116,10 +113,7 @@ class Normalise(_torch.TorchDispatchMode):
         self.origins.note()
         self.constrained.note(op, args, kwargs, out)
         if (self.reads_values or torch.Tag.dynamic_output_shape in op.tags) and _has_unknown_size(out):
-            raise NotImplementedError(
-                f"{op}: the size of its result depends on values, which only the run knows; "
-                f"{advice(op)}{at_user_line(current_frames())}"
-            )
+            raise of_unknown_size(op, advice(op))
         if isinstance(out, torch.Tensor) and out.layout is not torch.strided:
             raise NotImplementedError(
                 f"{op}: gives a tensor of layout {out.layout}, and a program holds strided ones; leave out "

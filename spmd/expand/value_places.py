@@ -19,6 +19,7 @@ import torch
 from spmd import _torch
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.user_code import at_user_line, current_frames, short_place
+from spmd.expand.value_sizes import of_unknown_size
 
 aten = torch.ops.aten
 
@@ -87,7 +88,7 @@ def _tensor_split(input: torch.Tensor, tensor_indices_or_sections: Any = None, d
         return NotImplemented
     known = _torch.known_constant(_torch.from_functional(places), _torch.proxy_mode().tracer)
     if known is None:
-        raise _of_unknown_size("tensor_split", "give the places as numbers, as a list")
+        raise _at_value("tensor_split", "give the places as numbers, as a list")
     with _torch.no_modes():
         return input.tensor_split(known.tolist(), dim)
 
@@ -135,7 +136,7 @@ def _unknown_in(x: torch.Tensor, index: Any) -> tuple[tuple, int, int] | None:
         return None
     for item in items:
         if isinstance(item, slice) and any(map(_is_unknown, (item.start, item.stop, item.step))):
-            raise _of_unknown_size("a slice", "write x.narrow(dim, i, n), in which i may be one, or torch.where")
+            raise _at_value("a slice", "write x.narrow(dim, i, n), in which i may be one, or torch.where")
     at = next((i for i, item in enumerate(items) if _is_unknown(item)), None)
     dims = list(map(_dims_of, items))
     if at is None or None in dims:
@@ -169,11 +170,8 @@ def _with(items: tuple, at: int, item: Any) -> tuple:
     return (*items[:at], item, *items[at + 1 :])
 
 
-def _of_unknown_size(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{what} at a value in a tensor: the size of its result depends on values, which only the run knows; {instead}"
-        f"{at_user_line(current_frames())}"
-    )
+def _at_value(what: str, instead: str) -> NotImplementedError:
+    return of_unknown_size(f"{what} at a value in a tensor", instead)
 
 
 # ---- numbers of ops ----------------------------------------------------------------------------

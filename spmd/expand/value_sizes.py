@@ -42,6 +42,13 @@ SIZED = {aten.bincount.default: bincount}
 """From an op to a function of the same arguments. The function returns NotImplemented where the size stays unknown."""
 
 
+def of_unknown_size(what: Any, instead: str) -> NotImplementedError:
+    """The error for what gives a tensor of a size that values decide. instead: what to write."""
+    return NotImplementedError(
+        f"{what}: the size of its result depends on values, which only the run knows; {instead}"
+        f"{at_user_line(current_frames())}"
+    )
+
 
 # ---- functions that torch makes of several ops -------------------------------------------------
 
@@ -61,10 +68,7 @@ def _one_hot(tensor: torch.Tensor, num_classes: int = -1) -> Any:
 
 
 def _refused(name: str, instead: str) -> Any:
-    raise NotImplementedError(
-        f"{name}: the size of its result depends on values, which only the run knows; {instead}"
-        f"{at_user_line(current_frames())}"
-    )
+    raise of_unknown_size(name, instead)
 
 
 FUNCTIONS = {
