@@ -46,8 +46,7 @@ def whole_experts(
     back = constrain(constrain(y, {axis: Shard(1)}), {axis: Shard(0)}).flatten(1, 2)  # [g@ep, e c, d]
     found = back.gather(1, at.clamp(max=experts * capacity - 1))
     shares = (weights.reshape(groups, size * k) * fits).unsqueeze(-1)
-    sums = (found * shares).unflatten(1, (size, k)).sum(2).flatten(0, 1)
-    return (sums[:tokens] if tokens % groups else sums).to(x.dtype)  # whole, a slice would still be one for symbols
+    return (found * shares).unflatten(1, (size, k)).sum(2).flatten(0, 1)[:tokens].to(x.dtype)
 
 
 def _slots(index: torch.Tensor, experts: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
