@@ -39,7 +39,6 @@ from spmd.expand.given_gradients import GivenGradients
 from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
-from spmd.expand.lengths import lengths_are_symbols
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
@@ -347,11 +346,11 @@ def _complete_trace(
     fn: Callable, flat: _FlatFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols
 ) -> tuple[fx.GraphModule, dict[str, tuple[str | None, str]]]:
     """The trace of a function, and what it has read of the environment. An error is explained in words of the step."""
-    table, search = decompositions | DENSE_VIEWS, search_of(fn, flat.state.holders)
+    table = decompositions | DENSE_VIEWS
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), asked(search) as process, lengths_are_symbols(search.functions),
+            _torch.backward_under(KeepProducts), asked(search_of(fn, flat.state.holders)) as process,
         ):  # fmt: skip
             # Its code is never asked for: its graph alone is read, and cleaned later.
             with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():

@@ -51,9 +51,7 @@ def tensor(*shape):
 
 
 KEPT = {
-    "constrain": lambda x: spmd.constrain(x * 2, {"dp": Shard(0)}) + x.shape[0],
-    "len": lambda x: (x * len(x)).sum() / len(x) + (1 if len(x) > 1 else 0),
-    "linspace": lambda x: x * torch.linspace(-1, 2.5, len(x), dtype=x.dtype)[:, None],
+    "linspace": lambda x: x * torch.linspace(-1, 2.5, x.shape[0], dtype=x.dtype)[:, None],
     "linspace of floats": lambda x: x * torch.linspace(0, 1, steps=x.shape[0] * 2 + 1)[1::2, None],
     "kron": lambda x: torch.kron(x, x[:2, 0].reshape(2, 1)) + x.kron(torch.ones(2, 1, dtype=x.dtype)),
     "kron of other dims": lambda x: torch.kron(x[0], x),
@@ -77,15 +75,6 @@ def test_functions_keep_sizes_as_symbols(name):
         found, captured = on_ranks(KEPT[name], given, mesh_shape=mesh_shape)
         torch.testing.assert_close(found, want)
         assert captured == 1
-
-
-def test_len_is_that_of_python_after_a_capture():
-    """Where a function has its own, it keeps it."""
-    names = {"len": lambda x: 3}
-    own = eval("lambda x: x.sum() / len(x)", names)
-    torch.testing.assert_close(on_ranks(own, [(tensor(8, 4),)])[0][0], tensor(8, 4).sum() / 3)
-    on_ranks(KEPT["len"], [(tensor(8, 4),)])
-    assert "len" not in globals() and names["len"](()) == 3
 
 
 DIAGONALS = {
