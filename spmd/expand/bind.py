@@ -30,6 +30,8 @@ from spmd.comm import Transport
 from spmd.comm.rows import EXCHANGE_ROWS, written_rows
 from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.loops.bound import BoundLoop
+from spmd.expand.loops.loop import Loop
 from spmd.expand.nodes import LINE, MADE_FOR, added, described_call
 from spmd.expand.recorded import Recorded, Recording, Tracer
 from spmd.expand.splits import in_short
@@ -58,12 +60,15 @@ def bind(
     coordinate: tuple[int, ...],
     transport: Transport,
     passes: Sequence[Callable[[fx.Graph], object]] = (),
+    code_of_body: Callable[[Program], fx.GraphModule] | None = None,
 ) -> fx.GraphModule:
     """The code of the program for the rank at `coordinate`. `transport` carries out its collectives.
 
-    passes: functions that rewrite the rank's graph in place, in this order, before it becomes code.
+    passes: functions that rewrite the rank's graph in place, in this order, before it becomes code. code_of_body: gives
+    the code of the body of a loop; by default it is bound as the program is, without passes.
     """
-    return _Binder(program, coordinate, transport).bound(passes)
+    code = code_of_body or (lambda body: bind(body, coordinate, transport))
+    return _Binder(program, coordinate, transport, code).bound(passes)
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,11 @@ def _with_spec(node: fx.Node, spec: Spec) -> fx.Node:
 
 
 class _Binder:
-    def __init__(self, program: Program, coordinate: tuple[int, ...], transport: Transport):
-        self.program, self.coordinate = program, coordinate
+    def __init__(
+        self, program: Program, coordinate: tuple[int, ...], transport: Transport,
+        code_of_body: Callable[[Program], fx.GraphModule],
+    ):  # fmt: skip
+        self.program, self.coordinate, self.code_of_body = program, coordinate, code_of_body
         self.graph = _torch.new_graph()
         self.tracer = Tracer(self.graph)
         self.transport = _GraphTransport(transport, self.tracer)
@@ -110,6 +118,8 @@ class _Binder:
                 self.values[node] = self._op_or_empty(node)
             elif isinstance(node.target, LocalMapOp):
                 self.values[node] = self._local_map(node)
+            elif isinstance(node.target, Loop):
+                self.values[node] = self._loop(node)
             elif isinstance(node.target, LocalMapGradientOp):
                 self.values[node] = self._gradients(node)
             elif node.target in KERNELS:
@@ -193,6 +203,17 @@ class _Binder:
         outs = zip(node.target(self.coordinate, blocks), node.target.made, strict=True)
         results = [None if spec is None else _with_spec(p.node, spec) for p, spec in outs]
         return results if len(results) > 1 else results[0]
+
+    def _loop(self, node: fx.Node) -> fx.Node:
+        """A loop. What its body writes into is copied first."""
+        bound = BoundLoop(node.target, self.code_of_body(node.target.body))
+        operands = [self._ready(n) for n in node.args]
+        for i in bound.written:
+            copy = self.graph.call_function(aten.clone.default, (operands[i],))
+            operands[i] = _with_spec(copy, operands[i].meta["spec"])
+        new = added(self.graph, "call_function", bound, tuple(operands), {}, node.name)
+        new.meta["spec"] = node.meta["spec"]
+        return new
 
     # ---- functions of blocks --------------------------------------------------------------------
     def _local_map(self, node: fx.Node) -> list[fx.Node]:

@@ -50,6 +50,6 @@ def code_for(program: Program, coordinate: tuple[int, ...], transport: Transport
         lambda graph: unshare_outputs(graph, homes, returned),
     )
     with collector_off():
-        module = bind(program, coordinate, transport, passes)
+        module = bind(program, coordinate, transport, passes, lambda body: code_for(body, coordinate, transport).module)
         verify_bound(module.graph, program, coordinate, transport, owned, homes, frozenset(written))
     return Code(module, owned, homes)

@@ -32,6 +32,8 @@ from spmd.expand.constraints import PINNED, ConstrainOp
 from spmd.expand.decompose import SpecTensor, decomposed
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp, settled
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.loops.loop import Loop
+from spmd.expand.loops.write import Named, before_the_loop, body_of, roles_in, specs_of_results
 from spmd.expand.lowered import lowered
 from spmd.expand.nodes import (
     LINE,
@@ -107,6 +109,9 @@ def expand(
         elif node.op == "output":
             reads.end(node)
             outputs = expander.output(node, output_names, output_spec)
+        elif isinstance(node.target, Loop):
+            reads.give(node)
+            expander.loop(node, roles, places)
         elif not reads.write(node):
             try:
                 expander.write(node)
@@ -295,6 +300,32 @@ class _Expander:
         args = fx.map_arg(node.args, lambda n: self.move(self._current(n), plan(self._spec(n), next(targets))))
         self._record(node, self.graph.create_node("call_function", op, args, {}, name=node.name), outs)
 
+    # ---- loops ----------------------------------------------------------------------------------
+    def loop(self, node: fx.Node, roles: Roles, places: Mapping[str, Places]) -> None:
+        """A loop. Its body is written as a program of its own, and what it reads is moved to where it begins."""
+        loop, values = node.target, [self._current(n) for n in node.args]
+        specs = loop.first([n.meta["spec"] for n in values])
+
+        def write(inputs: Named, names: list[str], output_spec: OutputSpec, in_body: Roles) -> Program:
+            body = expand("body", self.mesh, loop.body, {}, inputs, names, output_spec, in_body, places)
+            self.gathered.extend(body.gathered)
+            return body
+
+        program = body_of(loop, specs, roles_in(loop, node.args, roles), write)
+        wanted = [spec for _, spec in program.inputs]
+        program, moved = before_the_loop(program, loop.invariants, places)
+        new = replace(loop, body=program, invariants=loop.invariants + len(moved))
+        given = [self._to_spec(n, spec) for n, spec in zip(values, loop.for_all(wanted), strict=True)]
+        invariants = given[: loop.invariants]
+        for each in moved:
+            invariants.append(self._moved_by(invariants[each.of], each.step, None))
+        operands = (*invariants, *given[loop.invariants :])
+        made = added(self.graph, "call_function", new, operands, {}, node.name)
+        self._record(node, made, specs_of_results(new, program))
+
+    def _to_spec(self, value: fx.Node, spec: Spec | None) -> fx.Node:
+        return value if spec is None else self.move(value, plan(value.meta["spec"], spec))
+
     # ---- decomposed -----------------------------------------------------------------------------
     def _decompose(self, node: fx.Node) -> bool:
         """Write the node as its decomposition, if it has one for operands with these specs.
@@ -443,13 +474,16 @@ class _Expander:
         if value in self.moved_anew:
             phase = self.phase
         for step in moves.effective.steps:
-            key = (value, step.after if step.move.keeps_tensor else step, phase)
-            if key not in self.moved:
-                self.moved[key] = self._step(value, step)
-            if step.reduces:
-                self.reduced[value] = self.moved[key]
-            value = self.moved[key]
+            value = self._moved_by(value, step, phase)
         return value
+
+    def _moved_by(self, value: fx.Node, step: Step, phase: int | None) -> fx.Node:
+        key = (value, step.after if step.move.keeps_tensor else step, phase)
+        if key not in self.moved:
+            self.moved[key] = self._step(value, step)
+        if step.reduces:
+            self.reduced[value] = self.moved[key]
+        return self.moved[key]
 
     def _step(self, value: fx.Node, step: Step) -> fx.Node:
         early = step.reduces and value.op != "placeholder"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,7 @@ from spmd.expand.code import code_for
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import op_text
+from spmd.expand.loops.loop import Loop
 from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.passes.report import Report
 from spmd.expand.places.places import Places
@@ -142,10 +143,14 @@ class Program:
     @cached_property
     def moved(self) -> tuple[Collective, ...]:
         """The collectives that are moves, which passes see: all but those that functions of blocks send."""
-        return tuple(found for node, _ in self.steps() for found in self._sent_by(node))
+        loops = (node for node in self.graph.nodes if isinstance(node.target, Loop))
+        in_loops = tuple(found for node in loops for found in node.target.body.moved * node.target.times)
+        return tuple(found for node, _ in self.steps() for found in self._sent_by(node)) + in_loops
 
     def _sent_by(self, node: fx.Node) -> tuple[Collective, ...]:
         step = node.target
+        if isinstance(step, Loop):
+            return step.body.collectives * step.times
         if isinstance(step, (Step, Bucket)):
             at, said = self.axes_text(step.axes), (step.nbytes, step.cost, step.tensors, step.before)
             return (Collective(step.kind, at, *said, node.name),) if step.sends else ()
@@ -165,8 +170,10 @@ class Program:
         if topology is None:
             return sum(c.us for c in self.collectives)
         blocks = [n.target for n in self.graph.nodes if isinstance(n.target, (LocalMapOp, LocalMapGradientOp))]
+        loops = [n.target for n in self.graph.nodes if isinstance(n.target, Loop)]
         moved = sum(s.priced(topology) for _, s in self.steps() if s.sends)
-        return moved + sum(s.us(topology) for op in blocks for s in sent_by(op))
+        in_loops = sum(loop.times * loop.body.comm_time(topology) for loop in loops)
+        return moved + in_loops + sum(s.us(topology) for op in blocks for s in sent_by(op))
 
     @cached_property
     def work(self) -> Work:
@@ -231,8 +238,20 @@ def _lines(program: Program) -> Iterator[str]:
             for value, (name, spec) in zip(node.args[0], program.outputs, strict=True):
                 yield _margin(f"        {value},", f"{spec or 'number'}   {name}")
             yield "    )"
+        elif isinstance(node.target, Loop):
+            yield from _loop_lines(program, node)
         elif node.op != "placeholder":
             yield _margin(f"    {node.name} = {_code(program, node)}", _margin_note(node))
+
+
+def _loop_lines(program: Program, node: fx.Node) -> Iterator[str]:
+    """The body as a function, and the loop as calls of it."""
+    loop = node.target
+    yield f"    # the body of {node.name}, {loop.times} times"
+    yield from (f"    {line}" for line in _lines(replace(loop.body, name=f"{node.name}_body")))
+    rounds = [f"({', '.join([n.name for n in loop.of_round(node.args, i)])})" for i in range(loop.times)]
+    once = node.args[: loop.invariants + loop.carried]
+    yield f"    {node.name} = {node.name}_body({', '.join([n.name for n in once])}, each of ({', '.join(rounds)}))"
 
 
 def _margin(code: str, note: str) -> str:

@@ -25,6 +25,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
+from spmd.expand.loops.loop import Loop
 from spmd.expand.nodes import described_call
 from spmd.tensor.cache import Cache
 from spmd.tensor.call import READS_VALUE, SCALAR, Call, TensorMeta
@@ -69,7 +70,7 @@ def verify_graph(
     results; not for a program that this version of torch was asked about before, for it takes a second to be ready.
 
     The names of faults: order, input, constant, move, unread, op, size, count, metadata, factory, value, item, recipe,
-    update, draw, blocks, host copy, wait, kept, fetched twice, output, partial output, home.
+    update, draw, blocks, loop, host copy, wait, kept, fetched twice, output, partial output, home.
     """
     given, known, there = iter(inputs), set(), set()
     for node in graph.nodes:
@@ -211,6 +212,22 @@ def _local_map(node: fx.Node) -> Found:
 def _local_map_gradient(node: fx.Node) -> Found:
     of = node.target.of
     return _given_specs(node, (*of.outs, *of.cotangents), of.grads, "blocks")
+
+
+def _loop(node: fx.Node) -> Found:
+    """Whether a loop gives its body what this expects, and each round leaves what the next one does. The body is a
+    program, and is verified as one."""
+    loop, body = node.target, node.target.body
+    specs = [spec for _, spec in body.inputs]
+    if len(node.args) != loop.operands or len(body.outputs) != loop.outputs or loop.times < 1:
+        yield "loop", f"it has {len(node.args)} operands, and runs {loop.times} times with {loop.operands}"
+        return
+    yield from _given_specs(node, loop.for_all(specs), loop.results([spec for _, spec in body.outputs]), "loop")
+    carried = specs[loop.invariants :][: loop.carried]
+    for into, (name, spec) in zip(carried, body.outputs, strict=False):
+        if spec is not into:
+            yield "loop", f"{name} comes as {into} and leaves each round as {spec}"
+    body.verify()
 
 
 def _update(node: fx.Node) -> Found:
@@ -396,5 +413,5 @@ _FUNCTIONS: dict[Any, Callable[[fx.Node], Found]] = {
 }  # fmt: skip
 _CHECKS = {
     Step: _move, Bucket: _bucket, Recipe: _recipe, Draw: _draw, LocalMapOp: _local_map,
-    LocalMapGradientOp: _local_map_gradient, UnlessEmpty: _op,
+    LocalMapGradientOp: _local_map_gradient, UnlessEmpty: _op, Loop: _loop,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.comm import Transport
-from spmd.expand.passes.aliasing import Memory, memories, written_into
+from spmd.expand.passes.aliasing import Memory, is_loop, memories, written_into
 from spmd.expand.verify import ProgramFault
 from spmd.tensor.recipes.host import arrived, from_host, on_host, to_host
 from spmd.tensor.recipes.updates import WRITTEN, adamw_
@@ -182,7 +182,8 @@ class _Bound:
     def overwritten(self) -> Found:
         for node in self.graph.nodes:
             if node.name not in self.written:
-                positions = WRITTEN if node.target is adamw_ else (0,) if writes(node) else ()
+                positions = node.target.written if is_loop(node) else WRITTEN if node.target is adamw_ else ()
+                positions = (0,) if not positions and writes(node) else positions
                 for i in positions:
                     yield from self._write(node, node.args[i])
 

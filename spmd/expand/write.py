@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd.expand.capture import Captured
 from spmd.expand.choose.budget import Budget, chosen_within
 from spmd.expand.choose.program import Chosen, Expansion
 from spmd.expand.expansion import expansion_of
 from spmd.expand.explain.reasons import Way, to_write, with_reasons, written
+from spmd.expand.loops.bodies import with_bodies
+from spmd.expand.loops.roll import rolled
+from spmd.expand.loops.write import CannotLoop
 from spmd.expand.passes.passes import with_passes
 from spmd.expand.program import Program
 from spmd.expand.results import Results
@@ -44,7 +47,9 @@ class Writer:
         return Budget(self.settings.memory_budget, self._passed, keeping, self.settings.offload)
 
     def _passed(self, program: Program, keeps_memory: bool = False, own: bool = False) -> Program:
-        return with_passes(program, self.settings.passes_on(self.mesh.device_type, keeps_memory), own)
+        passes = self.settings.passes_on(self.mesh.device_type, keeps_memory)
+        program = with_bodies(program, lambda body: with_passes(body, passes, own)) if own else program
+        return with_passes(program, passes, own)
 
     @property
     def _for_program(self) -> bool:
@@ -53,7 +58,9 @@ class Writer:
     def _expanded(self, given: Expansion, like: Program | None = None) -> Program:
         pins = self.settings.pins
         if not self._for_program:
-            return written(given, pins, Way("by op", Expansion.program, self._as_run))
+            plain = self.settings.memory_budget is not None or pins
+            way = Way("by op", Expansion.program, self._as_run)
+            return written(given, pins, way) if plain else with_loops(given, way)
         choose = functools.partial(Chosen.of, as_run=self._as_run)
         if like is not None and like.reasons.way.kept is not None:
             choose = functools.partial(Chosen.like, like.reasons.way.kept, as_run=self._as_run)
@@ -71,3 +78,16 @@ class Writer:
         """A program that was chosen, as it is priced: after the passes that are not judged by its time."""
         passes = self.settings.passes_on(self.mesh.device_type)
         return with_passes(program, [each for each in passes if not getattr(each, "judged", False)])
+
+
+def with_loops(given: Expansion, way: Way) -> Program:
+    """The program of an expansion with rounds that repeat as a loop. Its reasons are those of the one without."""
+    graph = rolled(given.graph)
+    if graph is given.graph:
+        return written(given, {}, way)
+    to_write(given, {})
+    try:
+        program = way.write(replace(given, graph=graph))
+    except CannotLoop:
+        return written(given, {}, way)
+    return with_reasons(program, given, {}, way)

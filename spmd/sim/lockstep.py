@@ -23,6 +23,7 @@ class ProgramRun:
         self._next = 0
         self._inputs = iter(inputs)
         self._values: dict[fx.Node, Any] = {}
+        self._loop: _LoopRun | None = None
         self._dead_after = _dead_after_each(self._nodes)
         self.result: Any = None
 
@@ -38,9 +39,26 @@ class ProgramRun:
             node = self._nodes[self._next]
             if node.target == self._transport.wait_tensor and not self._has_arrived(node.args[0]):
                 break
-            self._run(node)
+            if hasattr(node.target, "rounds"):
+                advanced, ended = self._run_loop(node)
+                if not ended:
+                    return advanced or self._next > start
+            else:
+                self._run(node)
             self._next += 1
         return self._next > start
+
+    def _run_loop(self, node: fx.Node) -> tuple[bool, bool]:
+        """Run a loop as far as it comes; whether any node ran, and whether it has ended."""
+        if self._loop is None:
+            operands = fx.map_arg(node.args, self._values.__getitem__)
+            self._loop = _LoopRun(node.target, self._transport, operands)
+        advanced = self._loop.advance()
+        if not self._loop.ended:
+            return advanced, False
+        self._note(node, self._loop.result)
+        self._loop = None
+        return True, True
 
     def _has_arrived(self, node: fx.Node) -> bool:
         return self._transport.has_arrived(self._values[node])
@@ -57,9 +75,44 @@ class ProgramRun:
                 self.result = args[0]
                 return
             value = node.target(*args, **kwargs) if node.op == "call_function" else _call_method(node, args, kwargs)
+        self._note(node, value)
+
+    def _note(self, node: fx.Node, value: Any) -> None:
         self._values[node] = value
         for dead in self._dead_after.get(node, ()):
             del self._values[dead]
+
+
+class _LoopRun:
+    """One rank's run of a loop: a run of its body in each round. loop: a loop of a rank's code (`expand/loops`)."""
+
+    def __init__(self, loop: Any, transport: Any, operands: Sequence[Any]) -> None:
+        self._module, self._transport, self._rounds = loop.module, transport, loop.rounds(operands)
+        self.result: Any = None
+        self._round = self._next_round(None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rounds have run."""
+        return self._round is None
+
+    def advance(self) -> bool:
+        """Run until a wait for a result that has not arrived, or the end; whether any node ran."""
+        advanced = False
+        while self._round is not None:
+            advanced |= self._round.advance()
+            if not self._round.ended:
+                break
+            self._round = self._next_round(self._round.result)
+        return advanced
+
+    def _next_round(self, outputs: Any) -> ProgramRun | None:
+        """The run of the next round. outputs: of the one before; None for the first."""
+        try:
+            return ProgramRun(self._module, self._transport, self._rounds.send(outputs))
+        except StopIteration as end:
+            self.result = end.value
+            return None
 
 
 def _call_method(node: fx.Node, args: tuple, kwargs: dict) -> Any:

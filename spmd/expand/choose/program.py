@@ -28,6 +28,7 @@ from spmd.expand.choose.solve import Solved, settled, solve
 from spmd.expand.collector import collector_off
 from spmd.expand.expand import OutputSpec, expand
 from spmd.expand.local_map import settle
+from spmd.expand.loops.bodies import with_bodies
 from spmd.expand.memory import Memory
 from spmd.expand.nodes import operands_in_order
 from spmd.expand.places.places import Places
@@ -82,6 +83,10 @@ class Expansion:
             self.roles, self.places, choice, pins, values,
         )  # fmt: skip
         program = replace(program, owed=self.owed, kinds=self.kinds).verify()
+        program = with_bodies(program, self._rewritten)
+        return self._rewritten(program)
+
+    def _rewritten(self, program: Program) -> Program:
         for rewrite in self.passes:
             new = rewrite(program)
             program = new if new is program else new.verify()

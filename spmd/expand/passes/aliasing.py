@@ -43,6 +43,8 @@ def may_alias_operand(node: fx.Node) -> bool:
     op = node.target
     if isinstance(op, _torch.OpOverload):
         return may_alias(op)
+    if is_loop(node):
+        return False
     return op not in MAKE_NEW and node.op not in ("output", "placeholder", "get_attr")
 
 
@@ -52,6 +54,12 @@ def may_alias(op: _torch.OpOverload) -> bool:
     if op.namespace == "_c10d_functional":
         return op is _torch.c10d_functional.wait_tensor.default
     return op.namespace != "aten" or op in UNDECLARED_ALIASES or _torch.is_view(op) or _torch.writes_first(op)
+
+
+def is_loop(node: fx.Node) -> bool:
+    """Whether a node of a rank's code runs a loop: its results are new, or the memory of operands that it has for
+    itself."""
+    return hasattr(node.target, "rounds")
 
 
 def may_read_operand(node: fx.Node) -> bool:
@@ -89,7 +97,7 @@ class Memory(NamedTuple):
 
 def _makes_several(node: fx.Node) -> bool:
     """Whether the results of a node are new tensors, each with memory of its own."""
-    return node.target is adamw or (isinstance(node.target, _torch.OpOverload) and not may_alias(node.target))
+    return node.target is adamw or is_loop(node) or (isinstance(node.target, _torch.OpOverload) and not may_alias(node.target))
 
 
 def _is_apart(node: fx.Node, source: fx.Node) -> bool:

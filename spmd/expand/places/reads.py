@@ -103,6 +103,12 @@ class Reads:
             self._read(operands, STORED if _shrinks(node, operands[0]) else COMPUTED, node)
         return False
 
+    def give(self, node: fx.Node) -> None:
+        """Let a loop read its operands: its body moves the parameters, as they are stored, to where it computes."""
+        operands = [n for n in node.all_input_nodes if n in self.operand]
+        self._read([n for n in operands if n in self.places], STORED, node)
+        self._read([n for n in operands if n not in self.places], COMPUTED, node)
+
     def end(self, output: fx.Node) -> None:
         """Let the output of the graph read what is stored."""
         self._read([n for n in output.all_input_nodes if n in self.operand], STORED, output)

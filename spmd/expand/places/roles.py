@@ -9,6 +9,7 @@ phases), and where the engine handed over the gradient of a parameter (`MARK`). 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.loops.loop import Loop
 from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.places import Places
 from spmd.expand.state import Slot
@@ -41,12 +43,14 @@ class Roles:
 
     parameters: the path of each placeholder that is a parameter, and of each value that an optimiser's step has given
     to one. gradients: by the path of a parameter, the values of
-    its gradient in order: one for each backward pass, and the sums of several.
+    its gradient in order: one for each backward pass, and the sums of several. more_follow: whether later passes add to
+    the last of these, as in the body of a loop.
     """
 
     compute: frozenset[fx.Node] = frozenset()
     parameters: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
+    more_follow: bool = False
 
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[object], outputs: Sequence[object]) -> Roles:
@@ -61,6 +65,12 @@ class Roles:
         grads = {n: i.path for n, i in named if i.kind == "grad"}
         return cls(frozenset(compute), parameters, _gradients(graph, grads))
 
+    @classmethod
+    def of_body(cls, graph: fx.Graph, parameters: dict[fx.Node, str], gradients: dict[fx.Node, str]) -> Roles:
+        """Of the body of a loop, in which all compute. parameters, gradients: those among its inputs, by their paths.
+        """
+        return cls(frozenset(graph.nodes), parameters, _gradients(graph, gradients), more_follow=True)
+
 
 def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node, Spec]:
     """Where gradients go as soon as they are made: the gradient of each pass, or of all passes together.
@@ -71,7 +81,8 @@ def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node,
     for path, values in roles.gradients.items():
         of = places[path]
         for n in values:
-            if of.reduces_each or n is values[-1] or n.meta["val"].dtype != of.stored.dtype:
+            is_last = n is values[-1] and not roles.more_follow
+            if of.reduces_each or is_last or n.meta["val"].dtype != of.stored.dtype:
                 found[n] = of.gradient
     return found
 
@@ -163,9 +174,16 @@ def _gradients(graph: fx.Graph, given: dict[fx.Node, str]) -> dict[str, list[fx.
     given: the gradients that earlier steps left.
     """
     of, found = dict(given), {}
+    summed: dict[tuple, str] = {}  # what a loop carries and gives
     for node in graph.nodes:
+        if isinstance(node.target, Loop):
+            firsts = node.args[node.target.invariants :][: node.target.carried]
+            summed |= {(node, i): of[n] for i, n in enumerate(firsts) if n in of}
+            continue
         paths = {of.get(n) for n in _torch.operands_of(node)}
-        if node.target is MARK:
+        if node.target is operator.getitem and node.args in summed:
+            of[node] = summed[node.args]
+        elif node.target is MARK:
             of[node] = node.args[1]
         elif in_backward(node) and len(paths) == 1 and None not in paths and _shapes_are_one(node):
             of[node] = paths.pop()

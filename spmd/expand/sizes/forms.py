@@ -22,6 +22,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.explain.explanation import Explanation
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.places.places import Places
+from spmd.expand.loops.loop import Loop
 from spmd.expand.program import Program
 from spmd.expand.sizes.alike import Alike, Built, NotAlike, Number, Texts, made
 from spmd.expand.sizes.probe import Cut, Probe, Values, cuts, decided, texts_of
@@ -159,6 +160,8 @@ def _form(program: Program, second: Program, values: Values, texts: Texts, fixed
     for one, other in zip(program.graph.nodes, second.graph.nodes, strict=True):
         if isinstance(one.target, (LocalMapOp, LocalMapGradientOp)):
             raise NotAlike("a function of blocks is asked for its results at each size")
+        if isinstance(one.target, Loop):
+            raise NotAlike("the body of a loop is written for each size")
         if (one.op, one.name) != (other.op, other.name):
             raise NotAlike(f"{one.name} and {other.name}")
         alike.nodes[one] = other

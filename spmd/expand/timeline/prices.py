@@ -21,6 +21,7 @@ from spmd.comm.transport import C10dTransport
 from spmd.expand.choose.price import local_work, node_work
 from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
+from spmd.expand.loops.loop import Loop
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
 from spmd.expand.timeline.op_times import OpTimes
 from spmd.mesh import DeviceMesh, Link, MeshTopoInfo
@@ -120,6 +121,8 @@ class Prices:
         return step.parts if self.topology is self.mesh.topology else step.parts_over(self.topology)
 
     def _op_us(self, node: fx.Node) -> float:
+        if isinstance(node.target, Loop):
+            return node.target.times * node.target.body.timeline(self.topology).us
         op = node.target.op if isinstance(node.target, (UnlessEmpty, Draw)) else node.target
         if isinstance(op, _torch.OpOverload) and (is_free(op) or op in SAFE_LOCALLY.values()):
             return self.times.view_us

@@ -137,6 +137,16 @@ def reserve_draws(mesh: DeviceMesh, draws: int = 1) -> tuple[int, int]:
         return _reserved(stream, draws)
 
 
+def later(rng: tuple[int, int], draws: int) -> tuple[int, int]:
+    """What `reserve_draws` gave, some draws later.
+
+    >>> later((7, 100), 3)
+    (7, 103)
+    """
+    seed, number = rng
+    return seed, number + draws
+
+
 def is_repeated(number: int) -> bool:
     """Whether the draw of this number, which is the last one, was made before a backward pass and is made in it again.
     """

@@ -1,0 +1,76 @@
+"""A loop in a rank's code: it calls the code of its body once a round.
+
+    loop = bound_loop(w, clone, batch_1, batch_2)     clone: the first value of what the body writes into
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from spmd.expand.function import as_function
+from spmd.expand.loops.loop import Loop
+from spmd.expand.passes.aliasing import written_into
+
+
+@dataclass(frozen=True, eq=False)
+class BoundLoop:
+    """Runs a body with the operands of a loop. module: the code of the body. loop: what its operands and results are.
+    """
+
+    loop: Loop
+    module: fx.GraphModule
+    __name__: str = field(default="loop", init=False)
+
+    def __call__(self, *operands: Any) -> tuple:
+        rounds = self.rounds(operands)
+        inputs = next(rounds)
+        try:
+            while True:
+                inputs = rounds.send(self.function(*inputs))
+        except StopIteration as end:
+            return end.value
+
+    @cached_property
+    def function(self) -> Callable[..., Sequence[Any]]:
+        """The code of the body as a function."""
+        return as_function(self.module)
+
+    def rounds(self, operands: Sequence[Any]) -> Generator[list[Any], Sequence[Any], tuple]:
+        """Gives the inputs of each round, is sent its outputs, and returns the results of all."""
+        loop, operands = self.loop, list(operands)
+        first, behind = loop.invariants, loop.invariants + loop.carried
+        invariants, carried = operands[:first], operands[first:behind]
+        every: list[list[Any]] = [[] for _ in range(loop.every)]
+        for number in range(loop.times):
+            inputs = [*invariants, *carried, *loop.of_round(operands, number)]
+            carried, operands[first:behind] = [], [None] * loop.carried  # a value of the round before is not held by two
+            outputs = yield inputs
+            del inputs
+            carried, last = list(outputs[: loop.carried]), outputs[loop.carried :][: loop.last]
+            for values, value in zip(every, outputs[loop.carried + loop.last :], strict=True):
+                values.append(value)
+            if number + 1 < loop.times:
+                last = ()
+            del outputs
+        return (*carried, *last, *[value for values in every for value in values])
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The operands that the body writes into, by their places: carried values."""
+        return written_carried(self.loop, self.module.graph)
+
+
+def written_carried(loop: Loop, body: fx.Graph) -> tuple[int, ...]:
+    """The operands of a loop that the graph of a rank's body writes into."""
+    given = body.find_nodes(op="placeholder")[loop.invariants :][: loop.carried]
+    values = body.output_node().args[0][: loop.carried]
+    return tuple([
+        loop.invariants + i
+        for i, (x, value) in enumerate(zip(given, values, strict=True))
+        if isinstance(value, fx.Node) and value is not x and written_into(value) is x
+    ])

@@ -1,0 +1,114 @@
+"""What the rounds of a loop read: of themselves, of each other, and from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from spmd.expand.loops.rounds import Round
+from spmd.tensor.recipes.random import Draw
+
+BODY, CARRIED, INVARIANT, ITEM, DRAWS = "body", "carried", "invariant", "item", "draws"
+
+
+class Source(NamedTuple):
+    """Where a round has an operand from. key: for a value of the body, or one that is carried, the index of the node
+    that makes it; for an invariant its node; for an item the nodes of all rounds."""
+
+    kind: str
+    key: Any = None
+
+
+class CannotRoll(Exception):
+    """Rounds that read more of each other than a loop can give them."""
+
+
+@dataclass
+class RoundReads:
+    """given: the indices of the nodes that are made before the loop. of: for each other node its operands, as often as
+    they occur. invariants, items: those that are read. carried: by the index of a node, the one from outside that the
+    first round reads in its place. draws: where random numbers begin. stride: how many draws a round makes."""
+
+    rounds: Sequence[Round]
+    given: frozenset[int] = frozenset()
+    of: dict[int, list[Source]] = field(default_factory=dict)
+    invariants: dict[fx.Node, None] = field(default_factory=dict)
+    items: dict[tuple[fx.Node, ...], None] = field(default_factory=dict)
+    carried: dict[int, fx.Node] = field(default_factory=dict)
+    draws: fx.Node | None = None
+    stride: int = 0
+
+    @classmethod
+    def find(cls, rounds: Sequence[Round]) -> RoundReads:
+        """What the rounds read, each of which repeats the one before. CannotRoll where no loop could give it."""
+        found = cls(rounds)
+        several = list(zip(*[each.nodes for each in rounds], strict=True))
+        found.given = frozenset([i for i, nodes in enumerate(several) if _differ(nodes)])
+        inside = {n for nodes in several for n in nodes}
+        before = {n for i in found.given for n in several[i]}
+        for i, nodes in enumerate(several):
+            operands = list(zip(*map(_leaves, nodes), strict=True))
+            if i in found.given:
+                if any(n in inside and n not in before for each in operands for n in each):
+                    raise CannotRoll
+            else:
+                found.of[i] = [found._source(nodes, each, inside - before) for each in operands]
+        return found
+
+    @property
+    def times(self) -> int:
+        """How many rounds there are."""
+        return len(self.rounds)
+
+    def _source(self, readers: tuple[fx.Node, ...], operands: tuple[fx.Node, ...], inside: set[fx.Node]) -> Source:
+        if isinstance(readers[0].target, Draw) and operands[0] is readers[0].args[1]:
+            return self._draws(readers, operands[0])
+        rounds_before, index = self.rounds[1].place(operands[1])
+        if rounds_before and index not in self.given:
+            if rounds_before == 1:
+                return Source(BODY, index)
+            if operands[0] in inside or self.carried.setdefault(index, operands[0]) is not operands[0]:
+                raise CannotRoll
+            return Source(CARRIED, index)
+        if not inside.isdisjoint(operands):
+            raise CannotRoll
+        if all(n is operands[0] for n in operands):
+            self.invariants.setdefault(operands[0])
+            return Source(INVARIANT, operands[0])
+        self.items.setdefault(operands)
+        return Source(ITEM, operands)
+
+    def _draws(self, readers: tuple[fx.Node, ...], draws: fx.Node) -> Source:
+        numbers = [n.target.number for n in readers]
+        strides = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+        if len(strides) > 1 or (self.draws is not None and strides != {self.stride}):
+            raise CannotRoll
+        self.draws, self.stride = draws, strides.pop()
+        return Source(DRAWS)
+
+
+def _leaves(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _differ(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the arguments of nodes differ that are no nodes, so that each round is given its own."""
+    if nodes[0].op == "get_attr":
+        return True
+    return any(_rest(nodes[0].args) != _rest(n.args) or _rest(nodes[0].kwargs) != _rest(n.kwargs) for n in nodes[1:])
+
+
+def _rest(x: Any) -> Any:
+    """An argument without its nodes; of a number its type, too."""
+    if isinstance(x, fx.Node):
+        return None
+    if isinstance(x, (tuple, list)):
+        return [_rest(y) for y in x]
+    if isinstance(x, dict):
+        return {name: _rest(y) for name, y in x.items()}
+    return type(x), x

@@ -1,0 +1,167 @@
+"""A captured graph in which rounds that repeat are one loop.
+
+    round 0, round 1, round 2, ..., round 7    ->    round 0, loop 6 times: round 1; round 7
+
+The first round stays, where it begins what later ones add to. So does the last one, whose gradients are reduced while
+it runs. What a round reads from outside is an invariant if all read the same, and an item if each reads another one.
+What is made of outside values alone with other numbers, such as `tokens[i]`, is made before the loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.loops.loop import Loop
+from spmd.expand.loops.reads import BODY, CARRIED, DRAWS, CannotRoll, RoundReads, Source
+from spmd.expand.loops.rounds import longest_run, rounds_of
+from spmd.expand.nodes import added
+from spmd.expand.places.roles import phase_of
+from spmd.tensor.recipes.stream import later
+
+LEAST = 2
+"""How many rounds a loop has at least."""
+
+
+def rolled(graph: fx.Graph) -> fx.Graph:
+    """A graph with equal rounds as a loop; the graph itself where there are none, or where more is between them."""
+    rounds = rounds_of(graph)
+    if len(rounds) <= LEAST:
+        return graph
+    run = longest_run(rounds)
+    if run.stop == len(rounds):
+        run = run[:-1]
+    if len(run) < LEAST:
+        return graph
+    try:
+        reads = RoundReads.find([rounds[i] for i in run])
+    except CannotRoll:
+        return graph
+    return _Writer(graph, reads).written()
+
+
+@dataclass
+class _Writer:
+    """Writes the graph with a loop. copies: the nodes of the new graph, by those of the given one."""
+
+    graph: fx.Graph
+    reads: RoundReads
+    new: fx.Graph = field(default_factory=_torch.new_graph)
+    copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def written(self) -> fx.Graph:
+        """The new graph."""
+        _torch.take_names(self.new, self.graph)
+        rounds, given = self.reads.rounds, self.reads.given
+        before = {each.nodes[i] for each in rounds for i in given}
+        last = rounds[-1].nodes[-1]
+        for node in self.graph.nodes:
+            if node not in self._inside or node in before:
+                self._copy(node)
+            if node is last:
+                self._name_results(self._loop())
+        return self.new
+
+    @cached_property
+    def _inside(self) -> set[fx.Node]:
+        return {n for each in self.reads.rounds for n in each.nodes}
+
+    def _copy(self, node: fx.Node) -> None:
+        arguments = fx.map_arg((node.args, node.kwargs), self.copies.__getitem__)
+        self.copies[node] = copy = _torch.copy_named(self.new, node, *arguments)
+        copy.meta.update(node.meta)
+
+    # ---- the loop -------------------------------------------------------------------------------
+    def _loop(self) -> fx.Node:
+        reads, made = self.reads, self._made
+        items = len(reads.items) + (reads.draws is not None)
+        counts = len(reads.invariants), len(reads.carried), items, len(made.last), len(made.every)
+        loop = Loop(self._body(), reads.times, *counts)
+        operands = [*reads.invariants, *reads.carried.values(), *[n for several in reads.items for n in several]]
+        given = [self.copies[n] for n in operands] + self._draws()
+        node = added(self.new, "call_function", loop, tuple(given), {}, "loop")
+        first, last = reads.rounds[0].nodes, reads.rounds[-1].nodes[-1]
+        values = loop.results([first[i].meta.get("val") for i in made.indices])
+        node.meta.update({"val": values, "phase": phase_of(last)})
+        return node
+
+    def _draws(self) -> list[fx.Node]:
+        """Where the random numbers of each round begin."""
+        if self.reads.draws is None:
+            return []
+        rng, found = self.copies[self.reads.draws], []
+        for number in range(self.reads.times):
+            node = added(self.new, "call_function", later, (rng, number * self.reads.stride), {}, "later")
+            node.meta.update({"val": None, "phase": phase_of(self.reads.rounds[0].nodes[0])})
+            found.append(node)
+        return found
+
+    @cached_property
+    def _made(self) -> _Made:
+        """What the loop gives."""
+        carried, last, every = list(self.reads.carried), [], []
+        end = self.reads.times - 1
+        for i in range(len(self.reads.rounds[0].nodes)):
+            readers = [any(n not in self._inside for n in each.nodes[i].users) for each in self.reads.rounds]
+            if i not in self.reads.given and any(readers[:end]):
+                every.append(i)
+            elif i not in self.reads.given and readers[end] and i not in self.reads.carried:
+                last.append(i)
+        return _Made(carried, last, every)
+
+    def _name_results(self, loop: fx.Node) -> None:
+        """Write what names the results of the loop that are read behind it."""
+        end = self.reads.times - 1
+        for place, (i, number) in enumerate(self._made.results(self.reads.times)):
+            of = self.reads.rounds[end if number is None else number].nodes[i]
+            if of not in self.copies and any(n not in self._inside for n in of.users):
+                item = added(self.new, "call_function", operator.getitem, (loop, place), {}, "getitem")
+                item.meta.update({"val": of.meta.get("val"), "phase": loop.meta["phase"]})
+                self.copies[of] = item
+
+    # ---- its body -------------------------------------------------------------------------------
+    def _body(self) -> fx.Graph:
+        body, reads, inputs = _torch.new_graph(), self.reads, {}
+        first = reads.rounds[0].nodes
+        sources = [
+            *[(Source("invariant", n), n) for n in reads.invariants],
+            *[(Source(CARRIED, i), first[i]) for i in reads.carried],
+            *[(Source("item", several), several[0]) for several in reads.items],
+            *([(Source(DRAWS), reads.draws)] if reads.draws is not None else []),
+        ]
+        for source, like in sources:
+            inputs[source] = node = added(body, "placeholder", source.kind, (), {}, source.kind)
+            node.meta.update({"val": like.meta.get("val"), "phase": phase_of(first[0])})
+        for i, node in enumerate(first):
+            if i not in reads.given:
+                operands = iter([inputs[source] for source in reads.of[i]])
+                arguments = fx.map_arg((node.args, node.kwargs), lambda n, operands=operands: next(operands))
+                inputs[Source(BODY, i)] = copy = added(body, node.op, node.target, *arguments, node.name)
+                copy.meta.update(node.meta)
+        body.output(tuple([inputs[Source(BODY, i)] for i in self._made.indices]))
+        return body
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The nodes of a round, by their indices, that the next round reads, and those that are read behind the loop."""
+
+    carried: Sequence[int]
+    last: Sequence[int]
+    every: Sequence[int]
+
+    @property
+    def indices(self) -> list[int]:
+        """Those of all outputs of the body."""
+        return [*self.carried, *self.last, *self.every]
+
+    def results(self, times: int) -> list[tuple[int, Any]]:
+        """The index of each result of the loop, and its round; None for the last one."""
+        once = [(i, None) for i in (*self.carried, *self.last)]
+        return once + [(i, number) for i in self.every for number in range(times)]

@@ -1,0 +1,157 @@
+"""The rounds of a captured graph, and whether one repeats another.
+
+    round 0    phases 0 and 1: the first forward pass, and the backward pass behind it
+    round 1    phases 2 and 3
+
+A round repeats the one before if it calls the same with the same, node by node. An operand is a node of the same round,
+one of the round before, or something from outside; of these the places count, and of the last nothing, for each round
+may be given its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from spmd import _torch
+from spmd.expand.phases import NEW_VALUE
+from spmd.expand.places.roles import phase_of
+from spmd.tensor.call import TensorMeta
+from spmd.tensor.recipes.random import Draw
+
+OUTSIDE = (0, 0)
+"""The place of an operand from outside. All others are two numbers as well: how many rounds before the operand is made,
+counted from 1 for the same round, and its index there."""
+
+Place = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The nodes of a round. at: the index of each."""
+
+    nodes: tuple[fx.Node, ...]
+    before: Round | None = None
+    at: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at.update((node, i) for i, node in enumerate(self.nodes))
+
+    def place(self, operand: fx.Node) -> Place:
+        """Where an operand of one of the nodes is made."""
+        if (index := self.at.get(operand)) is not None:
+            return 1, index
+        index = None if self.before is None else self.before.at.get(operand)
+        return OUTSIDE if index is None else (2, index)
+
+    def may_be_given(self, node: fx.Node) -> bool:
+        """Whether the round may be given what a node makes: it is made of what is there before."""
+        if isinstance(node.target, Draw):
+            return False
+        return all([self.place(n) is OUTSIDE for n in _torch.operands_of(node)])
+
+    def repeats(self, other: Round, is_first: bool) -> bool:
+        """Whether it does what the other does, which is the one before. is_first: whether the other is the first of a
+        loop, which reads from outside what later ones read of the round before."""
+        if len(self.nodes) != len(other.nodes):
+            return False
+        pairs = _Pairs(self, other, is_first)
+        return all(map(pairs.are_alike, other.nodes, self.nodes)) and len(pairs.strides) <= 1
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Nodes of a round beside those of the one before. strides: by how much the numbers of their draws differ."""
+
+    round: Round
+    other: Round
+    is_first: bool
+    strides: set[int] = field(default_factory=set)
+
+    def are_alike(self, one: fx.Node, next_: fx.Node) -> bool:
+        """Whether the node does in its round what the one does in the round before."""
+        if one.op != next_.op or NEW_VALUE in one.meta or NEW_VALUE in next_.meta:
+            return False
+        if not _make_alike(one.meta.get("val"), next_.meta.get("val")):
+            return False
+        if one.op == "get_attr":
+            return True
+        if one.target is not next_.target and not self._targets_are_alike(one.target, next_.target):
+            return False
+        if self._are_alike(one.args, next_.args) and self._are_alike(one.kwargs, next_.kwargs):
+            return True
+        return self._may_differ(one, next_)
+
+    def _targets_are_alike(self, one: Any, next_: Any) -> bool:
+        if isinstance(one, Draw) and isinstance(next_, Draw):
+            self.strides.add(next_.number - one.number)
+            return replace(one, number=0) == replace(next_, number=0)
+        return type(one) is type(next_) and one == next_
+
+    def _are_alike(self, one: Any, next_: Any) -> bool:
+        if isinstance(one, fx.Node):
+            if not isinstance(next_, fx.Node):
+                return False
+            mine, theirs = self.other.place(one), self.round.place(next_)
+            return mine == theirs or (self.is_first and mine[0] != 1 != theirs[0])
+        if isinstance(one, (tuple, list)):
+            return type(one) is type(next_) and len(one) == len(next_) and all(map(self._are_alike, one, next_))
+        if isinstance(one, dict):
+            return one.keys() == next_.keys() and all([self._are_alike(one[name], next_[name]) for name in one])
+        return type(one) is type(next_) and (one is next_ or one == next_)
+
+    def _may_differ(self, one: fx.Node, next_: fx.Node) -> bool:
+        """Whether each round may be given what these nodes make, so that their arguments may differ."""
+        if not isinstance(one.target, _torch.OpOverload) and one.op != "call_function":
+            return False
+        mine = all([self.other.place(n)[0] != 1 for n in _torch.operands_of(one)])
+        return mine and (self.is_first or self.other.may_be_given(one)) and self.round.may_be_given(next_)
+
+
+def _make_alike(one: Any, next_: Any) -> bool:
+    """Whether two values are alike, without their data."""
+    if one is next_:
+        return True
+    if isinstance(one, (tuple, list)):
+        return type(one) is type(next_) and len(one) == len(next_) and all(map(_make_alike, one, next_))
+    if isinstance(one, torch.Tensor) and isinstance(next_, torch.Tensor):
+        one, next_ = TensorMeta.of(one), TensorMeta.of(next_)
+    if isinstance(one, TensorMeta):
+        return one == next_
+    return type(one) is type(next_)
+
+
+def rounds_of(graph: fx.Graph) -> list[Round]:
+    """The rounds of a graph that have a backward pass; none where its phases are not in order."""
+    found: list[list[fx.Node]] = []
+    last = 0
+    for node in graph.nodes:
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        phase = phase_of(node)
+        if phase < last:
+            return []
+        found += [[] for _ in range(phase // 2 + 1 - len(found))]
+        found[-1].append(node)
+        last = phase
+    rounds: list[Round] = []
+    for nodes in found[: (last + 1) // 2]:
+        rounds.append(Round(tuple(nodes), rounds[-1] if rounds else None))
+    return rounds
+
+
+def longest_run(rounds: Sequence[Round]) -> range:
+    """The longest run of rounds each of which repeats the one before; empty where there is none."""
+    best, start = range(0), 0
+    while start + 1 < len(rounds):
+        end = start + 1
+        while end < len(rounds) and rounds[end].repeats(rounds[end - 1], is_first=end - 1 == start):
+            end += 1
+        if end - start > max(1, len(best)):
+            best = range(start, end)
+        start = max(end - 1, start + 1) if end - start > 1 else end
+    return best

@@ -1,0 +1,126 @@
+"""The program of a loop's body.
+
+    carried    f32[8, 4] +sum@dp before and after each round: a sum of gradients is reduced once, behind the loop
+
+A carried value lies at the end of a round as it does at its beginning. Where the first one lies otherwise, the body is
+written again for values that lie as the round leaves them, and the first one is moved to there before the loop.
+What the body would move of an invariant in each round alike is moved before the loop, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from spmd.expand.loops.loop import Loop
+from spmd.expand.nodes import graph_copied
+from spmd.expand.places.places import Places
+from spmd.expand.places.reads import PARAMETER
+from spmd.expand.places.roles import Roles, placeholders
+from spmd.expand.program import Program
+from spmd.tensor.redistribute.plan import Step
+from spmd.tensor.spec import Spec
+
+MOST_TRIES = 4
+"""How often a body is written until its carried values lie as they did."""
+
+Specs = Sequence[Spec | None]
+Named = list[tuple[str, Spec | None]]
+
+WriteBody = Callable[[Named, list[str], Callable[[int, Spec], Spec], Roles], Program]
+"""Writes a body: given names and specs of its inputs, names of its outputs, where these have to be, and its roles."""
+
+
+class CannotLoop(Exception):
+    """A body whose carried values lie otherwise after each round. Its rounds are written one behind the other."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An operand of the body that is an invariant after a move. of: which invariant, or which earlier one of these
+    behind them all."""
+
+    of: int
+    step: Step
+
+
+def inputs_of(loop: Loop, specs: Specs) -> Named:
+    """The inputs of a body, by name. specs: of what the first round reads."""
+    names = [
+        *[f"invariant {i}" for i in range(loop.invariants)], *[f"carried {i}" for i in range(loop.carried)],
+        *[f"item {i}" for i in range(loop.items)],
+    ]  # fmt: skip
+    return list(zip(names, specs, strict=True))
+
+
+def outputs_of(loop: Loop) -> list[str]:
+    """The names of the outputs of a body: a carried value has that of its input."""
+    return [
+        *[f"carried {i}" for i in range(loop.carried)], *[f"last {i}" for i in range(loop.last)],
+        *[f"every {i}" for i in range(loop.every)],
+    ]  # fmt: skip
+
+
+def roles_in(loop: Loop, operands: Sequence[fx.Node], roles: Roles) -> Roles:
+    """The roles of the nodes of a captured body: all of them compute."""
+    inputs = placeholders(loop.body)
+    pairs = list(zip(inputs[: loop.invariants], operands, strict=False))
+    parameters = {inner: roles.parameters[n] for inner, n in pairs if n in roles.parameters}
+    paths = {n: path for path, several in roles.gradients.items() for n in several}
+    carried = zip(inputs[loop.invariants :], operands[loop.invariants :][: loop.carried], strict=False)
+    return Roles.of_body(loop.body, parameters, {inner: paths[n] for inner, n in carried if n in paths})
+
+
+def body_of(loop: Loop, specs: Specs, roles: Roles, write: WriteBody) -> Program:
+    """The program of a captured body. specs: of what the first round reads. CannotLoop where there is none."""
+    first, names = loop.invariants, outputs_of(loop)
+    specs = list(specs)
+    carried = range(first, first + loop.carried)
+    for _ in range(MOST_TRIES):
+        program = write(inputs_of(loop, specs), names, lambda i, spec: spec, roles)
+        differing = {i: spec for i, (_, spec) in zip(carried, program.outputs, strict=False) if spec is not specs[i]}
+        if not differing:
+            return replace(program, owed=frozenset(name for name, spec in program.outputs if spec and spec.partial))
+        for i, spec in differing.items():
+            specs[i] = spec
+    raise CannotLoop
+
+
+def before_the_loop(program: Program, invariants: int, places: Mapping[str, Places]) -> tuple[Program, list[Moved]]:
+    """The body with what it moves of invariants alike in each round as further invariants, and these.
+
+    What is gathered of a parameter to compute with, and freed again, stays in the body.
+    """
+    program = replace(program, graph=graph_copied(program.graph))
+    given = placeholders(program.graph)
+    at = {node: i for i, node in enumerate(given[:invariants]) if not _is_gathered_again(node, places)}
+    found: list[Moved] = []
+    for node in list(program.graph.nodes):
+        if isinstance(node.target, Step) and node.args[0] in at:
+            found.append(Moved(at[node.args[0]], node.target))
+            with program.graph.inserting_before(given[invariants] if len(given) > invariants else _behind(given)):
+                moved = program.graph.placeholder("invariant")
+            moved.meta.update(node.meta)
+            at[moved] = invariants + len(found) - 1
+            node.replace_all_uses_with(moved)
+            program.graph.erase_node(node)
+    new = [(f"moved {i}", each.step.after) for i, each in enumerate(found)]
+    inputs = (*program.inputs[:invariants], *new, *program.inputs[invariants:])
+    return replace(program, inputs=inputs), found
+
+
+def _behind(given: Sequence[fx.Node]) -> fx.Node:
+    return given[-1].next
+
+
+def _is_gathered_again(node: fx.Node, places: Mapping[str, Places]) -> bool:
+    """Whether a parameter is gathered for each pass, and freed behind it."""
+    of = places.get(node.meta.get(PARAMETER, ""))
+    return of is not None and not of.is_one and of.reshard is not False
+
+
+def specs_of_results(loop: Loop, program: Program) -> tuple[Spec | None, ...]:
+    """The specs of the results of a loop."""
+    return loop.results([spec for _, spec in program.outputs])
