@@ -18,9 +18,10 @@ backends take for themselves.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ from torch import fx
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.nodes import LINE, MADE_FOR, is_collective
-from spmd.expand.passes.aliasing import may_alias_operand
+from spmd.expand.passes.aliasing import is_loop, may_alias_operand
 from spmd.tensor.call import READS_VALUE
 from spmd.tensor.recipes.host import ON_HOST, arrived, from_host, on_host, to_host
 from spmd.tensor.recipes.random import Draw
+from spmd.tensor.recipes.stream import later
 
 
 @dataclass(frozen=True)
@@ -105,59 +107,129 @@ def memory_of_run(
     the name and the kind. host_is_apart: whether host memory is another one than the device's.
     """
     given = [node for node in module.graph.nodes if node.op == "placeholder"]
-    replay = _Replay(module.graph, coordinate, device, dict(zip(given, inputs, strict=True)), host_is_apart)
-    timeline = tuple(replay.run())
+    ledger = _Ledger()
+    replay = _Replay(module.graph, coordinate, device, dict(zip(given, inputs, strict=True)), host_is_apart, ledger)
+    with _torch.uncached_fake_mode(), torch.no_grad():
+        timeline = tuple(replay.run())
     name, peak = max(timeline, key=lambda entry: entry[1], default=("nothing", 0))
-    return Memory(peak, name, replay.alive_at_peak, timeline)
+    return Memory(peak, name, ledger.alive_at_peak, timeline)
 
 
 NUMBER = 0.5
 """Stands for any number: no size depends on it."""
 
+SETTLED = 2
+"""How many rounds of a loop are replayed: the later ones have what the second has."""
 
+
+@dataclass
+class _Ledger:
+    """The memory that is alive, by the identity of its storage. users: how many values show it. storages: keep
+    identities apart while they are alive."""
+
+    users: Counter[int] = field(default_factory=Counter)
+    blocks: dict[int, Alive] = field(default_factory=dict)
+    storages: dict[int, Any] = field(default_factory=dict)
+    now: int = 0
+    most: int = 0
+    alive_at_peak: tuple[Alive, ...] = ()
+
+    def take(self, tensor: torch.Tensor, name: Callable[[], Alive]) -> int:
+        """Count the memory of a tensor, if it was not there before. Returns its identity."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.blocks:
+            self.storages[key], self.blocks[key] = storage, name()
+            self.now += storage.nbytes()
+        return key
+
+    def hold(self, values: Any) -> list[int]:
+        """Count values as shown once more. Returns what is to be released."""
+        tensors = [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+        keys = [x.untyped_storage()._cdata for x in tensors]
+        self.users.update(keys)
+        return keys
+
+    def release(self, keys: Iterable[int]) -> None:
+        """Free what nobody else shows."""
+        for key in keys:
+            self.users[key] -= 1
+            if not self.users[key]:
+                self.now -= self.blocks.pop(key).nbytes
+                del self.storages[key], self.users[key]
+
+    def note_peak(self, held: list[Alive]) -> int:
+        """The bytes that are alive with what is held for a moment."""
+        now = self.now + sum(each.nbytes for each in held)
+        if now > self.most:
+            self.most = now
+            self.alive_at_peak = tuple(sorted([*self.blocks.values(), *held], key=lambda each: -each.nbytes))
+        return now
+
+
+@dataclass
 class _Replay:
-    """Runs a graph on fake tensors and counts the memory that is alive."""
+    """Runs a graph on fake tensors and counts the memory that is alive. given: the values of the inputs; by default
+    blocks of their specs. outputs: what the graph gives."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        at: tuple[int, ...],
-        device: torch.device,
-        inputs: Mapping[fx.Node, tuple[str, str]],
-        host_is_apart: bool,
-    ):
-        self.graph, self.at, self.device, self.inputs, self.host_is_apart = graph, at, device, inputs, host_is_apart
-        self.values: dict[fx.Node, Any] = {}
-        self.held: dict[fx.Node, set[int]] = {}
-        self.users: Counter[int] = Counter()
-        self.blocks: dict[int, Alive] = {}
-        self.storages: dict[int, Any] = {}  # keeps the identities of storages apart while they are alive
-        self.now = self.most = 0
-        self.alive_at_peak: tuple[Alive, ...] = ()
+    graph: fx.Graph
+    at: tuple[int, ...]
+    device: torch.device
+    inputs: Mapping[fx.Node, tuple[str, str]]
+    host_is_apart: bool
+    ledger: _Ledger
+    given: Mapping[fx.Node, Any] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    held: dict[fx.Node, set[int]] = field(default_factory=dict)
+    outputs: Sequence[Any] = ()
 
     def run(self) -> Iterator[tuple[str, int]]:
         """Replay the run. Yields the name of each node and the bytes that are alive while it runs."""
         dying = _last_reads(self.graph, holds_operands=self.device.type != "cpu")
-        with _torch.uncached_fake_mode(), torch.no_grad():
-            for node in self.graph.nodes:
-                if node.op == "output":
-                    return
+        for node in self.graph.nodes:
+            if node.op == "output":
+                self.outputs = fx.map_arg(node.args[0], self.values.__getitem__)
+                return
+            held = ()
+            if is_loop(node):
+                held = yield from self._loop(node)
+            else:
                 self.values[node] = self._result(node)
-                self._take(node)
-                if node.op.startswith("call"):
-                    held = self._workspace(node)
-                    self._note_peak(held)
-                    yield node.name, self.now + sum(each.nbytes for each in held)
-                for dead in dying.get(node, ()):
-                    self._release(dead)
+            self._take(node)
+            self.ledger.release(held)
+            if node.op.startswith("call"):
+                yield node.name, self.ledger.note_peak(self._workspace(node))
+            for dead in dying.get(node, ()):
+                self._release(dead)
+
+    def _loop(self, node: fx.Node) -> Iterator[tuple[str, int]]:
+        """Replay the rounds of a loop. Returns what is held of them until its results are there."""
+        loop, body = node.target.loop, node.target.module.graph
+        inputs = body.find_nodes(op="placeholder")
+        rounds = node.target.rounds(fx.map_arg(node.args, self.values.__getitem__))
+        held, every, given = [], [], next(rounds)
+        for number in range(loop.times):
+            if number < SETTLED or loop.every:
+                replay = replace(self, graph=body, inputs={}, given=dict(zip(inputs, given, strict=True)), values={}, held={})
+                yield from replay.run()
+                self.ledger.release(held)
+                held = self.ledger.hold(replay.outputs)
+                every += self.ledger.hold(replay.outputs[loop.carried + loop.last :])
+                for inner in list(replay.held):
+                    replay._release(inner)
+            try:
+                given = rounds.send(replay.outputs)
+            except StopIteration as end:
+                self.values[node] = end.value
+        return held + every
 
     def _result(self, node: fx.Node) -> Any:
         """A node's result without data."""
         if node.op == "placeholder":
-            return self._input(node)
+            return self.given[node] if self.given else self._input(node)
         if node.op == "get_attr" or isinstance(node.target, Draw):
             return self._block(node)
-        if node.target in READS_VALUE:
+        if node.target in READS_VALUE or node.target is later:
             return NUMBER
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values.__getitem__)
         if node.target in (to_host, from_host):
@@ -188,22 +260,15 @@ class _Replay:
             return
         for tensor in pytree.tree_leaves(self.values[node]):
             if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key = storage._cdata
-                mine.add(key)
-                if key not in self.blocks:
-                    self.storages[key] = storage
-                    self.blocks[key] = Alive(*self._named(node), storage.nbytes(), *_notes(node))
-                    self.now += storage.nbytes()
-        self.users.update(mine)
+                mine.add(self.ledger.take(tensor, functools.partial(self._alive, node, tensor)))
+        self.ledger.users.update(mine)
+
+    def _alive(self, node: fx.Node, tensor: torch.Tensor) -> Alive:
+        return Alive(*self._named(node), tensor.untyped_storage().nbytes(), *_notes(node))
 
     def _release(self, node: fx.Node) -> None:
         del self.values[node]
-        for key in self.held.pop(node):
-            self.users[key] -= 1
-            if not self.users[key]:
-                self.now -= self.blocks.pop(key).nbytes
-                del self.storages[key], self.users[key]
+        self.ledger.release(self.held.pop(node))
 
     def _workspace(self, node: fx.Node) -> list[Alive]:
         """What the node holds while it runs, beside its operands and results."""
@@ -211,12 +276,6 @@ class _Replay:
             return []
         nbytes = node.target.workspace(*fx.map_arg(node.args, self.values.__getitem__))
         return [Alive(node.name, "workspace", nbytes, *_notes(node))]
-
-    def _note_peak(self, held: list[Alive]) -> None:
-        now = self.now + sum(each.nbytes for each in held)
-        if now > self.most:
-            self.most = now
-            self.alive_at_peak = tuple(sorted([*self.blocks.values(), *held], key=lambda each: -each.nbytes))
 
     def _named(self, node: fx.Node) -> tuple[str, str]:
         """The name and the kind of memory that a node makes."""

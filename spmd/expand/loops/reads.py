@@ -46,16 +46,16 @@ class RoundReads:
         """What the rounds read, each of which repeats the one before. CannotRoll where no loop could give it."""
         found = cls(rounds)
         several = list(zip(*[each.nodes for each in rounds], strict=True))
-        found.given = frozenset([i for i, nodes in enumerate(several) if _differ(nodes)])
-        inside = {n for nodes in several for n in nodes}
+        found.given = frozenset(set().union(*[each.differing for each in rounds[1:]]))
         before = {n for i in found.given for n in several[i]}
+        inside = {n for nodes in several for n in nodes} - before
         for i, nodes in enumerate(several):
             operands = list(zip(*map(_leaves, nodes), strict=True))
             if i in found.given:
-                if any(n in inside and n not in before for each in operands for n in each):
+                if any(n in inside for each in operands for n in each):
                     raise CannotRoll
             else:
-                found.of[i] = [found._source(nodes, each, inside - before) for each in operands]
+                found.of[i] = [found._source(nodes, each, inside) for each in operands]
         return found
 
     @property
@@ -94,21 +94,3 @@ def _leaves(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def _differ(nodes: Sequence[fx.Node]) -> bool:
-    """Whether the arguments of nodes differ that are no nodes, so that each round is given its own."""
-    if nodes[0].op == "get_attr":
-        return True
-    return any(_rest(nodes[0].args) != _rest(n.args) or _rest(nodes[0].kwargs) != _rest(n.kwargs) for n in nodes[1:])
-
-
-def _rest(x: Any) -> Any:
-    """An argument without its nodes; of a number its type, too."""
-    if isinstance(x, fx.Node):
-        return None
-    if isinstance(x, (tuple, list)):
-        return [_rest(y) for y in x]
-    if isinstance(x, dict):
-        return {name: _rest(y) for name, y in x.items()}
-    return type(x), x

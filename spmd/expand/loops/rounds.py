@@ -32,11 +32,13 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """The nodes of a round. at: the index of each."""
+    """The nodes of a round. at: the index of each. differing: of those whose arguments are not those in the round
+    before, as far as that was asked."""
 
     nodes: tuple[fx.Node, ...]
     before: Round | None = None
     at: dict[fx.Node, int] = field(default_factory=dict)
+    differing: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.at.update((node, i) for i, node in enumerate(self.nodes))
@@ -79,6 +81,7 @@ class _Pairs:
         if not _make_alike(one.meta.get("val"), next_.meta.get("val")):
             return False
         if one.op == "get_attr":
+            self.round.differing.add(self.round.at[next_])
             return True
         if one.target is not next_.target and not self._targets_are_alike(one.target, next_.target):
             return False
@@ -109,7 +112,10 @@ class _Pairs:
         if not isinstance(one.target, _torch.OpOverload) and one.op != "call_function":
             return False
         mine = all([self.other.place(n)[0] != 1 for n in _torch.operands_of(one)])
-        return mine and (self.is_first or self.other.may_be_given(one)) and self.round.may_be_given(next_)
+        if not (mine and (self.is_first or self.other.may_be_given(one)) and self.round.may_be_given(next_)):
+            return False
+        self.round.differing.add(self.round.at[next_])
+        return True
 
 
 def _make_alike(one: Any, next_: Any) -> bool:

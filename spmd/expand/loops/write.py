@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from spmd.expand.loops.loop import Loop
@@ -20,6 +21,7 @@ from spmd.expand.places.places import Places
 from spmd.expand.places.reads import PARAMETER
 from spmd.expand.places.roles import Roles, placeholders
 from spmd.expand.program import Program
+from spmd.tensor.redistribute.collective_moves import AllReduce
 from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
@@ -55,6 +57,11 @@ def inputs_of(loop: Loop, specs: Specs) -> Named:
     return list(zip(names, specs, strict=True))
 
 
+def kinds_of(loop: Loop) -> tuple[str, ...]:
+    """What each input of a body is. It may write into what is carried, as a step may into its state."""
+    return ("argument",) * loop.invariants + ("carried",) * loop.carried + ("argument",) * loop.items
+
+
 def outputs_of(loop: Loop) -> list[str]:
     """The names of the outputs of a body: a carried value has that of its input."""
     return [
@@ -82,10 +89,46 @@ def body_of(loop: Loop, specs: Specs, roles: Roles, write: WriteBody) -> Program
         program = write(inputs_of(loop, specs), names, lambda i, spec: spec, roles)
         differing = {i: spec for i, (_, spec) in zip(carried, program.outputs, strict=False) if spec is not specs[i]}
         if not differing:
-            return replace(program, owed=frozenset(name for name, spec in program.outputs if spec and spec.partial))
+            program = _reduced_behind(program, carried)
+            owed = frozenset(name for name, spec in program.outputs if spec and spec.partial)
+            return replace(program, owed=owed, kinds=kinds_of(loop))
         for i, spec in differing.items():
             specs[i] = spec
     raise CannotLoop
+
+
+def _reduced_behind(program: Program, carried: range) -> Program:
+    """The body without the reductions of what it adds to carried values, such as a loss to that of all rounds: the sum
+    is reduced once, behind the loop."""
+    given, values = placeholders(program.graph), program.graph.output_node().args[0]
+    inputs, outputs = list(program.inputs), list(program.outputs)
+    for i, value in zip(carried, values, strict=False):
+        added_to = given[i]
+        if (reduced := _term(value, added_to)) is None:
+            continue
+        step, term = reduced.target, reduced.args[0]
+        spec = added_to.meta["spec"].with_layout(step.before.dims, step.before.units, step.before.partial)
+        value.replace_input_with(reduced, term)
+        program.graph.erase_node(reduced)
+        added_to.meta["spec"] = value.meta["spec"] = spec
+        inputs[i], outputs[i - carried.start] = (inputs[i][0], spec), (outputs[i - carried.start][0], spec)
+    return replace(program, inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _term(value: fx.Node, added_to: fx.Node) -> fx.Node | None:
+    """The reduction of what a value adds to a carried one, if nothing else reads either."""
+    if value.target is not ADD or value.kwargs or len(added_to.users) > 1 or added_to not in value.args[:2]:
+        return None
+    (other,) = [x for x in value.args if x is not added_to] or [None]
+    is_term = isinstance(other, fx.Node) and isinstance(other.target, Step) and isinstance(other.target.move, AllReduce)
+    if not is_term or len(other.users) > 1 or len(value.users) > 1:
+        return None
+    specs = other.target.before, other.target.after, added_to.meta["spec"], value.meta["spec"]
+    are_sums = all(kind == "sum" for _, kind in specs[0].partial)
+    return other if are_sums and len({spec.shape for spec in specs}) == 1 and not any(s.partial for s in specs[1:]) else None
+
+
+ADD = torch.ops.aten.add.Tensor
 
 
 def before_the_loop(program: Program, invariants: int, places: Mapping[str, Places]) -> tuple[Program, list[Moved]]:
@@ -108,7 +151,7 @@ def before_the_loop(program: Program, invariants: int, places: Mapping[str, Plac
             program.graph.erase_node(node)
     new = [(f"moved {i}", each.step.after) for i, each in enumerate(found)]
     inputs = (*program.inputs[:invariants], *new, *program.inputs[invariants:])
-    return replace(program, inputs=inputs), found
+    return replace(program, inputs=inputs, kinds=("argument",) * len(new) + program.kinds), found
 
 
 def _behind(given: Sequence[fx.Node]) -> fx.Node:

@@ -12,6 +12,8 @@ The rewrite is legal when
 - the op has an in-place variant whose result has the same shape and dtype;
 - nothing after the op reads the old value or a view of it.
 
+A loop writes into copies of the values that it carries. A copy of what nothing reads again is not needed.
+
 A fused update (`spmd.tensor.recipes.updates`) writes into the parameter and both averages, if that is legal of all.
 """
 
@@ -23,7 +25,7 @@ from functools import lru_cache
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.passes.aliasing import base_of, may_alias, may_read_operand
+from spmd.expand.passes.aliasing import base_of, is_loop, may_alias, may_read_operand
 from spmd.tensor.call import is_pointwise
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw, adamw_
 
@@ -39,6 +41,9 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
     writable = {n for n, o in zip(placeholders, owned, strict=True) if o}
     changed = 0
     for node in list(graph.nodes):
+        if is_loop(node):
+            changed += _write_without_copies(graph, node, writable, last_read, order)
+            continue
         if isinstance(node.target, _torch.OpOverload) and _makes_elements(node.target):
             writable.add(node)
         if node.target is adamw and _updates_alone(node, writable, last_read, order):
@@ -60,6 +65,21 @@ def _is_last_reader(
     if not isinstance(node.target, _torch.OpOverload) or not node.args or node.args[0] not in writable:
         return False
     return last_read[node.args[0]] <= order[node]
+
+
+def _write_without_copies(
+    graph: fx.Graph, loop: fx.Node, writable: set[fx.Node], last_read: dict[fx.Node, int], order: dict[fx.Node, int]
+) -> int:
+    """Let a loop write into the values themselves of which it has copies, where these have memory of their own, which
+    nothing else reads later."""
+    copies = [loop.args[i] for i in loop.target.written]
+    free = [n for n in copies if n.args[0] in writable and last_read[n.args[0]] <= order[n]]
+    for copy in free:
+        if copy.args[0].op != "placeholder":
+            copy.replace_all_uses_with(copy.args[0])
+            graph.erase_node(copy)
+            writable.discard(copy.args[0])
+    return len(free)
 
 
 def _updates_alone(
