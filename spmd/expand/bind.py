@@ -208,7 +208,7 @@ class _Binder:
         """A loop. What its body writes into is copied first."""
         bound = BoundLoop(node.target, self.code_of_body(node.target.body))
         operands = [self._ready(n) for n in node.args]
-        for i in bound.written:
+        for i in bound.overwritten:
             copy = self.graph.call_function(aten.clone.default, (operands[i],))
             operands[i] = _with_spec(copy, operands[i].meta["spec"])
         new = added(self.graph, "call_function", bound, tuple(operands), {}, node.name)

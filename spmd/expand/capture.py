@@ -40,6 +40,7 @@ from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
+from spmd.expand.loops.roll import rolled
 from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
@@ -92,7 +93,7 @@ class Captured:
     names of the optimisers that make a step.
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
-    tensors are others than before in number or kind.
+    tensors are others than before in number or kind. looped: the graph with equal rounds as a loop, if it has any.
     """
 
     graph: fx.Graph
@@ -115,6 +116,7 @@ class Captured:
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     grown: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)
+    looped: fx.Graph | None = None
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
@@ -154,8 +156,11 @@ class Captured:
 
     def at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
         """The same function for arguments of these shapes, and these ints, as a capture with these would give it."""
-        known = self.known_at(shapes, numbers)
-        return replace(known, graph=graph_at(self.graph, known.sizes))
+        return self.known_at(shapes, numbers).sized()
+
+    def sized(self, loops: bool = False) -> Captured:
+        """The same with the known sizes in the graph. loops: with equal rounds as a loop, where that is known."""
+        return replace(self, graph=graph_at(self.looped if loops and self.looped else self.graph, self.sizes))
 
     def known_at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
         """The same with the sizes known, but for the graph: what a program that was written needs to be run."""
@@ -325,7 +330,9 @@ def _traced(
     sizes.forget(attributes.tensors.keys() - {i.path for i in inputs if isinstance(i, Argument)})
     known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
     rest = environment, flat.set_attributes, flat.grown
-    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, flat.changes, *known, *rest)
+    looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
+    last = flat.changes, *known, *rest
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped)
 
 
 def _inputs(

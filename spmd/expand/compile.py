@@ -225,7 +225,7 @@ class CompiledStep:
         call.find_first_specs()
         with collector_off():
             captured, given = self._captured(call)
-            return self._writer.program(captured.at(given.shapes, given.numbers), given)
+            return self._writer.program(captured.known_at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for repeat in self._repeats:
@@ -394,7 +394,7 @@ class CompiledStep:
         known = captured.known_at(given.shapes, given.numbers)
         alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
         if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
-            return known, self._writer.program(captured.at(given.shapes, given.numbers), given)
+            return known, self._writer.program(known, given)
         return known, self._forms.program(captured, given, self._writer.program)
 
     def _captured(self, call: Call) -> tuple[Captured, Given]:

@@ -210,7 +210,8 @@ class _Replay:
         held, every, given = [], [], next(rounds)
         for number in range(loop.times):
             if number < SETTLED or loop.every:
-                replay = replace(self, graph=body, inputs={}, given=dict(zip(inputs, given, strict=True)), values={}, held={})
+                values = dict(zip(inputs, given, strict=True))
+                replay = replace(self, graph=body, inputs={}, given=values, values={}, held={})
                 yield from replay.run()
                 self.ledger.release(held)
                 held = self.ledger.hold(replay.outputs)

@@ -150,7 +150,7 @@ def _call(node: fx.Node, ask_torch: bool, reads_host: bool) -> Found:
         return _item(node)
     check = _check_of(type(target))
     if check is not None:
-        return _op(node, ask_torch) if check is _op else check(node)
+        return check(node, ask_torch) if check in (_op, _loop) else check(node)
     return _FUNCTIONS[target](node) if target in _FUNCTIONS else ()
 
 
@@ -214,7 +214,7 @@ def _local_map_gradient(node: fx.Node) -> Found:
     return _given_specs(node, (*of.outs, *of.cotangents), of.grads, "blocks")
 
 
-def _loop(node: fx.Node) -> Found:
+def _loop(node: fx.Node, ask_torch: bool = True) -> Found:
     """Whether a loop gives its body what this expects, and each round leaves what the next one does. The body is a
     program, and is verified as one."""
     loop, body = node.target, node.target.body
@@ -227,7 +227,7 @@ def _loop(node: fx.Node) -> Found:
     for into, (name, spec) in zip(carried, body.outputs, strict=False):
         if spec is not into:
             yield "loop", f"{name} comes as {into} and leaves each round as {spec}"
-    body.verify()
+    body.verify(ask_torch)
 
 
 def _update(node: fx.Node) -> Found:

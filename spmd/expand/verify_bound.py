@@ -182,10 +182,8 @@ class _Bound:
     def overwritten(self) -> Found:
         for node in self.graph.nodes:
             if node.name not in self.written:
-                positions = node.target.written if is_loop(node) else WRITTEN if node.target is adamw_ else ()
-                positions = (0,) if not positions and writes(node) else positions
-                for i in positions:
-                    yield from self._write(node, node.args[i])
+                for operand in written_by(node):
+                    yield from self._write(node, operand)
 
     def _write(self, node: fx.Node, target: fx.Node) -> Found:
         memory, position = self.memories[target], self.position
@@ -273,6 +271,15 @@ def _name(node: fx.Node) -> Any:
 @lru_cache(maxsize=4096)
 def _name_of(op: _torch.OpOverload) -> str:
     return _torch.qualified_name(op).split("::")[1]
+
+
+def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The operands that a node writes into; those that a loop may write into."""
+    if is_loop(node):
+        return tuple([node.args[i] for i in node.target.overwritten])
+    if node.target is adamw_:
+        return tuple([node.args[i] for i in WRITTEN])
+    return (node.args[0],) if writes(node) else ()
 
 
 def writes(node: fx.Node) -> bool:

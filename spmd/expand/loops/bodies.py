@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+from torch import fx
+
 from spmd.expand.loops.loop import Loop
 
 T = TypeVar("T")
@@ -17,3 +19,8 @@ def with_bodies(program: T, rewrite: Callable[[T], T]) -> T:
         if isinstance(node.target, Loop):
             node.target = replace(node.target, body=rewrite(node.target.body))
     return program
+
+
+def has_loops(graph: fx.Graph) -> bool:
+    """Whether a node of a graph is a loop."""
+    return any(isinstance(node.target, Loop) for node in graph.nodes)

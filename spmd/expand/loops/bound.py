@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import fx
 
 from spmd.expand.function import as_function
 from spmd.expand.loops.loop import Loop
-from spmd.expand.passes.aliasing import written_into
+from spmd.expand.passes.aliasing import memories
+from spmd.expand.verify_bound import written_by
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +50,7 @@ class BoundLoop:
         every: list[list[Any]] = [[] for _ in range(loop.every)]
         for number in range(loop.times):
             inputs = [*invariants, *carried, *loop.of_round(operands, number)]
-            carried, operands[first:behind] = [], [None] * loop.carried  # a value of the round before is not held by two
+            carried, operands[first:behind] = [], [None] * loop.carried  # the body's caller alone holds them now
             outputs = yield inputs
             del inputs
             carried, last = list(outputs[: loop.carried]), outputs[loop.carried :][: loop.last]
@@ -59,18 +61,12 @@ class BoundLoop:
             del outputs
         return (*carried, *last, *[value for values in every for value in values])
 
-    @property
-    def written(self) -> tuple[int, ...]:
-        """The operands that the body writes into, by their places: carried values."""
-        return written_carried(self.loop, self.module.graph)
-
-
-def written_carried(loop: Loop, body: fx.Graph) -> tuple[int, ...]:
-    """The operands of a loop that the graph of a rank's body writes into."""
-    given = body.find_nodes(op="placeholder")[loop.invariants :][: loop.carried]
-    values = body.output_node().args[0][: loop.carried]
-    return tuple([
-        loop.invariants + i
-        for i, (x, value) in enumerate(zip(given, values, strict=True))
-        if isinstance(value, fx.Node) and value is not x and written_into(value) is x
-    ])
+    @cached_property
+    def overwritten(self) -> tuple[int, ...]:
+        """The operands, by their places, that a caller must not have in memory that others read: carried values that
+        the body writes into, or gives back in the memory in which they came."""
+        first, graph = self.loop.invariants, self.module.graph
+        places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        found, values = memories(graph), [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
+        bases = {found[n].base for n in (*chain.from_iterable(map(written_by, graph.nodes)), *values)}
+        return tuple([i for n, i in places.items() if n in bases and first <= i < first + self.loop.carried])

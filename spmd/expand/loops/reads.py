@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -83,7 +84,7 @@ class RoundReads:
 
     def _draws(self, readers: tuple[fx.Node, ...], draws: fx.Node) -> Source:
         numbers = [n.target.number for n in readers]
-        strides = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+        strides = {b - a for a, b in pairwise(numbers)}
         if len(strides) > 1 or (self.draws is not None and strides != {self.stride}):
             raise CannotRoll
         self.draws, self.stride = draws, strides.pop()

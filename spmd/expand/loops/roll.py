@@ -20,13 +20,11 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.loops.loop import Loop
 from spmd.expand.loops.reads import BODY, CARRIED, DRAWS, CannotRoll, RoundReads, Source
-from spmd.expand.loops.rounds import longest_run, rounds_of
+from spmd.expand.loops.rounds import LEAST, longest_run, rounds_of
 from spmd.expand.nodes import added
 from spmd.expand.places.roles import phase_of
+from spmd.expand.sizes.lift import SIZED
 from spmd.tensor.recipes.stream import later
-
-LEAST = 2
-"""How many rounds a loop has at least."""
 
 
 def rolled(graph: fx.Graph) -> fx.Graph:
@@ -88,7 +86,8 @@ class _Writer:
         node = added(self.new, "call_function", loop, tuple(given), {}, "loop")
         first, last = reads.rounds[0].nodes, reads.rounds[-1].nodes[-1]
         values = loop.results([first[i].meta.get("val") for i in made.indices])
-        node.meta.update({"val": values, "phase": phase_of(last)})
+        is_sized = any(first[i].meta.get(SIZED) for i in made.indices)
+        node.meta.update({"val": values, "phase": phase_of(last), SIZED: is_sized})
         return node
 
     def _draws(self) -> list[fx.Node]:
@@ -98,7 +97,7 @@ class _Writer:
         rng, found = self.copies[self.reads.draws], []
         for number in range(self.reads.times):
             node = added(self.new, "call_function", later, (rng, number * self.reads.stride), {}, "later")
-            node.meta.update({"val": None, "phase": phase_of(self.reads.rounds[0].nodes[0])})
+            node.meta["phase"] = phase_of(self.reads.rounds[0].nodes[0])
             found.append(node)
         return found
 
@@ -122,7 +121,8 @@ class _Writer:
             of = self.reads.rounds[end if number is None else number].nodes[i]
             if of not in self.copies and any(n not in self._inside for n in of.users):
                 item = added(self.new, "call_function", operator.getitem, (loop, place), {}, "getitem")
-                item.meta.update({"val": of.meta.get("val"), "phase": loop.meta["phase"]})
+                value = {name: of.meta[name] for name in ("val", SIZED) if name in of.meta}
+                item.meta.update(value | {"phase": loop.meta["phase"]})
                 self.copies[of] = item
 
     # ---- its body -------------------------------------------------------------------------------
@@ -137,7 +137,8 @@ class _Writer:
         ]
         for source, like in sources:
             inputs[source] = node = added(body, "placeholder", source.kind, (), {}, source.kind)
-            node.meta.update({"val": like.meta.get("val"), "phase": phase_of(first[0])})
+            value = {name: like.meta[name] for name in ("val", SIZED) if name in like.meta}
+            node.meta.update(value | {"phase": phase_of(first[0])})
         for i, node in enumerate(first):
             if i not in reads.given:
                 operands = iter([inputs[source] for source in reads.of[i]])

@@ -29,6 +29,9 @@ counted from 1 for the same round, and its index there."""
 
 Place = tuple[int, int]
 
+LEAST = 2
+"""How many rounds a loop has at least."""
+
 
 @dataclass(frozen=True, eq=False)
 class Round:
@@ -59,7 +62,7 @@ class Round:
     def repeats(self, other: Round, is_first: bool) -> bool:
         """Whether it does what the other does, which is the one before. is_first: whether the other is the first of a
         loop, which reads from outside what later ones read of the round before."""
-        if len(self.nodes) != len(other.nodes):
+        if not self.nodes or len(self.nodes) != len(other.nodes):
             return False
         pairs = _Pairs(self, other, is_first)
         return all(map(pairs.are_alike, other.nodes, self.nodes)) and len(pairs.strides) <= 1
@@ -132,9 +135,11 @@ def _make_alike(one: Any, next_: Any) -> bool:
 
 
 def rounds_of(graph: fx.Graph) -> list[Round]:
-    """The rounds of a graph that have a backward pass; none where its phases are not in order."""
+    """The rounds of a graph that have a backward pass; none where its phases are not in order, or there are too few."""
     found: list[list[fx.Node]] = []
     last = 0
+    if phase_of(next(iter(reversed(graph.nodes)))) < 2 * LEAST:  # most graphs: there are too few
+        return []
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue

@@ -124,8 +124,9 @@ def _term(value: fx.Node, added_to: fx.Node) -> fx.Node | None:
     if not is_term or len(other.users) > 1 or len(value.users) > 1:
         return None
     specs = other.target.before, other.target.after, added_to.meta["spec"], value.meta["spec"]
-    are_sums = all(kind == "sum" for _, kind in specs[0].partial)
-    return other if are_sums and len({spec.shape for spec in specs}) == 1 and not any(s.partial for s in specs[1:]) else None
+    if len({spec.shape for spec in specs}) > 1 or any(spec.partial for spec in specs[1:]):
+        return None
+    return other if all(kind == "sum" for _, kind in specs[0].partial) else None
 
 
 ADD = torch.ops.aten.add.Tensor

@@ -97,7 +97,9 @@ class Memory(NamedTuple):
 
 def _makes_several(node: fx.Node) -> bool:
     """Whether the results of a node are new tensors, each with memory of its own."""
-    return node.target is adamw or is_loop(node) or (isinstance(node.target, _torch.OpOverload) and not may_alias(node.target))
+    if node.target is adamw or is_loop(node):
+        return True
+    return isinstance(node.target, _torch.OpOverload) and not may_alias(node.target)
 
 
 def _is_apart(node: fx.Node, source: fx.Node) -> bool:

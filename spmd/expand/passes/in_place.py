@@ -72,7 +72,7 @@ def _write_without_copies(
 ) -> int:
     """Let a loop write into the values themselves of which it has copies, where these have memory of their own, which
     nothing else reads later."""
-    copies = [loop.args[i] for i in loop.target.written]
+    copies = [loop.args[i] for i in loop.target.overwritten]
     free = [n for n in copies if n.args[0] in writable and last_read[n.args[0]] <= order[n]]
     for copy in free:
         if copy.args[0].op != "placeholder":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.loops.loop import Loop
 from spmd.expand.sizes.lift import SIZED
 from spmd.expand.sizes.size import Size, evaluated
 from spmd.mesh import DeviceMesh
@@ -22,7 +25,10 @@ Values = Mapping[str, float]
 
 def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
     """A copy with numbers in the place of sizes."""
-    number = _numbers(graph, values)
+    return _graph_at(graph, _numbers(graph, values))
+
+
+def _graph_at(graph: fx.Graph, number: Any) -> fx.Graph:
     new, copies = _torch.new_graph(), {}
     _torch.take_names(new, graph)
     known: dict[int, Any] = {}  # what was stamped shares its values
@@ -36,6 +42,8 @@ def graph_at(graph: fx.Graph, values: Values) -> fx.Graph:
         there = fx.node.map_aggregate(arguments, here) if is_sized else fx.map_arg(arguments, copies.__getitem__)
         copies[node] = copy = _torch.copy_named(new, node, *there)
         copy.meta.update(node.meta)
+        if isinstance(node.target, Loop):
+            copy.target = replace(node.target, body=_graph_at(node.target.body, number))
         if not is_sized:
             continue
         value = node.meta.get("val")
@@ -64,7 +72,8 @@ def _texts(graph: fx.Graph) -> tuple[str, ...]:
             for n in (*x.shape, *x.stride, x.offset):
                 note(n)
 
-    for node in graph.nodes:
+    bodies = [node.target.body for node in graph.nodes if isinstance(node.target, Loop)]
+    for node in itertools.chain(graph.nodes, *[body.nodes for body in bodies]):
         if node.meta.get(SIZED):
             value = node.meta.get("val")
             given = (node.args, dict(node.kwargs)) if id(value) in seen else (node.args, dict(node.kwargs), value)

@@ -21,8 +21,8 @@ from spmd import _torch
 from spmd.expand.capture import Captured
 from spmd.expand.explain.explanation import Explanation
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.places.places import Places
 from spmd.expand.loops.loop import Loop
+from spmd.expand.places.places import Places
 from spmd.expand.program import Program
 from spmd.expand.sizes.alike import Alike, Built, NotAlike, Number, Texts, made
 from spmd.expand.sizes.probe import Cut, Probe, Values, cuts, decided, texts_of
@@ -132,7 +132,7 @@ def form_of(captured: Captured, given: Given, program: Program, write: Write) ->
         return None
     at = given.at(captured, other)
     try:
-        second = write(captured.at(at.shapes, at.numbers), at, program)
+        second = write(captured.known_at(at.shapes, at.numbers), at, program)
         fixed = {name: n for name, n in values.items() if other[name] == n and name not in captured.assumed.arguments}
         symbols = [name for name in values if name not in captured.assumed.arguments]
         pairs = {name: (values[name], other[name]) for name in symbols}
@@ -197,7 +197,7 @@ class _Reasons:
 
     def explain(self, of: str) -> Explanation:
         """As `Program.explain`."""
-        written = self.write(self.captured.at(self.given.shapes, self.given.numbers), self.given, self.like)
+        written = self.write(self.captured.known_at(self.given.shapes, self.given.numbers), self.given, self.like)
         return written.reasons.explain(of)
 
 
@@ -231,7 +231,7 @@ class Forms:
         if found is None:
             values = captured.assumed.values(given.shapes, given.numbers)
             like = next((w for w in written if _given_alike(w.given, given) and _near(values, w.values)), None)
-            found = write(captured.at(given.shapes, given.numbers), given, like and like.program)
+            found = write(captured.known_at(given.shapes, given.numbers), given, like and like.program)
             written.append(_Written(given, found, like.values if like else values))
             del written[:-MOST_WRITTEN]
         return found

@@ -21,8 +21,8 @@ from spmd.comm.transport import C10dTransport
 from spmd.expand.choose.price import local_work, node_work
 from spmd.expand.choose.work import Roofline, is_free
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
-from spmd.expand.loops.loop import Loop
 from spmd.expand.local_ops import SAFE_LOCALLY, UnlessEmpty
+from spmd.expand.loops.loop import Loop
 from spmd.expand.timeline.op_times import OpTimes
 from spmd.mesh import DeviceMesh, Link, MeshTopoInfo
 from spmd.mesh.cost import link_shares
