@@ -10,6 +10,7 @@ may be given its own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -53,11 +54,24 @@ class Round:
         index = None if self.before is None else self.before.at.get(operand)
         return OUTSIDE if index is None else (2, index)
 
-    def may_be_given(self, node: fx.Node) -> bool:
-        """Whether the round may be given what a node makes: it is made of what is there before."""
+    def may_be_given(self, node: fx.Node, is_first: bool = False) -> bool:
+        """Whether the round may be given what a node makes: it is made of what is there before, or of views of that."""
         if isinstance(node.target, Draw):
             return False
-        return all([self.place(n) is OUTSIDE for n in _torch.operands_of(node)])
+        return all([self._is_there(n, is_first) for n in _torch.operands_of(node)])
+
+    def _is_there(self, operand: fx.Node, is_first: bool) -> bool:
+        rounds_before, _ = self.place(operand)
+        if rounds_before == 1:
+            return _is_view(operand) and self.may_be_given(operand, is_first)
+        return is_first or rounds_before == 0
+
+    def note_differing(self, node: fx.Node) -> None:
+        """Note that a node is not what it is in the round before; then the views that it reads are made as it is."""
+        self.differing.add(self.at[node])
+        for n in _torch.operands_of(node):
+            if n in self.at:
+                self.note_differing(n)
 
     def repeats(self, other: Round, is_first: bool) -> bool:
         """Whether it does what the other does, which is the one before. is_first: whether the other is the first of a
@@ -114,10 +128,9 @@ class _Pairs:
         """Whether each round may be given what these nodes make, so that their arguments may differ."""
         if not isinstance(one.target, _torch.OpOverload) and one.op != "call_function":
             return False
-        mine = all([self.other.place(n)[0] != 1 for n in _torch.operands_of(one)])
-        if not (mine and (self.is_first or self.other.may_be_given(one)) and self.round.may_be_given(next_)):
+        if not (self.other.may_be_given(one, self.is_first) and self.round.may_be_given(next_)):
             return False
-        self.round.differing.add(self.round.at[next_])
+        self.round.note_differing(next_)
         return True
 
 
@@ -132,6 +145,12 @@ def _make_alike(one: Any, next_: Any) -> bool:
     if isinstance(one, TensorMeta):
         return one == next_
     return type(one) is type(next_)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node shows what its operand has, or is a constant."""
+    is_op = isinstance(node.target, _torch.OpOverload)
+    return node.op == "get_attr" or node.target is operator.getitem or (is_op and _torch.is_view(node.target))
 
 
 def rounds_of(graph: fx.Graph) -> list[Round]:

@@ -1,0 +1,356 @@
+"""Rounds of a step that repeat are one loop, and the step trains as on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import ways
+from torch import nn
+
+import spmd
+from spmd import FullyShard, LocalTensorMode, Shard
+from spmd._torch import pytree
+from spmd.comm import C10dTransport
+from spmd.expand.code import code_for
+from spmd.expand.loops import roll
+from spmd.expand.loops.bound import BoundLoop
+from spmd.expand.loops.loop import Loop
+from spmd.expand.program import Program
+from spmd.expand.verify import ProgramFault
+from spmd.mesh import as_rank
+from tests.expand.side_by_side import seeded, tensors, values
+from tests.expand.test_memory import counted_beside
+
+ROUNDS = 6
+
+PLANS = {
+    "dp 4": ((4,), ("dp",), {}),
+    "tp 4": ((4,), ("tp",), {}),
+    "2x2": ((2, 2), ("dp", "tp"), {}),
+    "zero 3": ((4,), ("dp",), {"fully_shard": FullyShard("dp")}),
+    "zero 3, kept": ((4,), ("dp",), {"fully_shard": FullyShard("dp", reshard_after_forward=False)}),
+    "zero 2": ((4,), ("dp",), {"fully_shard": FullyShard("dp", level=2)}),
+    "zero 3 tp": ((2, 2), ("dp", "tp"), {"fully_shard": FullyShard("dp")}),
+}
+TENSOR_PARALLEL = {"up.*": {"tp": Shard(0)}, "down.weight": {"tp": Shard(1)}}
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, norm: Callable[[int], nn.Module] = nn.LayerNorm):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8), norm(8), nn.Linear(8, 4)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.down(self.dropout(self.norm(F.gelu(self.up(x)))))
+
+
+# ---- steps ------------------------------------------------------------------------------------
+
+
+def summed(model, optimizer, x, y):
+    """The usual loop: losses are added, gradients accumulate."""
+    optimizer.zero_grad()
+    total = 0.0
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        loss = F.mse_loss(model(a), b) / ROUNDS
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return total
+
+
+def listed(model, optimizer, x, y):
+    """All losses are kept, and one of the middle is returned, too; the gradients are clipped, and cleared at last."""
+    losses = []
+    for i in range(ROUNDS):
+        n = len(x) // ROUNDS
+        loss = F.mse_loss(model(x[i * n : (i + 1) * n]), y[i * n : (i + 1) * n])
+        loss.backward()
+        losses.append(loss.detach())
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses), losses[2]
+
+
+def averaged(model, optimizer, x, y):
+    """A running average, and the results of the last micro-batch."""
+    optimizer.zero_grad(set_to_none=False)
+    average = torch.zeros(())
+    for a, b in zip(x.tensor_split(ROUNDS), y.tensor_split(ROUNDS), strict=True):
+        out = model(a)
+        loss = F.mse_loss(out, b)
+        (loss / ROUNDS).backward()
+        average = 0.9 * average + 0.1 * loss.detach()
+    optimizer.step()
+    return average, out
+
+
+def weighted(model, optimizer, x, y):
+    """Another weight, and another index, for each micro-batch."""
+    optimizer.zero_grad()
+    weights = y[:ROUNDS, 0].tanh()
+    for i, a in enumerate(x.split(len(x) // ROUNDS)):
+        loss = ((model(a) - y.unflatten(0, (ROUNDS, -1))[i]) * weights[i]).square().mean()
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def carried(model, optimizer, x, y):
+    """The result of a round goes into the next one, and values change places."""
+    optimizer.zero_grad()
+    state, older, newer = torch.zeros_like(x[:4]), torch.zeros_like(x[0]), torch.ones_like(x[0])
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        out = model(a + state)
+        F.mse_loss(out, b).backward()
+        state = out.detach().tanh()
+        older, newer = newer * 1, older + out.detach().mean(0)
+    optimizer.step()
+    return state, older, newer
+
+
+def updated_inside(model, optimizer, x, y):
+    """Weights change in each round, without an optimiser."""
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        loss = F.mse_loss(model(a), b)
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), grads, strict=True):
+                p.sub_(0.1 * g)
+    return loss.detach()
+
+
+STEPS = {
+    "summed": (summed, Net), "listed": (listed, Net), "averaged": (averaged, Net), "weighted": (weighted, Net),
+    "carried": (carried, Net), "updated inside": (updated_inside, Net),
+    "BatchNorm": (summed, lambda: Net(norm=nn.BatchNorm1d)), "dropout": (summed, lambda: Net(0.3)),
+}  # fmt: skip
+
+
+def begun(name: str):
+    model = seeded(STEPS[name][1]).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(rows: int = 24) -> list[tuple]:
+    g = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(rows, 4, dtype=torch.float64, generator=g) for _ in range(2)) for _ in range(3)]
+
+
+def compiled(name: str, plan: str, **more):
+    shape, axes, options = PLANS[plan]
+    mesh = spmd.init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    inputs = {"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}} if "dp" in axes else {}
+    params = TENSOR_PARALLEL if "tp" in axes else {}
+    return spmd.compile(STEPS[name][0], mesh, params=params, inputs=inputs, **options | more)
+
+
+def trained(step, name: str, given=None) -> tuple[list, Program | None]:
+    """What three steps return, and all state behind them."""
+    model, optimizer = begun(name)
+    found = [values(step(model, optimizer, *batch)) for batch in given or batches()]
+    return pytree.tree_leaves([found, tensors(model, optimizer)])
+
+
+def on_one_device(name: str, given=None) -> list:
+    if name != "dropout":
+        return trained(STEPS[name][0], name, given)
+    with LocalTensorMode(1), flat():  # only spmd numbers its random numbers
+        spmd.manual_seed(7)
+        step = spmd.compile(STEPS[name][0], spmd.init_device_mesh("cpu", (1,)))
+        return list(map(of_all, trained(step, name, given)))
+
+
+def of_all(x):
+    """The one value that all simulated ranks have."""
+    return x.reconcile() if isinstance(x, spmd.LocalTensor) else x
+
+
+@contextmanager
+def flat() -> Iterator[None]:
+    """Inside, no rounds become a loop."""
+    with mock.patch.object(roll, "LEAST", 100):
+        yield
+
+
+def loops(program: Program) -> list[Loop]:
+    return [node.target for node in program.graph.nodes if isinstance(node.target, Loop)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_with_a_loop_trains_as_on_one_device(name, plan):
+    wanted = on_one_device(name)
+    with LocalTensorMode(4):
+        spmd.manual_seed(7)
+        step = compiled(name, plan)
+        found = trained(step, name)
+        assert all(loops(program) for program in step.programs)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
+
+
+def made(name: str, plan: str, **more) -> Program:
+    with LocalTensorMode(4):
+        return compiled(name, plan, **more).program_for(*begun(name), *batches()[0])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["summed", "listed", "averaged"])
+def test_a_loop_sends_what_its_rounds_send_and_needs_no_more_memory(name, plan):
+    looped = made(name, plan)
+    with flat():
+        plain = made(name, plan)
+    assert loops(looped) and not loops(plain)
+    assert sum(c.nbytes for c in looped.collectives) <= 1.01 * sum(c.nbytes for c in plain.collectives)
+    assert looped.memory().peak <= 1.01 * plain.memory().peak
+
+
+def test_a_program_does_not_grow_with_its_rounds():
+    """The program of 12 micro-batches has a name for each batch more, and the same ops."""
+    programs = []
+    for n in (6, 12):
+        with mock.patch.dict(globals(), ROUNDS=n):
+            programs.append(made("summed", "2x2"))
+    few, many = programs
+    assert [loop.times for loop in loops(few) + loops(many)] == [3, 9]
+    assert len(many.graph.nodes) - len(few.graph.nodes) == 6 * len(["a", "b"])
+    (one,), (other,) = loops(few), loops(many)
+    assert len(one.body.graph.nodes) == len(other.body.graph.nodes)
+    assert len(many.collectives) - len(few.collectives) == 6 * len(one.body.collectives)
+
+
+def test_the_text_has_the_body_once():
+    program = made("summed", "tp 4")
+    text = str(program)
+    assert "# the body of loop, 3 times" in text and text.count("def loop_body(") == 1
+    assert "loop = loop_body(" in text and "each of (" in text
+
+
+SEES_ALL = [
+    {"choose": "program"}, {"placements": {"down": {"dp": Shard(0)}}}, {"memory_budget": 1 << 30},
+    {"passes": (lambda program: program,)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("more", SEES_ALL, ids=lambda more: next(iter(more)))
+def test_what_looks_at_all_ops_gets_them(more):
+    """Choices for the whole program, pins, budgets, and passes of the user."""
+    assert not loops(made("summed", "dp 4", **more))
+
+
+def alternating(model, optimizer, x, y):
+    """Every other micro-batch is computed otherwise."""
+    optimizer.zero_grad()
+    for i, (a, b) in enumerate(zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True)):
+        out = model(a) if i % 2 else model(a).tanh()
+        F.mse_loss(out, b).backward()
+    optimizer.step()
+    return out
+
+
+def remembering(model, optimizer, x, y):
+    """Each round reads the one before the last."""
+    optimizer.zero_grad()
+    older, newer = torch.zeros_like(x[0]), torch.ones_like(x[0])
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        out = model(a)
+        F.mse_loss(out, b).backward()
+        older, newer = newer, older + out.detach().mean(0)
+    optimizer.step()
+    return older, newer
+
+
+@pytest.mark.parametrize("step", [alternating, remembering], ids=lambda step: step.__name__)
+def test_rounds_that_differ_stay_as_they_are(step):
+    with mock.patch.dict(STEPS, other=(step, Net)):
+        wanted = on_one_device("other")
+        with LocalTensorMode(4):
+            compiled_step = compiled("other", "2x2")
+            found = trained(compiled_step, "other")
+            assert not loops(compiled_step.program)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
+
+
+# ---- verified ---------------------------------------------------------------------------------
+
+
+def loop_of(program: Program) -> torch.fx.Node:
+    (node,) = [node for node in program.graph.nodes if isinstance(node.target, Loop)]
+    return node
+
+
+def another_round(program: Program) -> None:
+    node = loop_of(program)
+    node.target = dataclasses.replace(node.target, times=node.target.times + 1)
+
+
+def other_operand(program: Program) -> None:
+    node = loop_of(program)
+    weights = [n for n in node.args if n.meta["spec"].shape == (8, 4)]
+    node.args = tuple([node.args[1] if n is weights[0] else n for n in node.args])
+
+
+def leaves_otherwise(program: Program) -> None:
+    body = loop_of(program).target.body
+    name, spec = body.outputs[-1]
+    new = spec.with_layout([()] * spec.ndim, spec.units, ())
+    body.graph.output_node().args[0][-1].meta["spec"] = new
+    body = dataclasses.replace(body, outputs=(*body.outputs[:-1], (name, new)))
+    loop_of(program).target = dataclasses.replace(loop_of(program).target, body=body)
+
+
+def body_without_a_move(program: Program) -> None:
+    body = loop_of(program).target.body
+    move = next(node for node, step in body.steps() if step.sends)
+    move.replace_all_uses_with(move.args[0])
+    body.graph.erase_node(move)
+
+
+HARM = [another_round, other_operand, leaves_otherwise, body_without_a_move]
+
+
+@pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
+def test_a_wrong_loop_is_a_fault(harm):
+    program = made("summed", "tp 4")
+    harm(program)
+    with pytest.raises(ProgramFault):
+        program.verify()
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+def needed(name: str, plan: str) -> tuple[int, int]:
+    step, given = compiled(name, plan), (*begun(name), *batches()[0])
+    found = counted_beside(step, step.mesh, lambda: step(*given))
+    assert loops(step.program)
+    return found
+
+
+NEEDED = [("summed", "2x2"), ("listed", "zero 3"), ("carried", "tp 4"), ("dropout", "dp 4")]
+
+
+@pytest.mark.parametrize("name, plan", NEEDED)
+def test_a_rank_needs_what_a_program_with_a_loop_says(name, plan, gloo4):
+    for predicted, counted in ways.run("gloo", gloo4, needed, name, plan):
+        assert abs(predicted - counted) <= 0.005 * counted, (predicted, counted)
+
+
+def test_gradients_are_added_where_they_are():
+    """What is carried has one memory: a loop needs no copy of the gradients that it adds to."""
+    program = made("summed", "tp 4")
+    with as_rank(0):
+        nodes = code_for(program, (0,), C10dTransport()).module.graph.nodes
+    (loop,) = [n for n in nodes if isinstance(n.target, BoundLoop)]
+    copies = [n for n in loop.all_input_nodes if n.target is torch.ops.aten.clone.default]
+    assert len(loop.target.overwritten) >= len(list(Net().parameters())) and not copies
