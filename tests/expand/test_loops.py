@@ -21,6 +21,7 @@ from spmd.expand.code import code_for
 from spmd.expand.loops import roll
 from spmd.expand.loops.bound import BoundLoop
 from spmd.expand.loops.loop import Loop
+from spmd.expand.loops.unroll import unrolled
 from spmd.expand.program import Program
 from spmd.expand.verify import ProgramFault
 from spmd.mesh import as_rank
@@ -212,6 +213,16 @@ def test_a_loop_sends_what_its_rounds_send_and_needs_no_more_memory(name, plan):
     assert loops(looped) and not loops(plain)
     assert sum(c.nbytes for c in looped.collectives) <= 1.01 * sum(c.nbytes for c in plain.collectives)
     assert looped.memory().peak <= 1.01 * plain.memory().peak
+
+
+@pytest.mark.parametrize("name", ["listed", "carried", "dropout"])
+def test_a_timeline_has_all_rounds(name):
+    program = made(name, "zero 3 tp")
+    plain = unrolled(program).verify()
+    assert not loops(plain) and unrolled(plain) is plain
+    assert len(plain.collectives) == len(program.collectives)
+    sent = [event for event in program.timeline().events if event.nbytes]
+    assert len(sent) == len(program.collectives)
 
 
 def test_a_program_does_not_grow_with_its_rounds():

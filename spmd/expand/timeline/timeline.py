@@ -21,6 +21,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd.expand.loops.unroll import unrolled
 from spmd.expand.timeline.least import least_us
 from spmd.expand.timeline.least_within import least_us_within
 from spmd.expand.timeline.replay import COMPUTE, START, Ran, busy_us, critical_us, replay
@@ -133,7 +134,9 @@ class Timeline:
 
 
 def timeline_of(program: Program, topology: MeshTopoInfo | None = None) -> Timeline:
-    """The timeline of a program on the topology of its mesh, or on another one."""
+    """The timeline of a program on the topology of its mesh, or on another one. Rounds of a loop are one behind the
+    other."""
+    program = unrolled(program)
     work = program.work if topology is None else Work.of(program, topology)
     ran = replay(work)
     events = [_event(work, each) for each in ran]
