@@ -6,7 +6,8 @@
     output('result 0', all_reduce)                               # f32[]
 
 A target that is no op, such as a move or a recipe, is a value of the notation (`spmd.expand.kept.notation`). The specs
-of a move are those of its operand and of its result. Constants are tensors, and are kept apart.
+of a move are those of its operand and of its result. Constants are tensors, and are kept apart. Before the line of a
+loop its body stands, a program of its own, indented.
 
 The text has no coordinate and no size of a mesh. So it can be read for a mesh with the same axes and other numbers of
 ranks, as long as nothing in it was made for a number of ranks (`made_for_ranks`).
@@ -41,6 +42,7 @@ from spmd.expand.kept.notation import (
 from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.local_map import BlockCall, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import LocalCount
+from spmd.expand.loops.loop import Loop
 from spmd.expand.nodes import LINE, added
 from spmd.expand.places.reads import PARAMETER
 from spmd.expand.program import Program
@@ -54,6 +56,9 @@ from spmd.tensor.redistribute.plan import Step
 from spmd.tensor.spec import Spec
 
 MARGIN = 88
+INDENT = "    "
+"""Before the lines of a body."""
+
 PLAIN_CALL = re.compile(r"((?:aten|operator)\.[\w.]+)\(([\w., =+-]*)\) *$")
 """A line that calls an op of torch, or of numbers, on names and numbers alone."""
 
@@ -100,6 +105,8 @@ def _body(program: Program) -> Iterator[str]:
         elif node.op == "get_attr":
             code = f"constant({node.target!r})"
         else:
+            if isinstance(node.target, Loop):
+                yield from (f"{INDENT}{line}" for line in (*_heads(node.target.body), *_body(node.target.body)))
             code = f"{_target(node, program.mesh)}({_arguments(node)})"
         yield _line(f"{node.name} = {code}", node.meta["spec"], node.meta)
 
@@ -128,6 +135,8 @@ def _target(node: fx.Node, mesh: DeviceMesh) -> str:
         return move_text(target.move, mesh) + _before([target], [node.args[0]])
     if isinstance(target, Bucket):
         return f"bucket({move_text(target.steps[0].move, mesh)})" + _before(target.steps, node.args[0])
+    if isinstance(target, Loop):
+        return f"loop({', '.join([f'{name}={getattr(target, name)}' for name in _LOOP])})"
     if isinstance(target, LocalMapOp):
         return _local_map_text(target)
     if isinstance(target, LocalMapGradientOp):
@@ -145,6 +154,7 @@ def _before(steps: Any, operands: Any) -> str:
 
 # ---- functions of blocks ----------------------------------------------------------------------
 
+_LOOP = ("times", "invariants", "carried", "items", "last", "every")
 _CALL = ("ins", "needs_grad", "statics", "positions")
 _OP = ("outs", "differentiable", "cotangents", "scales", "grads")
 _FUNCTION = ("outs", "ins", "grads", "redistributes")
@@ -224,11 +234,15 @@ class _Reading:
     outputs: list[tuple[str, Spec | None]] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
+    body: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self.reader = Reader(self.mesh, self.nodes)
 
     def line(self, line: str) -> None:
+        if line.startswith(INDENT):
+            self.body.append(line.removeprefix(INDENT))
+            return
         name, colon, value = line.partition(": ")
         if colon and name in HEADS:
             self.heads[name] = self.reader.value(value)
@@ -318,6 +332,9 @@ class _Reading:
             if isinstance(e.func, ast.Attribute) and e.func.attr == "seen_as":
                 return replace(self._target(e.func.value), seen_as=self.reader.of(e.args[0]))
             name = dotted(e.func)
+            if name == "loop":
+                body, self.body = read_program("\n".join(self.body), {}, self.mesh), []
+                return Loop(body, **{k.arg: self.reader.of(k.value) for k in e.keywords})
             if name == "bucket":
                 return _Targets((self.reader.of(e.args[0]),), is_bucket=True)
             if name == "gradients_of":
@@ -348,6 +365,8 @@ def made_for_ranks(program: Program) -> fx.Node | None:
     """The first node that was made for the numbers of ranks of the program's mesh; None if there is none."""
     for node in program.graph.nodes:
         target = node.target
+        if isinstance(target, Loop) and made_for_ranks(target.body) is not None:
+            return node
         steps = target.steps if isinstance(target, Bucket) else (target,) if isinstance(target, Step) else ()
         moves = [step.move for step in steps]
         if isinstance(target, (LocalMapOp, LocalMapGradientOp)) or any(hasattr(m, "intervals") for m in moves):

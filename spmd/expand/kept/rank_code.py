@@ -33,6 +33,8 @@ from spmd.comm import C10dTransport, transport
 from spmd.expand.function import Function
 from spmd.expand.given_specs import inputs_given_back, unread_inputs
 from spmd.expand.kept.notation import CannotKeep, Reader, spec_text, written
+from spmd.expand.loops.bound import BoundLoop
+from spmd.expand.loops.loop import Loop
 from spmd.expand.regions import EAGER, Backend
 from spmd.mesh import DeviceMesh, groups
 from spmd.tensor.spec import Spec
@@ -79,22 +81,31 @@ class RankCode:
     @cached_property
     def text(self) -> str:
         """The code as text. CannotKeep for code with something that another process could not find."""
-        body = f"{self.function.text}\n"
-        if not _is_plain(body):
-            raise CannotKeep("the code of this rank has a line that its notation has not")
         about = {
             "at": self.at, "fingerprint": self.fingerprint, "inputs": _named(self.inputs),
             "outputs": _named(self.outputs), "unread": sorted(self.unread), "kept": sorted(self.kept),
         }  # fmt: skip
-        names = [f"{name}: {self._value_text(name, x)}\n" for name, x in self.function.names.items()]
-        return "".join([json.dumps(about), "\n", *names, "\n", body])
+        return f"{json.dumps(about)}\n{_function_text(self.function)}"
 
-    def _value_text(self, name: str, x: Any) -> str:
-        if name in self.function.constants:
-            return f"constant({self.function.constants[name]!r})"
-        if isinstance(x, str) and x.startswith(groups.PREFIX) and groups.OWN in x:
-            raise CannotKeep(f"the group {x} is one of a thread's own")
-        return written(x)
+
+def _function_text(function: Function) -> str:
+    """What the lines of a function name, a line each, and its lines."""
+    body = f"{function.text}\n"
+    if not _is_plain(body):
+        raise CannotKeep("the code of this rank has a line that its notation has not")
+    return "".join([*[f"{name}: {_value_text(function, name, x)}\n" for name, x in function.names.items()], "\n", body])
+
+
+def _value_text(function: Function, name: str, x: Any) -> str:
+    if name in function.constants:
+        return f"constant({function.constants[name]!r})"
+    if isinstance(x, str) and x.startswith(groups.PREFIX) and groups.OWN in x:
+        raise CannotKeep(f"the group {x} is one of a thread's own")
+    if isinstance(x, BoundLoop):
+        if x.code.constants:
+            raise CannotKeep("the body of a loop has a constant of its own")
+        return f"loop{written((*x.counts, _function_text(x.code)))}"
+    return written(x)
 
 
 def place_of_code(mesh: DeviceMesh, backend: Backend) -> str | None:
@@ -118,23 +129,32 @@ def read_code(text: str, at: str, constants: Mapping[str, torch.Tensor], mesh: D
     about = json.loads(first)
     if about["at"] != at:
         return None
-    head, _, body = rest.partition("\n\n")
+    reader = Reader(mesh)
+    inputs, outputs = (_read_named(about[name], reader) for name in ("inputs", "outputs"))
+    function = _read_function(rest, constants, reader)
+    unread, kept = frozenset(about["unread"]), frozenset(about["kept"])
+    return RankCode(at, about["fingerprint"], inputs, outputs, unread, kept, function)
+
+
+def _read_function(text: str, constants: Mapping[str, torch.Tensor], reader: Reader) -> Function:
+    head, _, body = text.partition("\n\n")
     if not _is_plain(body):
         raise ValueError("the code of a rank has a line that its notation has not")
-    names, of_module, reader = {"__builtins__": {}}, {}, Reader(mesh)
+    names, of_module = {"__builtins__": {}}, {}
     for line in head.splitlines():
         name, _, value = line.partition(": ")
         if found := CONSTANT.fullmatch(value):
             of_module[name] = found[1]
             names[name] = constants[found[1]]
             continue
+        if value.startswith("loop("):
+            *counts, inner = reader.value(value.removeprefix("loop"))
+            names[name] = BoundLoop(Loop(None, *counts), kept=_read_function(inner, constants, reader))
+            continue
         names[name] = x = reader.value(value)
         if isinstance(x, str) and x.startswith(groups.PREFIX):
             names[name] = groups.registered(x)
-    inputs, outputs = (_read_named(about[name], reader) for name in ("inputs", "outputs"))
-    function = Function(body, names, of_module)
-    unread, kept = frozenset(about["unread"]), frozenset(about["kept"])
-    return RankCode(at, about["fingerprint"], inputs, outputs, unread, kept, function)
+    return Function(body, names, of_module)
 
 
 def _is_plain(body: str) -> bool:

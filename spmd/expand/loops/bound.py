@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from spmd.expand.function import as_function
+from spmd.expand.function import Function
 from spmd.expand.loops.loop import Loop
 from spmd.expand.passes.aliasing import memories
 from spmd.expand.verify_bound import written_by
@@ -21,11 +21,13 @@ from spmd.expand.verify_bound import written_by
 
 @dataclass(frozen=True, eq=False)
 class BoundLoop:
-    """Runs a body with the operands of a loop. module: the code of the body. loop: what its operands and results are.
+    """Runs a body with the operands of a loop. loop: what its operands and results are. module: the code of the body.
+    kept: instead, the text of its code.
     """
 
     loop: Loop
-    module: fx.GraphModule
+    module: fx.GraphModule | None = None
+    kept: Function | None = None
     __name__: str = field(default="loop", init=False)
 
     def __call__(self, *operands: Any) -> tuple:
@@ -39,8 +41,19 @@ class BoundLoop:
 
     @cached_property
     def function(self) -> Callable[..., Sequence[Any]]:
+        """What is called in each round."""
+        return self.code.made("the body of a loop")
+
+    @cached_property
+    def code(self) -> Function:
         """The code of the body as a function."""
-        return as_function(self.module)
+        return Function.of(self.module) if self.kept is None else self.kept
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """What a loop counts, in the order of its fields."""
+        loop = self.loop
+        return loop.times, loop.invariants, loop.carried, loop.items, loop.last, loop.every
 
     def rounds(self, operands: Sequence[Any]) -> Generator[list[Any], Sequence[Any], tuple]:
         """Gives the inputs of each round, is sent its outputs, and returns the results of all."""

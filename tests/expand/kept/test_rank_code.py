@@ -44,6 +44,18 @@ def train(model, optimizer, ids, scale):
     return {"loss": loss}
 
 
+def train_in_parts(model, optimizer, ids, scale):
+    """Micro-batches, which are a loop."""
+    optimizer.zero_grad()
+    total = 0.0
+    for part in ids.repeat(6).chunk(6):
+        loss = F.cross_entropy(model(part), part) * scale
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return {"loss": total}
+
+
 def trained(step, mesh, batches=(4, 4, 3, 4)) -> list[torch.Tensor]:
     """The losses of calls with several sizes and numbers, and the parameters at the end."""
     torch.manual_seed(0)
@@ -71,9 +83,9 @@ def mesh_of(*shape: int) -> spmd.DeviceMesh:
     return spmd.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[: len(shape)])
 
 
-def compiled(mesh, folder):
+def compiled(mesh, folder, step=train):
     return spmd.compile(
-        train, mesh, params={"table.*": [Replicate()] * mesh.ndim}, inputs={"ids": {"dp": Shard(0)}}, cache=folder
+        step, mesh, params={"table.*": [Replicate()] * mesh.ndim}, inputs={"ids": {"dp": Shard(0)}}, cache=folder
     )
 
 
@@ -99,6 +111,23 @@ def test_the_same_rank_binds_nothing(kept, how, tmp_path):
     assert str(step.program) == text
     with nothing_made():
         assert same(trained(spmd.load_step(tmp_path / "again.spmd", train, mesh), mesh), want)
+
+
+def test_a_loop_is_kept_with_its_body(gloo4, tmp_path):
+    for want, found, has_loop in gloo4.run(with_a_loop, str(tmp_path)):
+        assert has_loop and same(found, want)
+
+
+def with_a_loop(rank: int, folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """A training that is captured, one that is loaded, and whether what both ran has a loop."""
+    mesh = mesh_of(2, 2)
+    step = compiled(mesh, folder, train_in_parts)
+    want = trained(step, mesh, (4, 4))
+    with nothing_made():
+        loaded = compiled(mesh, folder, train_in_parts)
+        found = trained(loaded, mesh, (4, 4))
+    assert str(loaded.program) == str(step.program)
+    return want, found, "loop_body" in str(step.program)
 
 
 def parts_of(file: Path) -> dict[str, bytes]:

@@ -115,6 +115,22 @@ def trees(x, rate, count):
     return Output(y + 1, "out"), Pair(x.sum(), F.gelu), OrderedDict(found), y.t().sort(0)
 
 
+class Dropping(Net):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.25)
+
+
+def in_micro_batches(model, optimizer, x, y):
+    optimizer.zero_grad()
+    losses = []
+    for a, b in zip(x.chunk(6), y.chunk(6), strict=True):
+        loss = F.cross_entropy(model(a), b)
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    return losses[2], sum(losses)
+
+
 @dataclass
 class Case:
     """A step, what makes its arguments, and how it is compiled. Batches of all calls have one shape."""
@@ -166,6 +182,10 @@ CASES = {
     ),
     "packed": Case(
         train_step, trained(Packed, momentum), rows(8, 2), {"params": PACKED, "inputs": INPUTS, "bucket_mb": None}
+    ),
+    "a loop": Case(in_micro_batches, trained(Dropping), rows(24, 2), {"params": NET, "inputs": INPUTS}),
+    "a loop, fully sharded": Case(
+        in_micro_batches, trained(Dropping), rows(24, 2), {"fully_shard": FullyShard("dp"), "inputs": INPUTS}
     ),
     "halos": Case(train_step, trained(Image), IMAGES, {"inputs": {"x": {"dp": Shard(0), "tp": Shard(3)}}}),
     "changes in Python": Case(train_step, trained(Once, momentum), rows(8), {"inputs": INPUTS}),
