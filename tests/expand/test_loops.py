@@ -292,6 +292,44 @@ def test_rounds_that_differ_stay_as_they_are(step):
         torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
 
 
+# ---- sizes ------------------------------------------------------------------------------------
+
+
+def unbound(model, optimizer, x, y):
+    optimizer.zero_grad()
+    total = 0.0
+    for a, b in zip(x.unflatten(0, (ROUNDS, -1)), y.unflatten(0, (ROUNDS, -1)), strict=True):
+        loss = F.mse_loss(model(a), b) / ROUNDS
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return total
+
+
+@pytest.mark.parametrize("plan", ["dp 4", "tp 4", "2x2"])
+def test_a_form_with_a_loop_gives_what_an_expansion_gives(plan):
+    """Batches of other sizes are neither captured nor expanded again, as far as they are cut alike."""
+    with mock.patch.dict(STEPS, other=(unbound, Net)), LocalTensorMode(4):
+        step = compiled("other", plan)
+        for rows in (24, 48, 72, 120):
+            given = *begun("other"), *batches(rows)[0]
+            (call := step._call(given, {}, True)).find_first_specs()
+            _, program = step._capture_and_expand(call)
+            assert loops(program) and str(program) == str(step.program_for(*given))
+        ((_, written),) = step._forms._of.values()
+        assert len(written) == 1
+
+
+def test_a_step_with_a_loop_takes_batches_of_any_size():
+    given = [batches(rows)[0] for rows in (24, 30, 6, 48, 66)]
+    with mock.patch.dict(STEPS, other=(unbound, Net)):
+        wanted = on_one_device("other", given)
+        with LocalTensorMode(4):
+            found = trained(compiled("other", "2x2"), "other", given)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
+
+
 # ---- verified ---------------------------------------------------------------------------------
 
 

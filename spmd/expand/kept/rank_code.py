@@ -104,7 +104,7 @@ def _value_text(function: Function, name: str, x: Any) -> str:
     if isinstance(x, BoundLoop):
         if x.code.constants:
             raise CannotKeep("the body of a loop has a constant of its own")
-        return f"loop{written((*x.counts, _function_text(x.code)))}"
+        return f"loop{written((*x.loop.counts, _function_text(x.code)))}"
     return written(x)
 
 

@@ -49,12 +49,6 @@ class BoundLoop:
         """The code of the body as a function."""
         return Function.of(self.module) if self.kept is None else self.kept
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """What a loop counts, in the order of its fields."""
-        loop = self.loop
-        return loop.times, loop.invariants, loop.carried, loop.items, loop.last, loop.every
-
     def rounds(self, operands: Sequence[Any]) -> Generator[list[Any], Sequence[Any], tuple]:
         """Gives the inputs of each round, is sent its outputs, and returns the results of all."""
         loop, operands = self.loop, list(operands)

@@ -41,6 +41,11 @@ class Loop:
         return f"loop_{self.times}_times"
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """How often it runs, and with how many values, in the order of its fields."""
+        return self.times, self.invariants, self.carried, self.items, self.last, self.every
+
+    @property
     def outputs(self) -> int:
         """How many outputs the body has."""
         return self.carried + self.last + self.every

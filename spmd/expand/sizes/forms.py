@@ -11,7 +11,7 @@ chosen for the program is followed where the sizes are not far from those that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from spmd.expand.capture import Captured
 from spmd.expand.explain.explanation import Explanation
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.loops.loop import Loop
+from spmd.expand.nodes import added
 from spmd.expand.places.places import Places
 from spmd.expand.program import Program
 from spmd.expand.sizes.alike import Alike, Built, NotAlike, Number, Texts, made
@@ -105,16 +106,21 @@ class Form:
     def at(self, values: Values) -> Program:
         """The program at these sizes. ValueError or ProgramFault where it is none."""
         numbers, known = evaluated(self.texts, values), {}
-        graph, copies = _torch.new_graph(), {}
-        for node, form in self.nodes:
-            target, args, kwargs, spec = made(form, numbers, known)
-            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
-            copies[node] = copy = graph.create_node(node.op, target, args, kwargs, node.name, node.type)
-            copy.meta = node.meta | {"spec": spec}
+        graph = _graph([node for node, _ in self.nodes], [made(form, numbers, known) for _, form in self.nodes])
         inputs, outputs, gathered = made(self.rest, numbers, known)
         return replace(
             self.program, graph=graph, inputs=inputs, outputs=outputs, gathered=gathered, certificate=None, reasons=None
         )
+
+
+def _graph(nodes: Sequence[fx.Node], said: Sequence[tuple]) -> fx.Graph:
+    """A graph of copies of nodes, for each of which its target, arguments and spec are given."""
+    graph, copies = _torch.new_graph(), {}
+    for node, (target, args, kwargs, spec) in zip(nodes, said, strict=True):
+        args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)
+        copies[node] = copy = added(graph, node.op, target, args, kwargs, node.name)
+        copy.meta = node.meta | {"spec": spec}
+    return graph
 
 
 def _near(values: Values, others: Values) -> bool:
@@ -148,34 +154,66 @@ def _sharded(program: Program) -> set[Cut]:
     return {cut for spec in _specs(program) for cut in cuts(spec) if cut.ns}
 
 
+def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph and of the bodies of its loops."""
+    for node in graph.nodes:
+        if isinstance(node.target, Loop):
+            yield from _nodes(node.target.body.graph)
+        yield node
+
+
 def _specs(program: Program) -> set[Spec]:
-    found = [node.meta.get("spec") for node in program.graph.nodes]
+    found = [node.meta.get("spec") for node in _nodes(program.graph)]
     return {spec for several in found for spec in (several if isinstance(several, tuple) else (several,)) if spec}
 
 
 def _form(program: Program, second: Program, values: Values, texts: Texts, fixed: Values, equal: Mapping) -> Form:
-    alike, nodes = Alike(texts), []
-    if len(program.graph.nodes) != len(second.graph.nodes) or program.constants.keys() != second.constants.keys():
-        raise NotAlike("the programs have other nodes")
-    for one, other in zip(program.graph.nodes, second.graph.nodes, strict=True):
-        if isinstance(one.target, (LocalMapOp, LocalMapGradientOp)):
-            raise NotAlike("a function of blocks is asked for its results at each size")
-        if isinstance(one.target, Loop):
-            raise NotAlike("the body of a loop is written for each size")
-        if (one.op, one.name) != (other.op, other.name):
-            raise NotAlike(f"{one.name} and {other.name}")
-        alike.nodes[one] = other
-        parts = [(n.target, n.args, dict(n.kwargs), n.meta.get("spec")) for n in (one, other)]
-        nodes.append((one, alike.of(*parts)))
+    alike = Alike(texts)
+    if program.constants.keys() != second.constants.keys():
+        raise NotAlike("the programs have other constants")
+    nodes = _alike_nodes(program.graph, second.graph, alike)
     rest = alike.of(*((p.inputs, p.outputs, p.gathered) for p in (program, second)))
     numbers = tuple(texts.used)
     return Form(program, values, numbers, tuple(nodes), rest, _cuts(program, alike, second), fixed, equal)
 
 
+def _alike_nodes(graph: fx.Graph, second: fx.Graph, alike: Alike) -> list[tuple[fx.Node, Any]]:
+    """The nodes of a graph, each with the form of its target, arguments and spec."""
+    if len(graph.nodes) != len(second.nodes):
+        raise NotAlike("the programs have other nodes")
+    found = []
+    for one, other in zip(graph.nodes, second.nodes, strict=True):
+        if isinstance(one.target, (LocalMapOp, LocalMapGradientOp)):
+            raise NotAlike("a function of blocks is asked for its results at each size")
+        if (one.op, one.name) != (other.op, other.name):
+            raise NotAlike(f"{one.name} and {other.name}")
+        alike.nodes[one] = other
+        ours, theirs = [(n.args, dict(n.kwargs), n.meta.get("spec")) for n in (one, other)]
+        is_loop = isinstance(one.target, Loop) and isinstance(other.target, Loop)
+        target = _loop(one.target, other.target, alike) if is_loop else alike.of(one.target, other.target)
+        found.append((one, Built(tuple, (target, *[alike.of(a, b) for a, b in zip(ours, theirs, strict=True)]))))
+    return found
+
+
+def _loop(loop: Loop, other: Loop, alike: Alike) -> Any:
+    """The form of a loop: that of its body, which runs as often with as many values."""
+    if loop.counts != other.counts:
+        raise NotAlike(f"a loop of {loop.counts} and one of {other.counts}")
+    nodes = _alike_nodes(loop.body.graph, other.body.graph, alike)
+    rest = alike.of(*((p.inputs, p.outputs, p.gathered) for p in (loop.body, other.body)))
+
+    def make(parts: list) -> Loop:
+        *said, (inputs, outputs, gathered) = parts
+        graph = _graph([node for node, _ in nodes], said)
+        return replace(loop, body=replace(loop.body, graph=graph, inputs=inputs, outputs=outputs, gathered=gathered))
+
+    return Built(make, (*[form for _, form in nodes], rest))
+
+
 def _cuts(program: Program, alike: Alike, second: Program) -> tuple[tuple[Any, tuple], ...]:
     """How the dims that follow from sizes are cut, with what was decided about each."""
     found: dict[tuple, tuple[Any, tuple]] = {}
-    for one, other in zip(program.graph.nodes, second.graph.nodes, strict=True):
+    for one, other in zip(_nodes(program.graph), _nodes(second.graph), strict=True):
         pair = one.meta.get("spec"), other.meta.get("spec")
         for spec, twin in zip(*(x if isinstance(x, tuple) else (x,) for x in pair), strict=True):
             for cut, counterpart in zip(cuts(spec), cuts(twin), strict=True) if spec is not twin else ():
