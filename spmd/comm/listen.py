@@ -65,11 +65,19 @@ def tell_of_program(module: Any, nbytes: Sequence[int]) -> None:
 
     nbytes: the bytes of each; 0 is told of all where there are more or fewer than the program has.
     """
-    nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
-    sent = [node for node in nodes if _is_collective(node.target)]
+    sent = list(_sent(module)) if isinstance(module, torch.fx.GraphModule) else []
     for node, n in zip(sent, nbytes if len(nbytes) == len(sent) else [0] * len(sent), strict=True):
         kind = _torch.qualified_name(node.target).split("::")[1]
         tell(kind.removesuffix("_coalesced").removesuffix("_"), n, str(node.args[-1]), current_rank())
+
+
+def _sent(module: torch.fx.GraphModule) -> Iterator[torch.fx.Node]:
+    """The collectives of a module in order; those of a loop (`expand/loops`) once a round."""
+    for node in module.graph.nodes:
+        if hasattr(node.target, "rounds"):
+            yield from list(_sent(node.target.module)) * node.target.loop.times
+        elif _is_collective(node.target):
+            yield node
 
 
 def _is_collective(target: Any) -> bool:

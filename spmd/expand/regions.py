@@ -7,6 +7,8 @@ Collectives, waits and draws of random numbers stay where they are, in their ord
 schedule has planned. Regions with the same ops on values of the same shapes, such as those of repeated layers, are one
 function, which is compiled once.
 
+The body of a loop has regions of its own, which are compiled once and called in each round.
+
 Numbers that change between calls, such as a learning rate, come into a region as tensors of one element, because
 torch.compile would compile a function of Python numbers for each of their values. So ops with such a number are written
 with a tensor (`WITH_TENSORS`); an op that cannot be stands between regions.
@@ -20,7 +22,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,7 @@ import torch
 from torch import fx, nn
 
 from spmd import _torch
+from spmd.expand.loops.bound import BoundLoop
 from spmd.expand.passes.aliasing import SPLITS, base_of
 from spmd.tensor.cache import frozen
 from spmd.tensor.call import READS_VALUE
@@ -110,7 +113,10 @@ class _Splitter:
             if isinstance(piece, list):
                 self._close(piece, kinds)
             else:
-                self.values[piece] = self.graph.node_copy(piece, self.values.__getitem__)
+                self.values[piece] = copy = self.graph.node_copy(piece, self.values.__getitem__)
+                if isinstance(piece.target, BoundLoop):
+                    body = _Splitter(piece.target.module, self.compile).split()
+                    copy.target = replace(piece.target, module=body)
         return fx.GraphModule(self.module, self.graph, class_name=type(self.module).__name__)
 
     def _pieces(self) -> Iterator[fx.Node | list[list[fx.Node]]]:

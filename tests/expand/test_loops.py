@@ -23,6 +23,7 @@ from spmd.expand.loops.bound import BoundLoop
 from spmd.expand.loops.loop import Loop
 from spmd.expand.loops.unroll import unrolled
 from spmd.expand.program import Program
+from spmd.expand.regions import Region, with_compiled_regions
 from spmd.expand.verify import ProgramFault
 from spmd.mesh import as_rank
 from tests.expand.side_by_side import seeded, tensors, values
@@ -403,3 +404,39 @@ def test_gradients_are_added_where_they_are():
     (loop,) = [n for n in nodes if isinstance(n.target, BoundLoop)]
     copies = [n for n in loop.all_input_nodes if n.target is torch.ops.aten.clone.default]
     assert len(loop.target.overwritten) >= len(list(Net().parameters())) and not copies
+
+
+# ---- run --------------------------------------------------------------------------------------
+
+
+def test_a_backend_compiles_the_body_once(monkeypatch):
+    """All ops of a body are in regions, and the numbers are those of the ops one by one."""
+    monkeypatch.setattr(torch, "compile", lambda region, **options: region)
+    found = []
+    for backend in ("eager", "aot_eager"):
+        with LocalTensorMode(4):
+            found.append(trained(compiled("averaged", "2x2", backend=backend), "averaged"))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(of_all(ours), of_all(theirs), rtol=1e-12, atol=1e-14)
+    with as_rank(0):
+        module = with_compiled_regions(code_for(made("averaged", "2x2"), (0, 0), C10dTransport()).module, "aot_eager")
+    (loop,) = [n.target for n in module.graph.nodes if isinstance(n.target, BoundLoop)]
+    called = [n.target for n in loop.module.graph.nodes if n.op == "call_function"]
+    assert any(isinstance(target, Region) for target in called)
+    assert not [target for target in called if getattr(target, "namespace", "") == "aten"]
+
+
+def counted(name: str, plan: str) -> tuple[int, int]:
+    """How many collectives a later call sends: as they are counted, and as the program has them."""
+    step, given = compiled(name, plan), (*begun(name), *batches()[0])
+    for _ in range(2):
+        step(*given)
+    with spmd.debug.CommDebugMode() as mode:
+        step(*given)
+    assert loops(step.program)
+    return sum(mode.get_comm_counts().values()), len(step.program.collectives)
+
+
+def test_collectives_of_all_rounds_are_counted(gloo4):
+    for seen, said in ways.run("gloo", gloo4, counted, "summed", "zero 3 tp"):
+        assert seen == said

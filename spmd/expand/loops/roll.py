@@ -137,6 +137,7 @@ class _Writer:
         ]
         for source, like in sources:
             inputs[source] = node = added(body, "placeholder", source.kind, (), {}, source.kind)
+            node.target = node.name
             value = {name: like.meta[name] for name in ("val", SIZED) if name in like.meta}
             node.meta.update(value | {"phase": phase_of(first[0])})
         for i, node in enumerate(first):

@@ -146,6 +146,7 @@ def before_the_loop(program: Program, invariants: int, places: Mapping[str, Plac
             found.append(Moved(at[node.args[0]], node.target))
             with program.graph.inserting_before(given[invariants] if len(given) > invariants else _behind(given)):
                 moved = program.graph.placeholder("invariant")
+            moved.target = moved.name
             moved.meta.update(node.meta)
             at[moved] = invariants + len(found) - 1
             node.replace_all_uses_with(moved)
