@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -133,10 +133,11 @@ class BoundProgram:
         return self.captured.holds(numbers | numbers_in(self.captured.watched))
 
     def run(
-        self, state: State, tensors: Tensors, leaves: dict[str, Any], numbers: dict[str, float],
-        made: frozenset[Slot] = frozenset(),
+        self, state: State, tensors: Tensors, leaves: dict[str, Any], given: Mapping[str, Any],
+        numbers: dict[str, float], made: frozenset[Slot] = frozenset(),
     ) -> Any:  # fmt: skip
-        """Run the program on this rank's blocks, and write the new state back. made: state that was made for this call.
+        """Run the program on this rank's blocks, and write the new state back. leaves: these blocks of what is in
+        arguments and attributes. given: what is there itself. made: state that was made for this call.
 
         Returns what the function returns, and the arguments that it changes, by name.
         """
@@ -145,16 +146,22 @@ class BoundProgram:
             _parameter(tensors, slot).grad = None  # of the previous step; nothing reads it: free it now
         out = self.execute(flat)
         del flat
-        results: dict[int, Any] = {}
-        new: Tensors = {}
+        homes = {**tensors, **{i: given[i.path] for i in self.captured.written}}
+        results: dict[Any, Any] = {}
         for where, value, (_, spec) in zip(self.captured.outputs, out, self.outputs, strict=True):
-            wrapped = value if spec is None else self._as_output(where, value, spec, tensors)
-            (new if isinstance(where, Slot) else results)[where] = wrapped
+            results[where] = value if spec is None else _as_output(where, value, spec, homes)
+        new = {where: x for where, x in results.items() if isinstance(where, Slot)}
         self._update_state(state, tensors, new, made)
         for name in self.captured.stepped:
             _torch.note_step(state.optimizers[name])
         put_changes(self.captured.changes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
+        for i, where in self.captured.given.items():
+            there = given[where.path] if isinstance(where, Argument) else new.get(where, tensors.get(where))
+            if values[i] is None or isinstance(there, DTensor):
+                values[i] = there
+        for i, first in self.captured.same.items():
+            values[i] = values[first]
         return pytree.tree_unflatten(values, self.captured.tree)
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -173,16 +180,6 @@ class BoundProgram:
             return tensors[i]._current_block
         return numbers[i.path] if i.path in numbers else leaves[i.path]
 
-    def _as_output(self, where: Slot | int, value: torch.Tensor, spec: Spec, tensors: Tensors) -> DTensor:
-        """A result as a DTensor. If it has a home, the result is written into the home."""
-        home = tensors.get(where) if isinstance(where, Slot) and where.kind != "grad" else None
-        if home is None:
-            return DTensor(value, spec)
-        if value is not home._local_tensor:
-            home._local_tensor.copy_(value)
-        home._note_write()
-        return home
-
     def _update_state(self, state: State, before: Tensors, new: Tensors, made: frozenset[Slot]) -> None:
         """Set the gradients, which are new in each step, and install optimiser state that was added or removed."""
         there = before.keys() - made if made else before.keys()
@@ -197,6 +194,22 @@ class BoundProgram:
         for slot, t in before.items():
             if slot.kind == "parameter":
                 t.grad = new.get(Slot("grad", slot.path))
+
+
+def _as_output(where: Slot | Argument | int, value: torch.Tensor, spec: Spec, homes: Mapping[Any, Any]) -> DTensor:
+    """A result as a DTensor. If it has a home, the result is written into the home."""
+    home = None if isinstance(where, Slot) and where.kind == "grad" else homes.get(where)
+    if home is None:
+        return DTensor(value, spec)
+    write_into(home, value)
+    return home
+
+
+def write_into(home: DTensor, block: torch.Tensor) -> None:
+    """Give a tensor of the caller's the block that a program has made for it."""
+    if block is not home._local_tensor:
+        home._local_tensor.copy_(block)
+    home._note_write()
 
 
 def _module(program: Program, backend: Backend) -> Callable[..., Any]:

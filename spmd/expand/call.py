@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmd._torch import pytree
-from spmd.expand.capture import Captured
+from spmd.expand.capture import Argument, Captured
 from spmd.expand.closed_over import Search
 from spmd.expand.counters import Names, counters_of
 from spmd.expand.first_state import FirstState, filled, first_state
@@ -241,6 +241,28 @@ class Call:
     def held(self) -> list[tuple[Slot, torch.Tensor]]:
         """The tensors that stay the objects that they are when they are placed: others may hold them."""
         return [(slot, t) for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer", "hyper")]
+
+    @property
+    def given_tensors(self) -> dict[str, Any]:
+        """The tensors in arguments and attributes, by path, as they are found there."""
+        return self.leaves | self.attributes.tensors
+
+    def kept(self, captured: Captured) -> list[tuple[str, torch.Tensor]]:
+        """The tensors in arguments and attributes that stay the objects that they are, as buffers do: those that a
+        capture writes into, and the attributes that it returns."""
+        returned = [captured.given[i] for i in captured.outputs if i in captured.given]
+        there = self.attributes.tensors
+        paths = dict.fromkeys(i.path for i in (*captured.written, *returned) if isinstance(i, Argument))
+        paths = [path for path in paths if path in there or Argument(path) in captured.written]
+        return [(path, self.given_tensors[path]) for path in paths]
+
+    def place_kept(self, captured: Captured) -> None:
+        """Put these on the mesh."""
+        with torch.inference_mode(False):  # they outlive the mode
+            for path, x in self.kept(captured):
+                if (present := spec_of_value(x)) is not (spec := self.leaf_specs[path]):
+                    become(x, placed(x, spec) if present is None else DTensor(block_of(x, spec), spec))
+                    self.was_in_place = False
 
     def placed_leaves(self) -> dict[str, Any]:
         """The plain arguments, with this rank's block in place of each tensor."""

@@ -81,9 +81,11 @@ class Captured:
     """A single-device function as a graph.
 
     inputs: one `Slot` or `Argument` for each placeholder, and `Draws` last if the function draws random numbers.
-    outputs: for each output its `Slot`, or the index of a leaf of the return value. leaves, tree: the flattened return
-    value, with None in place of tensors, and its structure: of the pair of what the function returns and what it
-    changes, arguments by name and attributes of modules by path. fixed: the number arguments that could not stay
+    outputs: for each output its `Slot`, the index of a leaf of the return value, or the `Argument` that it is written
+    into. leaves, tree: the flattened return value, with None in place of tensors, and its structure: of the pair of
+    what the function returns and what it changes, arguments by name and attributes of modules by path. same: the leaves
+    that are the tensor of an earlier leaf, with that one. given: the leaves that are a tensor that the function has
+    been given, with its place. fixed: the number arguments that could not stay
     symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
     modules, to be done when the program has run. kept: the numbers in the tensors of the state, which the function may
     decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
@@ -99,11 +101,13 @@ class Captured:
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     inputs: tuple[Slot | Argument | Draws, ...]
-    outputs: tuple[Slot | int, ...]
+    outputs: tuple[Slot | int | Argument, ...]
     leaves: tuple[Any, ...]
     tree: Any
     symbols: _torch.Symbols
     fixed: dict[str, float]
+    same: dict[int, int] = field(default_factory=dict)
+    given: dict[int, Slot | Argument] = field(default_factory=dict)
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
     shared: tuple[str, ...] = ()
@@ -167,6 +171,11 @@ class Captured:
         return replace(
             self, fixed=self.fixed | self.assumed.sized(numbers), sizes=self.assumed.values(shapes, numbers)
         )
+
+    @functools.cached_property
+    def written(self) -> tuple[Argument, ...]:
+        """The tensors in arguments and in attributes that the function writes into."""
+        return tuple([where for where in self.outputs if isinstance(where, Argument)])
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:
@@ -326,12 +335,14 @@ def _traced(
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of = flat.outputs, flat.leaves, flat.tree
+    one = flat.same, flat.given
     made = tuple(i for i in inputs if i in first)
-    sizes.forget(attributes.tensors.keys() - {i.path for i in inputs if isinstance(i, Argument)})
+    used = (*inputs, *flat.outputs)
+    sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
     known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
     rest = environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
-    last = flat.changes, *known, *rest
+    last = *one, flat.changes, *known, *rest
     return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped)
 
 
@@ -427,6 +438,8 @@ class _FlatFunction:
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
+    same: dict[int, int] = field(default_factory=dict)
+    given: dict[int, Slot | Argument] = field(default_factory=dict)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
     grown: tuple[str, ...] = ()
@@ -441,6 +454,7 @@ class _FlatFunction:
         self.blocks = Blocks(self.state, self.origins, self.phases, self.normalise.numbering)
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
         self.counts = EqualCounts({})
+        self.own: Tensors = {}
 
     def __call__(self, flat_inputs: list) -> list:
         flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
@@ -455,7 +469,7 @@ class _FlatFunction:
             wrapped = _wrapped(given)
             with _torch.no_function_modes():
                 new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
-            own = self._give_attributes(new)
+            own, self.own = self._give_attributes(new), dict(new)
             numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
             first = {slot: new.pop(slot) for slot in self.first}
             with self.state.swap(new, numbers):
@@ -484,7 +498,7 @@ class _FlatFunction:
                     written = self._written(given, wrapped)
                     with _torch.no_function_modes():
                         after = self.state.tensors()
-                        new_attributes = SetByStep.between(held, Attributes.of(self.state), written)
+                        new_attributes = SetByStep.between(held, Attributes.of(self.state), self.state)
                     self._check_slots(after)
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
@@ -501,10 +515,11 @@ class _FlatFunction:
                     self.state.counters = counters
                 with _torch.no_function_modes():
                     self._check_state(after)
-        now, names = opened(passed), {path.partition(".")[0] for path in written - self.attributes.tensors.keys()}
-        changed = {name: x for name, x in now.items() if name in names or differs(arguments[name], x)}
+        changed = {name: x for name, x in opened(passed).items() if differs(arguments[name], x)}
         changed |= new_attributes.trees | counted
-        return self._flat_outputs((opened(result), changed), after | skipped.new_state | self.new_numbers)
+        there = {i: x for i, x in wrapped.items() if isinstance(i, Argument)} | self._unreplaced(after)
+        homes = after | skipped.new_state | self.new_numbers | {i: wrapped[i] for i in written}
+        return self._flat_outputs(opened(result), changed, there, homes)
 
     def _modes(
         self, steps: FirstSteps, skipped: SkippedSteps, gradients: GivenGradients
@@ -629,21 +644,28 @@ class _FlatFunction:
                     f"{new.dtype}; state keeps its shape and dtype. Let the step return what grows."
                 )
 
-    def _written(self, given: dict, wrapped: dict) -> frozenset[str]:
-        """The paths of the tensors in arguments and in attributes of modules that the step writes into.
+    def _written(self, given: dict, wrapped: dict) -> list[Argument]:
+        """The tensors in arguments and in attributes of modules that the step writes into.
 
-        Raises for an argument that is a tensor itself: the caller's would not change. An object or container of the
-        caller's gets the new tensor, as where it is assigned.
+        Raises for an argument that is a tensor itself: the caller's would have to become a DTensor.
         """
         tensors = {i: x for i, x in wrapped.items() if isinstance(i, Argument) and isinstance(x, torch.Tensor)}
-        found = frozenset(i.path for i, x in tensors.items() if _torch.from_functional(x) is not given[i])
-        for path in found & self.args.keys():
-            raise RuntimeError(f"the step writes into its argument {path}; let it return the new value instead")
+        found = [i for i, x in tensors.items() if _torch.from_functional(x) is not given[i]]
+        for i in found:
+            if i.path in self.args:
+                raise RuntimeError(f"the step writes into its argument {i.path}; let it return the new value instead")
+            if (tensors[i].shape, tensors[i].dtype) != (given[i].shape, given[i].dtype):
+                raise RuntimeError(
+                    f"the step makes {i.path}, {list(given[i].shape)} of {given[i].dtype}, a tensor of "
+                    f"{list(tensors[i].shape)} of {tensors[i].dtype} in place; set it to a new tensor instead"
+                )
         return found
 
-    def _flat_outputs(self, result: Any, after: Tensors) -> list:
-        leaves, self.tree = pytree.tree_flatten(result)
-        traced = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) or _torch.is_symbol(x)]
+    def _flat_outputs(self, result: Any, changed: dict[str, Any], there: Mapping[Any, Any], homes: Tensors) -> list:
+        """there: the tensors of arguments, attributes and state. homes: what is written into these, and new state."""
+        leaves, self.tree = pytree.tree_flatten((result, changed))
+        returned = len(pytree.tree_leaves(result))
+        traced = self._new_leaves(leaves, returned, {id(x): where for where, x in there.items()})
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
         if type(foreign) is Told:
             raise FrozenValue(foreign._what)
@@ -652,13 +674,38 @@ class _FlatFunction:
                 f"the step returns a {type(foreign).__name__}; it may return tensors, numbers, strings, None, and "
                 "lists, tuples, dicts or objects of them"
             )
-        self.leaves = tuple(None if i in traced else x for i, x in enumerate(leaves))
-        self.outputs = (*traced, *after)
-        values = [leaves[i] for i in traced] + list(after.values())
+        self.leaves = tuple(None if isinstance(x, torch.Tensor) or _torch.is_symbol(x) else x for x in leaves)
+        self.outputs = (*traced, *homes)
+        values = [leaves[i] for i in traced] + list(homes.values())
         values = [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
         tracer = _torch.proxy_mode().tracer
         self.nodes = [_torch.node_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
         return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
+
+    def _unreplaced(self, after: Tensors) -> Tensors:
+        """Of the state after a step, the tensors that were there before it. A program writes the values of those that
+        are in the place of others into these."""
+        return {slot: x for slot, x in after.items() if self.own.get(slot) is x and slot.kind != "grad"}
+
+    def _new_leaves(self, leaves: list[Any], returned: int, there: Mapping[int, Slot | Argument]) -> list[int]:
+        """The leaves that are outputs: symbols, each tensor once, and none that an attribute or a container of the
+        caller's is set to and that the step was given. Notes what the others are. returned: how many leaves the step
+        returns. there: what the step was given, by identity; it may return that, and the caller gets a copy where it is
+        no DTensor."""
+        first: dict[int, int] = {}
+        found = []
+        for i, x in enumerate(leaves):
+            if _torch.is_symbol(x):
+                found.append(i)
+            elif isinstance(x, torch.Tensor):
+                if id(x) in there and (i >= returned or id(x) not in first):
+                    self.given[i] = there[id(x)]
+                if id(x) not in there or i < returned:
+                    if first.setdefault(id(x), i) == i:
+                        found.append(i)
+                    else:
+                        self.same[i] = first[id(x)]
+        return found
 
     def finish(self, graph: fx.Graph) -> None:
         """Complete the graph of the trace by what was noted beside it. Raises where that says that it is wrong."""

@@ -15,6 +15,7 @@ import functools
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -46,6 +47,7 @@ from spmd.expand.program import Program
 from spmd.expand.reads import Reads
 from spmd.expand.recent import Recent
 from spmd.expand.regions import EAGER, Backend, check_backend
+from spmd.expand.results import Results
 from spmd.expand.same_call import (
     TO_BE_MADE,
     SomeMakeIt,
@@ -260,14 +262,17 @@ class CompiledStep:
             calls = self._agree_to_run(bound, call, error, arguments=call.leaf_specs)
         is_known = bound is not None
         bound = self._serve(bound, call) if bound else self._make_program(call)
-        check_arguments(call.leaves, call.tensors, bound.changed)
+        check_arguments(call.leaves, call.attributes.tensors, call.tensors, (*bound.changed, *bound.captured.written))
+        check_can_become(self._title, call.kept(bound.captured))
         self._last = bound
         check_explicit(self._title, bound)
         call.place_state(self._init)
+        call.place_kept(bound.captured)
         made = call.make_first_state(bound.first_state)
         if self._check_every and calls % self._check_every == 0:
             check_equal(self._call_title, self.mesh, call.leaves, call.tensors)
-        result, changed = bound.run(call.state, call.tensors, call.placed_leaves(), call.numbers, made)
+        blocks, given = call.placed_leaves(), call.given_tensors
+        result, changed = bound.run(call.state, call.tensors, blocks, given, call.numbers, made)
         call.write_back(changed)
         if is_known and not self._check_every:
             self._expect_again(bound, call, args, kwargs)
@@ -392,6 +397,7 @@ class CompiledStep:
     def _capture_and_expand(self, call: Call) -> tuple[Captured, Program]:
         captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
+        known = replace(known, given=Results(captured, self.settings.outputs).given)
         alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
         if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
             return known, self._writer.program(known, given)
@@ -435,7 +441,7 @@ class CompiledStep:
 
     def _leave_out_unread(self, call: Call, captured: Captured) -> None:
         """Of tensors in attributes that no program has read, the shapes alone count from now on."""
-        self._read |= {i.path for i in captured.inputs if isinstance(i, Argument)}
+        self._read |= {i.path for i in (*captured.inputs, *captured.outputs) if isinstance(i, Argument)}
         self._unread = (self._unread | call.attributes.tensors.keys()) - self._read
         call.leave_out(self._unread)
 

@@ -27,14 +27,16 @@ def expansion_of(
         return call.specs[i] if isinstance(i, Slot) else call.leaf_specs.get(i.path)
 
     inputs = [(str(i), spec_of_input(i)) for i in captured.inputs]
-    names = [str(o) if isinstance(o, Slot) else f"result {o}" for o in captured.outputs]
+    names = [f"result {o}" if isinstance(o, int) else str(o) for o in captured.outputs]
 
     def output_spec(i: int, spec: Spec) -> Spec:
         slot = captured.outputs[i]
         if slot in results.asked:
             return results.spec(slot, spec, mesh)
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
-        if (before := call.leaf_specs.get(results.attributes.get(slot))) is not None and before.shape == spec.shape:
+        if isinstance(slot, Argument):
+            home = call.leaf_specs[slot.path]
+        elif (before := call.leaf_specs.get(results.attributes.get(slot))) is not None and before.shape == spec.shape:
             home = before  # the next call has it as an input
         if home is None and isinstance(slot, Slot):
             home = own_place(slot, spec.shape, places)

@@ -104,27 +104,31 @@ def inputs_given_back(graph: fx.Graph) -> frozenset[int]:
     return frozenset([i for i, x in given if isinstance(x, fx.Node) and x.op == "placeholder"])
 
 
-def check_arguments(arguments: Mapping[str, Any], tensors: Tensors, written: Collection[Slot]) -> None:
-    """Refuse an argument that is a view of state that the step writes: the program would read it as it was before."""
-    shared = {_memory_of(x): name for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    shared.pop(None, None)
-    if all(spec_of_value(t) is not None for t in itertools.islice(tensors.values(), 1)):  # placed: views are DTensors
-        shared = {key: name for key, name in shared.items() if key[0] is Spec}
-    if not shared:
-        return
-    for slot in written:
-        name = shared.get(_memory_of(tensors[slot])) if slot in tensors else None
-        if name is not None:
+def check_arguments(
+    arguments: Mapping[str, Any], attributes: Collection[str], tensors: Tensors, written: Collection[Any]
+) -> None:  # fmt: skip
+    """Refuse an argument, or a tensor in an attribute, that shares memory with what the step writes: the program would
+    read it as it was before. arguments: both, by path. attributes: the paths of those in attributes. written: slots,
+    and the `Argument`s among these."""
+    names: dict[tuple[type, int], list[str]] = {}
+    for name, x in arguments.items() if written else ():
+        if isinstance(x, torch.Tensor) and (memory := _memory_of(x)) is not None:
+            names.setdefault(memory, []).append(name)
+    for where in written if names else ():
+        home = tensors.get(where) if isinstance(where, Slot) else arguments[where.path]
+        found = names.get(_memory_of(home), ()) if home is not None else ()
+        if name := next((name for name in found if arguments[name] is not home or name != str(where)), None):
+            said, give = (name, "keep in it") if name in attributes else (f"the argument {name}", "pass")
             raise ValueError(
-                f"the argument {name} shares memory with {slot}, which the step writes, and the step would not see "
-                f"the write in it: pass {name}.clone(), or take the view inside the step"
+                f"{said} shares memory with {where}, which the step writes, and the step would not see the write in "
+                f"it: {give} {name}.clone(), or take the view inside the step"
             )
 
 
 def _memory_of(t: torch.Tensor) -> tuple[type, int] | None:
-    """What tensors of one memory have in common; None of a tensor that is known to have its own, or has no data."""
+    """What tensors of one memory have in common; None of a tensor that has no data."""
     if spec_of_value(t) is not None:
-        return None if t._memory is None else (Spec, id(t._memory))
+        return Spec, id(t if t._memory is None else t._memory)
     is_plain = type(t) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and not t.is_meta
     return (torch.Tensor, t.untyped_storage()._cdata) if is_plain else None
 

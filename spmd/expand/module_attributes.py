@@ -23,8 +23,10 @@ from torch import nn
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.assigned import functions_of
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.objects import NAMED, PLAIN, Counted, closed, opened, twins, with_counted, write_back
+from spmd.expand.outside import line_naming
 from spmd.expand.state import State, named_leaves
 from spmd.expand.variables import Place
 
@@ -184,25 +186,18 @@ class SetByStep:
     places: frozenset[tuple[int, str]]
 
     @classmethod
-    def between(cls, before: Attributes, after: Attributes, written: frozenset[str]) -> SetByStep:
-        """What differs between the attributes before a step and after it. written: the tensors, by path, that it wrote
-        into. Raises RuntimeError for what cannot be a result."""
-        for path in before.by_path.keys() - after.by_path.keys():
-            raise RuntimeError(
-                f"the step takes the tensors out of {path}; let it set others in their place, such as zeros, or do it "
-                "between steps"
-            )
-        for path in sorted(written & before.shared):
-            raise RuntimeError(
-                f"the step writes into {path}, which several attributes hold; keep it once with register_buffer"
-            )
+    def between(cls, before: Attributes, after: Attributes, state: State) -> SetByStep:
+        """What differs between the attributes of a state before a step and after it. Raises RuntimeError for what
+        cannot be a result."""
+        for path in sorted(before.by_path.keys() - after.by_path.keys()):
+            raise RuntimeError(_taken_out(before.by_path[path], state))
         trees, changed = {}, []
         for path, tree in after.trees.items():
             old = before.trees.get(path)
             _check_counted(path, old, tree)
             if path not in before.by_path or guard_of(tree) != guard_of(old):
                 changed.append(path)
-            elif _same_tensors(old, tree) and not _has_written(path, tree, written):
+            elif _same_tensors(old, tree):
                 continue
             trees[path] = tree
         alone = {path for path in changed if path not in before.by_path and isinstance(trees[path], torch.Tensor)}
@@ -211,6 +206,19 @@ class SetByStep:
     def stand_ins(self) -> dict[str, Any]:
         """The same trees with tensors without values of their own."""
         return {path: pytree.tree_map(_stand_in, tree) for path, tree in self.trees.items()}
+
+
+def _taken_out(of: Attribute, state: State) -> str:
+    """What is wrong with an attribute that holds nothing but tensors and plain values no more."""
+    line = line_naming(functions_of(of.owner), {of.name})
+    names = {id(x): path for path, x in (*state.parameters().items(), *state.buffers().items())}
+    held = pytree.tree_leaves(opened(vars(of.owner).get(of.name)))
+    if name := next((names[id(x)] for x in held if id(x) in names), ""):
+        return f"the step sets {of.path} to {name}, which has a place of its own; set it to a clone() of that{line}"
+    return (
+        f"the step takes the tensors out of {of.path}; let it set others in their place, such as zeros, or do it "
+        f"between steps{line}"
+    )
 
 
 def _stand_in(x: Any) -> Any:
@@ -226,10 +234,6 @@ def _check_counted(path: str, old: Any, new: Any) -> None:
     before, after = ({at: x for at, x in leaves_of(path, tree) if isinstance(x, Counted)} for tree in (old, new))
     for at in (at for at, x in after.items() if before.get(at) != x):
         raise RuntimeError(f"the step moves the number at {after[at].path} to {at}; keep what it counts in one place")
-
-
-def _has_written(path: str, tree: Any, written: frozenset[str]) -> bool:
-    return any(inner in written for inner, _ in _tensors_of(path, tree))
 
 
 def _same_tensors(old: Any, new: Any) -> bool:

@@ -7,6 +7,9 @@ A result that is asked for as Partial is left as terms on the ranks; all others 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from spmd._torch import pytree
 from spmd.expand.capture import Captured
 from spmd.expand.module_attributes import is_attribute, leaves_of
@@ -17,21 +20,30 @@ from spmd.tensor.spec import Spec
 
 
 class Results:
-    """The results of one capture, by number, with the placements that were asked for.
+    """The results of one capture, by number, with the placements that were asked for. One tensor has one number.
 
-    attributes: the paths of those that are set as attributes of modules, by number.
+    attributes: the paths of those that are set as attributes of modules, by number. given: as in `Captured`, but for
+    those that are asked for at other places.
     """
 
     def __init__(self, captured: Captured, outputs: Placed) -> None:
         tree = captured.tree
         result, changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
         kept = {path: each for path, each in changed.items() if is_attribute(path)}
-        self.attributes = {number: inner for path, each in kept.items() for inner, number in leaves_of(path, each)}
-        paths = {number: path for path, number in named_leaves({"result": result})}
-        self.paths = {number: path for number, path in paths.items() if number in captured.outputs}
-        require_matches(outputs, list(self.paths.values()), "outputs")
-        asked = {number: placements_for(outputs, [path]) for number, path in self.paths.items()}
-        self.asked = {number: placements for number, placements in asked.items() if placements is not None}
+        one = captured.same
+        inner = [(path, number) for at, each in kept.items() for path, number in leaves_of(at, each)]
+        self.attributes = {one.get(number, number): path for path, number in reversed(inner)}
+        named = [(path, one.get(number, number)) for path, number in named_leaves({"result": result})]
+        named = [(path, number) for path, number in named if number in captured.outputs]
+        require_matches(outputs, [path for path, _ in named], "outputs")
+        self.asked, self.paths = _asked(named, outputs)
+        self.given = {number: where for number, where in captured.given.items() if number not in self.asked}
+        if both := self.asked.keys() & self.attributes.keys():
+            number = min(both)
+            raise ValueError(
+                f"outputs says where {self.paths[number]} lies, which is one tensor with {self.attributes[number]}, "
+                "and that stays where it is; let the step return a clone() of it"
+            )
 
     def spec(self, number: int, spec: Spec, mesh: DeviceMesh) -> Spec:
         """The spec that the result of this number is to have, which was asked for."""
@@ -42,3 +54,19 @@ class Results:
     def owed(self) -> frozenset[str]:
         """The names, in a program, of the results that may be Partial."""
         return frozenset(f"result {number}" for number in self.asked)
+
+
+def _asked(named: Iterable[tuple[str, int]], outputs: Placed) -> tuple[dict[int, Any], dict[int, str]]:
+    """The placements that were asked for, by number, and the paths that they were asked for by, or the first ones."""
+    asked: dict[int, Any] = {}
+    paths: dict[int, str] = {}
+    for path, number in named:
+        wanted = placements_for(outputs, [path])
+        if wanted is not None and asked.setdefault(number, wanted) != wanted:
+            raise ValueError(
+                f"outputs gives {paths[number]} and {path} other placements, and they are one tensor; let the step "
+                "return a clone() of it for one of the two"
+            )
+        if wanted is not None or number not in paths:
+            paths[number] = path
+    return asked, paths

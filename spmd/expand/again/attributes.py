@@ -5,13 +5,13 @@
     model.mask = another                            set by the user between calls
 
 They are read anew at each call. What is there has to be alike: tensors of the same specs in containers of the same
-structure, each tensor once, and no other values. What the step sets is written as the long way does it.
+structure, the same ones of them one tensor, and no other values. What the step sets is written as the long way does it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from spmd._torch import pytree
 from spmd.expand.again.given import likeness
 from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
-from spmd.expand.module_attributes import Attribute, Attributes, leaves_of
+from spmd.expand.module_attributes import Attribute, Attributes
 from spmd.expand.objects import Counted, opened, write_back
 from spmd.expand.reads import Reads
 from spmd.tensor.spec import spec_of_value
@@ -85,53 +85,76 @@ def _never(x: Any) -> bool:
 
 
 class Held:
-    """The attributes that are read anew at each call. paths: those of their tensors, in order."""
+    """The attributes that are read anew at each call. paths: those of their tensors, each once, in order."""
 
-    def __init__(self, places: list[Place], paths: list[str], others: Iterable[torch.Tensor]) -> None:
-        self._places, self.paths, self._others = places, paths, list(others)
+    def __init__(
+        self, places: list[Place], found: list[str], others: Iterable[torch.Tensor], writes: bool
+    ) -> None:  # fmt: skip
+        """found: the paths of the tensors in these places. writes: whether the step writes into what it is given."""
+        self._places, self._others, self._writes = places, list(others), writes
         self._ids = frozenset(map(id, self._others))
+        self.paths = list(dict.fromkeys(found))
+        self._which = [self.paths.index(path) for path in found] if len(self.paths) < len(found) else None
 
     @classmethod
-    def of(cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor]) -> Held | None:
-        """Those that are tensors themselves, and those that the step sets. None where it sets what it did not have, or
-        what several attributes share. changed: the places of the leaves of what it sets, by path. others: tensors of
-        the state, which no attribute may be."""
-        alone = attributes.tensors.keys() - attributes.shared
-        places, paths = [], []
-        for path, each in attributes.by_path.items():
-            tree = attributes.trees[path]
-            inner = [inner for inner, x in leaves_of(path, tree) if isinstance(x, torch.Tensor)]
-            if path in changed or isinstance(tree, torch.Tensor):
-                if alone.issuperset(inner):
-                    places.append(Place(each, tree, changed.get(path)))
-                    paths += inner
-                elif path in changed:
-                    return None
-        fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - paths]
-        return cls(places, paths, [*others, *fixed]) if changed.keys() <= attributes.by_path.keys() else None
+    def of(
+        cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], writes: bool
+    ) -> Held | None:  # fmt: skip
+        """Those that are tensors themselves, those that the step sets, and those that share tensors with these. None
+        where it sets what it did not have. changed: the places of the leaves of what it sets, by path. others: tensors
+        of the state, which no attribute may be."""
+        first = {id(x): path for path, x in attributes.tensors.items()}
+        inside = {
+            path: [first[id(x)] for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+            for path, tree in attributes.trees.items()
+        }
+        alone = {path for path, x in attributes.trees.items() if isinstance(x, torch.Tensor)}
+        taken = _sharing(inside, alone | changed.keys())
+        places = [Place(attributes.by_path[path], attributes.trees[path], changed.get(path)) for path in taken]
+        found = [each for path in taken for each in inside[path]]
+        fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - found]
+        return cls(places, found, [*others, *fixed], writes) if changed.keys() <= attributes.by_path.keys() else None
 
     def leave_out_of(self, reads: Reads) -> None:
         """Let what is in them change, of what was noted."""
         reads.leave_out([(place.own, place.name) for place in self._places])
         reads.forget([box for place in self._places for box in _boxes(place.own.get(place.name))])
 
-    def tensors(self) -> list[torch.Tensor] | None:
-        """All that are there now, by `paths`; None where that is not alike."""
+    def tensors(self, arguments: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """All that are there now, by `paths`; None where that is not alike. arguments: those that are tensors."""
         found: list[torch.Tensor] = []
         for place in self._places:
             if (inside := place.tensors()) is None:
                 return None
             found += inside
+        if self._which is not None:
+            several, found = found, [found[self._which.index(i)] for i in range(len(self.paths))]
+            if not all([x is found[i] for x, i in zip(several, self._which, strict=True)]):
+                return None
         ids = set(map(id, found))
         if len(ids) < len(found) or not ids.isdisjoint(self._ids):
             return None
+        given = list(map(id, arguments))
+        if not self._ids.isdisjoint(given) or (self._writes and not ids.isdisjoint(given)):
+            return None
         shared = _memories(found)
+        if self._writes and len(shared) < sum([getattr(x, "_memory", None) is not None for x in found]):
+            return None
         return None if shared and not shared.isdisjoint(_memories(self._others)) else found
 
     def set(self, leaves: list[Any]) -> None:
         """Set those that the step sets. leaves: of all that it gives."""
         for place in self._places:
             place.set(leaves)
+
+
+def _sharing(inside: Mapping[str, list[str]], begin: Collection[str]) -> list[str]:
+    """The attributes to begin with, and all that have a tensor of these. inside: the tensors of each."""
+    taken, tensors = {path for path in begin if path in inside}, set[str]()
+    while more := {path for path in taken if not tensors.issuperset(inside[path])}:
+        tensors.update(x for path in more for x in inside[path])
+        taken |= {path for path, several in inside.items() if not tensors.isdisjoint(several)}
+    return [path for path in inside if path in taken]
 
 
 def _memories(tensors: Iterable[torch.Tensor]) -> set[int]:

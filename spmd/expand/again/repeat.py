@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from spmd.expand.again.attributes import Held
 from spmd.expand.again.given import Given, likeness
 from spmd.expand.again.results import Made, builder, changed_by, picker
 from spmd.expand.again.tensors import Kept, are_in_place
-from spmd.expand.bound_program import BoundProgram
+from spmd.expand.bound_program import BoundProgram, write_into
 from spmd.expand.capture import Argument
 from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of
@@ -39,6 +39,7 @@ from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.variables import Place
 from spmd.tensor.modes import deterministic
 from spmd.tensor.recipes import stream
+from spmd.tensor.spec import spec_of_value
 
 
 class Ready(NamedTuple):
@@ -49,6 +50,10 @@ class Ready(NamedTuple):
     numbers: list[float]
     gradients: list[Any]
     held: list[torch.Tensor]
+
+
+Find = Callable[[Ready], torch.Tensor]
+"""Finds a tensor in what a call has read."""
 
 
 class _Counter(NamedTuple):
@@ -101,7 +106,7 @@ class Repeat:
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self.small = one_element(self._kept.slots, call.specs)
         self._take(call, paths)
-        self._give()
+        self._give(call, paths)
 
     def _take(self, call: Any, paths: dict[str, int]) -> None:
         """Where the inputs of the program come from: places in the lists of all that a call has.
@@ -129,8 +134,21 @@ class Repeat:
         self._in_order = picker(places)
         self._freed = [p for path, p in self._kept.parameters.items() if Slot("grad", path) not in self.bound.read]
 
-    def _give(self) -> None:
+    def _find(self, there: Mapping[Any, Any], paths: dict[str, int], where: Slot | Argument) -> Find:
+        """How a tensor that the step is given is found in what a later call has read. there: those of this call."""
+        if isinstance(where, Argument) and where.path in self._held.paths:
+            i = self._held.paths.index(where.path)
+            return lambda ready: ready.held[i]
+        if isinstance(where, Argument) and where.path in paths:
+            i = paths[where.path]
+            return lambda ready: ready.leaves[i]
+        fixed = there[where]
+        return lambda _: fixed
+
+    def _give(self, call: Any, paths: dict[str, int]) -> None:
         """Where the outputs of the program go to."""
+        there = {**call.tensors, **{Argument(path): x for path, x in call.given_tensors.items()}}
+        find = partial(self._find, there, paths)
         captured, outputs = self.bound.captured, self.bound.outputs
         found = {where: (i, spec) for i, (where, (_, spec)) in enumerate(zip(captured.outputs, outputs, strict=True))}
         homes = {slot: i for i, slot in enumerate(self._kept.slots)}
@@ -142,9 +160,19 @@ class Repeat:
             (p, found[slot][0], Made(found[slot][1])) if (slot := Slot("grad", path)) in found else (p, -1, None)
             for path, p in self._kept.parameters.items()
         ]
-        self._results = [
-            (where, i, None if spec is None else Made(spec)) for where, (i, spec) in found.items() if type(where) is int
+        self._written = [(find(where), found[where][0]) for where in captured.written]
+        self._given_back = [
+            (leaf, find(where))
+            for leaf, where in captured.given.items()
+            if leaf not in found or spec_of_value(there[where]) is not None
         ]
+        given = {leaf for leaf, _ in self._given_back}
+        self._results = [
+            (where, i, None if spec is None else Made(spec))
+            for where, (i, spec) in found.items()
+            if type(where) is int and where not in given
+        ]
+        self._same = list(captured.same.items())
         self._leaves = list(captured.leaves)
 
     def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
@@ -154,7 +182,7 @@ class Repeat:
             return None
         if not all([alike(x) for alike, (x, _) in zip(self._attributes_alike, self._attributes, strict=True)]):
             return None
-        gradients, held = self._kept.gradients(), self._held.tensors()
+        gradients, held = self._kept.gradients(), self._held.tensors([leaves[i] for i, _ in self._blocks])
         if gradients is None or held is None or not self._kept.are_as_before():
             return None
         numbers = self._numbers.copy()
@@ -191,11 +219,17 @@ class Repeat:
         out = self.bound.execute(flat)
         del flat
         self._store(out, blocks)
+        for of, i in self._written:
+            write_into(of(ready), out[i])
         for name in self.bound.captured.stepped:
             _torch.note_step(self._objects[name]())
         leaves = self._leaves.copy()
         for where, i, made in self._results:
             leaves[where] = out[i] if made is None else made.of(out[i])
+        for where, of in self._given_back:
+            leaves[where] = of(ready)
+        for where, first in self._same:
+            leaves[where] = leaves[first]
         for counter, i in self._counts:
             counter.set(leaves[i])
         self._held.set(leaves)
@@ -239,7 +273,7 @@ def repeat_of(
     if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
     counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
-    held = Held.of(call.attributes, changed, call.tensors.values())
+    held = Held.of(call.attributes, changed, call.tensors.values(), writes=bool(bound.captured.written))
     if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
