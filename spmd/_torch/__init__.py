@@ -88,6 +88,7 @@ from spmd._torch.functionalize import (
     from_functional,
     functional_mode_of,
     gradients_seen,
+    memory_shown,
     same_value,
     to_functional,
     write_functional,
@@ -124,7 +125,7 @@ from spmd._torch.groups import (
     unregister_group,
     works_in_flight,
 )  # fmt: skip
-from spmd._torch.identity import become, declared, obstacles, user_attributes
+from spmd._torch.identity import become, declared, obstacles, shows_what_is_held, user_attributes
 from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,

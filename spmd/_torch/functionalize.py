@@ -88,6 +88,12 @@ _FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _set_aside, _put_back = torch._C._unset_dispatch_mode, torch._C._set_dispatch_mode
 
 
+def memory_shown(x: torch.Tensor) -> tuple:
+    """Which memory a functional tensor shows, and how: equal for tensors of which each shows all writes to another."""
+    layout = (*map(str, x.shape), *map(str, x.stride()), str(x.storage_offset()))
+    return x.elem.untyped_storage()._cdata, layout, x.dtype, x.is_conj(), x.is_neg()
+
+
 def write_functional(x: torch.Tensor, value: torch.Tensor) -> None:
     """Let a functional tensor have this value, as after a write in place; tensors that share its memory see it."""
     with torch.no_grad():

@@ -48,6 +48,14 @@ def _obstacle(x: torch.Tensor, kind: type) -> str | None:
     return None
 
 
+def shows_what_is_held(x: torch.Tensor) -> bool:
+    """Whether another tensor, which somebody holds, shows memory of this one. Its base may be there for it alone."""
+    own, base = x.untyped_storage(), [x._base] if x._is_view() else []
+    if torch._C._storage_Use_Count(own._cdata) > len([x, own, *base]):
+        return True
+    return bool(base) and _holders(base, 0) > (base[0]._use_count() > 1)
+
+
 def _viewed() -> set[int]:
     """The ids of all tensors of which somebody holds a view. One that only a graph of autograd holds does not count,
     because nobody writes into it."""

@@ -159,9 +159,9 @@ class BoundProgram:
         for i, where in self.captured.given.items():
             there = given[where.path] if isinstance(where, Argument) else new.get(where, tensors.get(where))
             if values[i] is None or isinstance(there, DTensor):
-                values[i] = there
+                values[i] = there.detach() if i in self.captured.detached else there
         for i, first in self.captured.same.items():
-            values[i] = values[first]
+            values[i] = values[first].detach() if i in self.captured.detached else values[first]
         return pytree.tree_unflatten(values, self.captured.tree)
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:

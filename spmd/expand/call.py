@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmd._torch import pytree
-from spmd.expand.capture import Argument, Captured
+from spmd.expand.capture import Captured
 from spmd.expand.closed_over import Search
 from spmd.expand.counters import Names, counters_of
 from spmd.expand.first_state import FirstState, filled, first_state
@@ -248,13 +248,11 @@ class Call:
         return self.leaves | self.attributes.tensors
 
     def kept(self, captured: Captured) -> list[tuple[str, torch.Tensor]]:
-        """The tensors in arguments and attributes that stay the objects that they are, as buffers do: those that a
-        capture writes into, and the attributes that it returns."""
-        returned = [captured.given[i] for i in captured.outputs if i in captured.given]
-        there = self.attributes.tensors
-        paths = dict.fromkeys(i.path for i in (*captured.written, *returned) if isinstance(i, Argument))
-        paths = [path for path in paths if path in there or Argument(path) in captured.written]
-        return [(path, self.given_tensors[path]) for path in paths]
+        """The tensors in attributes, and those in arguments that a capture writes into, that are placed as buffers are:
+        they stay the objects that they are."""
+        written = {i.path for i in captured.written}
+        there = self.attributes.tensors.keys() | written
+        return [(path, self.given_tensors[path]) for path in sorted(captured.placed & there)]
 
     def place_kept(self, captured: Captured) -> None:
         """Put these on the mesh."""

@@ -85,7 +85,8 @@ class Captured:
     into. leaves, tree: the flattened return value, with None in place of tensors, and its structure: of the pair of
     what the function returns and what it changes, arguments by name and attributes of modules by path. same: the leaves
     that are the tensor of an earlier leaf, with that one. given: the leaves that are a tensor that the function has
-    been given, with its place. fixed: the number arguments that could not stay
+    been given, with its place. detached: of both, those that share all of its memory, and are another tensor, as what
+    `detach` gives. fixed: the number arguments that could not stay
     symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
     modules, to be done when the program has run. kept: the numbers in the tensors of the state, which the function may
     decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
@@ -108,6 +109,7 @@ class Captured:
     fixed: dict[str, float]
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
+    detached: tuple[int, ...] = ()
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
     shared: tuple[str, ...] = ()
@@ -176,6 +178,12 @@ class Captured:
     def written(self) -> tuple[Argument, ...]:
         """The tensors in arguments and in attributes that the function writes into."""
         return tuple([where for where in self.outputs if isinstance(where, Argument)])
+
+    @functools.cached_property
+    def placed(self) -> frozenset[str]:
+        """The paths of these, and of those that it returns, or of whose memory it makes another tensor."""
+        shown = [self.given[i] for i in (*self.outputs, *self.detached) if i in self.given]
+        return frozenset(i.path for i in (*self.written, *shown) if isinstance(i, Argument))
 
     @functools.cached_property
     def watched(self) -> tuple[Slot, ...]:
@@ -335,7 +343,7 @@ def _traced(
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of = flat.outputs, flat.leaves, flat.tree
-    one = flat.same, flat.given
+    one = flat.same, flat.given, tuple(flat.detached)
     made = tuple(i for i in inputs if i in first)
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
@@ -440,6 +448,7 @@ class _FlatFunction:
     tree: Any = None
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
+    detached: list[int] = field(default_factory=list)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
     grown: tuple[str, ...] = ()
@@ -665,7 +674,7 @@ class _FlatFunction:
         """there: the tensors of arguments, attributes and state. homes: what is written into these, and new state."""
         leaves, self.tree = pytree.tree_flatten((result, changed))
         returned = len(pytree.tree_leaves(result))
-        traced = self._new_leaves(leaves, returned, {id(x): where for where, x in there.items()})
+        traced = self._new_leaves(leaves, returned, there)
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
         if type(foreign) is Told:
             raise FrozenValue(foreign._what)
@@ -687,24 +696,30 @@ class _FlatFunction:
         are in the place of others into these."""
         return {slot: x for slot, x in after.items() if self.own.get(slot) is x and slot.kind != "grad"}
 
-    def _new_leaves(self, leaves: list[Any], returned: int, there: Mapping[int, Slot | Argument]) -> list[int]:
+    def _new_leaves(self, leaves: list[Any], returned: int, there: Mapping[Any, Any]) -> list[int]:
         """The leaves that are outputs: symbols, each tensor once, and none that an attribute or a container of the
         caller's is set to and that the step was given. Notes what the others are. returned: how many leaves the step
-        returns. there: what the step was given, by identity; it may return that, and the caller gets a copy where it is
-        no DTensor."""
-        first: dict[int, int] = {}
-        found = []
+        returns. there: what the step was given. If it returns that, the caller gets a copy of state, and of what is no
+        DTensor.
+        """
+        given_back, kept, first, found = _Met(), _Met(), _Met(), []
+        for where, x in there.items():
+            for met in (kept, given_back)[: 1 + isinstance(where, Argument)] if isinstance(x, torch.Tensor) else ():
+                met.meet(x, where)
         for i, x in enumerate(leaves):
+            given = given_back if i < returned else kept
             if _torch.is_symbol(x):
                 found.append(i)
             elif isinstance(x, torch.Tensor):
-                if id(x) in there and (i >= returned or id(x) not in first):
-                    self.given[i] = there[id(x)]
-                if id(x) not in there or i < returned:
-                    if first.setdefault(id(x), i) == i:
-                        found.append(i)
-                    else:
-                        self.same[i] = first[id(x)]
+                if (given.has(x) and (i >= returned or not first.has(x))) or (given.shows(x) and not first.has(x)):
+                    self.given[i] = given.find(x)
+                elif first.shows(x):
+                    self.same[i] = first.find(x)
+                if i not in self.same and (i < returned or i not in self.given):
+                    found.append(i)
+                if (i in self.given and not given.has(x)) or (i in self.same and not first.has(x)):
+                    self.detached.append(i)
+                first.meet(x, i)
         return found
 
     def finish(self, graph: fx.Graph) -> None:
@@ -727,6 +742,29 @@ def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
     functional = dict(zip(tensors, _torch.all_to_functional(list(tensors.values())), strict=True))
     rest = {k: _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x for k, x in given.items()}
     return rest | functional
+
+
+class _Met:
+    """Where tensors were first met, by identity, and by the memory that they show."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, Any] = {}
+        self._memories: dict[Any, Any] = {}
+
+    def meet(self, x: torch.Tensor, where: Any) -> None:
+        self._tensors.setdefault(id(x), where)
+        self._memories.setdefault(_torch.memory_shown(x), where)
+
+    def has(self, x: torch.Tensor) -> bool:
+        return id(x) in self._tensors
+
+    def shows(self, x: torch.Tensor) -> bool:
+        """Whether it was met, or another that shows the same memory."""
+        return self.has(x) or _torch.memory_shown(x) in self._memories
+
+    def find(self, x: torch.Tensor) -> Any:
+        """Where it was met, or else the other."""
+        return self._tensors[id(x)] if self.has(x) else self._memories[_torch.memory_shown(x)]
 
 
 def _check_attributes(tensors: Tensors, before: dict[Slot, dict[str, Any]]) -> None:

@@ -30,7 +30,7 @@ from spmd.expand.capture import Argument, Captured, capture
 from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
 from spmd.expand.counters import CountersFound, Names, all_names, names_of
-from spmd.expand.given_specs import check_arguments, places_of
+from spmd.expand.given_specs import check_arguments, check_can_be_placed, places_of
 from spmd.expand.kept import archive
 from spmd.expand.kept.key import key_of_call
 from spmd.expand.kept.library import NOWHERE, Library, Wanted, entry_or_reason, library_at
@@ -263,7 +263,8 @@ class CompiledStep:
         is_known = bound is not None
         bound = self._serve(bound, call) if bound else self._make_program(call)
         check_arguments(call.leaves, call.attributes.tensors, call.tensors, (*bound.changed, *bound.captured.written))
-        check_can_become(self._title, call.kept(bound.captured))
+        check_can_be_placed(kept := call.kept(bound.captured), call.given_tensors)
+        check_can_become(self._title, kept)
         self._last = bound
         check_explicit(self._title, bound)
         call.place_state(self._init)
@@ -441,7 +442,7 @@ class CompiledStep:
 
     def _leave_out_unread(self, call: Call, captured: Captured) -> None:
         """Of tensors in attributes that no program has read, the shapes alone count from now on."""
-        self._read |= {i.path for i in (*captured.inputs, *captured.outputs) if isinstance(i, Argument)}
+        self._read |= {i.path for i in captured.inputs if isinstance(i, Argument)} | captured.placed
         self._unread = (self._unread | call.attributes.tensors.keys()) - self._read
         call.leave_out(self._unread)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from spmd import _torch
 from spmd.expand.places.places import Places
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
@@ -118,10 +119,25 @@ def check_arguments(
         home = tensors.get(where) if isinstance(where, Slot) else arguments[where.path]
         found = names.get(_memory_of(home), ()) if home is not None else ()
         if name := next((name for name in found if arguments[name] is not home or name != str(where)), None):
-            said, give = (name, "keep in it") if name in attributes else (f"the argument {name}", "pass")
+            said, give = (name, "set it to") if name in attributes else (f"the argument {name}", "pass")
             raise ValueError(
                 f"{said} shares memory with {where}, which the step writes, and the step would not see the write in "
                 f"it: {give} {name}.clone(), or take the view inside the step"
+            )
+
+
+def check_can_be_placed(placed: Sequence[tuple[str, torch.Tensor]], others: Mapping[str, Any]) -> None:
+    """Refuse plain tensors that would be placed on the mesh, and that show memory of others, which would stay behind.
+    placed: by path. others: all tensors that the step is given, by path."""
+    for path, x in placed:
+        if spec_of_value(x) is not None or (memory := _memory_of(x)) is None:
+            continue
+        tensors = {name: y for name, y in others.items() if isinstance(y, torch.Tensor) and y is not x}
+        name = next((name for name, y in tensors.items() if _memory_of(y) == memory), "")
+        if name or _torch.shows_what_is_held(x):
+            raise ValueError(
+                f"{path} shares memory with {name or 'another tensor'}, and the step writes, returns or shares it, so "
+                f"that it is placed on the mesh by itself: set it to {path}.clone() before"
             )
 
 

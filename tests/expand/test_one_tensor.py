@@ -111,7 +111,7 @@ def returns_one_twice(self, h, given):
 
 
 def returns_what_it_holds(self, h, given):
-    return self.a, self.buf, self.l
+    return self.a, self.l
 
 
 def returns_what_it_writes(self, h, given):
@@ -122,6 +122,23 @@ def returns_what_it_writes(self, h, given):
 def returns_a_new_buffer(self, h, given):
     self.buf = self.buf * 0.5
     return self.buf
+
+
+def keeps_it_and_returns_it_detached(self, h, given):
+    self.b = h * 1
+    return self.b.detach(), [self.b.detach()]
+
+
+def returns_another_of_its_memory(self, h, given):
+    self.l[1] = self.l[1].detach()
+    return self.a.detach(), self.d["x"].view(-1), h, h.detach()
+
+
+def keeps_the_weight_detached(self, h, given):
+    """And reads it behind that alone."""
+    self.b = self.b * 1
+    self.l[1] = self.up.weight.detach()
+    return self.l[1].sum()
 
 
 def keeps_an_argument(self, h, given):
@@ -139,7 +156,8 @@ KINDS = {
         sets_one_to_another, sets_two_to_a_new_one, sets_two_and_returns_it, swaps, swaps_in_a_list, shifts,
         sets_one_and_writes_it, writes_and_takes_another, writes_in_an_object, writes_rows,
         writes_what_it_does_not_read, returns_one_twice, returns_what_it_holds, returns_what_it_writes,
-        keeps_an_argument, writes_in_a_container,
+        keeps_it_and_returns_it_detached, returns_another_of_its_memory, keeps_the_weight_detached, keeps_an_argument,
+        writes_in_a_container,
     )
 }  # fmt: skip
 
@@ -228,6 +246,10 @@ def writes_what_is_a_name_of_an_argument(self, h, given):
     self.b = given[0]
 
 
+def reads_a_parameter_of_the_call_before(self, h, given):
+    self.a = self.up.bias.detach()
+
+
 def takes_its_buffer(self, h, given):
     self.b = self.buf
 
@@ -236,6 +258,7 @@ REFUSED = {
     "a name of an argument": (
         writes_what_is_a_name_of_an_argument, ValueError, r"model\.b shares memory with given\.0.*model\.b\.clone"
     ),
+    "a parameter": (reads_a_parameter_of_the_call_before, ValueError, r"model\.a shares memory with model\.up\.bias"),
     "a buffer": (takes_its_buffer, RuntimeError, r"sets model\.b to model\.buf, .* set it to a clone\(\)"),
 }
 

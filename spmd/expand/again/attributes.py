@@ -88,17 +88,20 @@ class Held:
     """The attributes that are read anew at each call. paths: those of their tensors, each once, in order."""
 
     def __init__(
-        self, places: list[Place], found: list[str], others: Iterable[torch.Tensor], writes: bool
+        self, places: list[Place], found: list[str], others: Iterable[torch.Tensor], read: Collection[str], writes: bool
     ) -> None:  # fmt: skip
-        """found: the paths of the tensors in these places. writes: whether the step writes into what it is given."""
+        """found: the paths of the tensors in these places. read: of these, what programs read or write. writes: whether
+        the step writes into what it is given."""
         self._places, self._others, self._writes = places, list(others), writes
         self._ids = frozenset(map(id, self._others))
         self.paths = list(dict.fromkeys(found))
+        self._read = [i for i, path in enumerate(self.paths) if path in read]
         self._which = [self.paths.index(path) for path in found] if len(self.paths) < len(found) else None
 
     @classmethod
     def of(
-        cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], writes: bool
+        cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], read: Collection[str],
+        writes: bool,
     ) -> Held | None:  # fmt: skip
         """Those that are tensors themselves, those that the step sets, and those that share tensors with these. None
         where it sets what it did not have. changed: the places of the leaves of what it sets, by path. others: tensors
@@ -113,7 +116,9 @@ class Held:
         places = [Place(attributes.by_path[path], attributes.trees[path], changed.get(path)) for path in taken]
         found = [each for path in taken for each in inside[path]]
         fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - found]
-        return cls(places, found, [*others, *fixed], writes) if changed.keys() <= attributes.by_path.keys() else None
+        if not changed.keys() <= attributes.by_path.keys():
+            return None
+        return cls(places, found, [*others, *fixed], read, writes)
 
     def leave_out_of(self, reads: Reads) -> None:
         """Let what is in them change, of what was noted."""
@@ -137,10 +142,10 @@ class Held:
         given = list(map(id, arguments))
         if not self._ids.isdisjoint(given) or (self._writes and not ids.isdisjoint(given)):
             return None
-        shared = _memories(found)
-        if self._writes and len(shared) < sum([getattr(x, "_memory", None) is not None for x in found]):
+        shared = _memories([*(found[i] for i in self._read), *arguments])
+        if shared and not set(shared).isdisjoint(_memories(self._others)):
             return None
-        return None if shared and not shared.isdisjoint(_memories(self._others)) else found
+        return None if self._writes and len(set(shared)) < len(shared) else found
 
     def set(self, leaves: list[Any]) -> None:
         """Set those that the step sets. leaves: of all that it gives."""
@@ -157,9 +162,9 @@ def _sharing(inside: Mapping[str, list[str]], begin: Collection[str]) -> list[st
     return [path for path in inside if path in taken]
 
 
-def _memories(tensors: Iterable[torch.Tensor]) -> set[int]:
+def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Which memories tensors share with views."""
-    return {id(memory) for x in tensors if (memory := getattr(x, "_memory", None)) is not None}
+    return [id(memory) for x in tensors if (memory := getattr(x, "_memory", None)) is not None]
 
 
 def _boxes(x: Any) -> Iterator[Any]:

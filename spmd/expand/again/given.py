@@ -32,8 +32,8 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
     if kind is torch.Tensor:
         like = x.shape, x.dtype, x.device
         return lambda y: type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad
-    if (spec := spec_of_value(x)) is not None and x._memory is None:
-        return lambda y: type(y) is kind and y._spec is spec and y._memory is None and not y.requires_grad
+    if (spec := spec_of_value(x)) is not None and x._copy is None:
+        return lambda y: type(y) is kind and y._spec is spec and y._copy is None and not y.requires_grad
     if kind in (int, float):
         return lambda y: type(y) is kind
     if kind in BY_VALUE:

@@ -162,17 +162,17 @@ class Repeat:
         ]
         self._written = [(find(where), found[where][0]) for where in captured.written]
         self._given_back = [
-            (leaf, find(where))
+            (leaf, find(where), leaf in captured.detached)
             for leaf, where in captured.given.items()
             if leaf not in found or spec_of_value(there[where]) is not None
         ]
-        given = {leaf for leaf, _ in self._given_back}
+        given = {leaf for leaf, *_ in self._given_back}
         self._results = [
             (where, i, None if spec is None else Made(spec))
             for where, (i, spec) in found.items()
             if type(where) is int and where not in given
         ]
-        self._same = list(captured.same.items())
+        self._same = [(leaf, first, leaf in captured.detached) for leaf, first in captured.same.items()]
         self._leaves = list(captured.leaves)
 
     def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
@@ -226,10 +226,10 @@ class Repeat:
         leaves = self._leaves.copy()
         for where, i, made in self._results:
             leaves[where] = out[i] if made is None else made.of(out[i])
-        for where, of in self._given_back:
-            leaves[where] = of(ready)
-        for where, first in self._same:
-            leaves[where] = leaves[first]
+        for where, of, is_detached in self._given_back:
+            leaves[where] = of(ready).detach() if is_detached else of(ready)
+        for where, first, is_detached in self._same:
+            leaves[where] = leaves[first].detach() if is_detached else leaves[first]
         for counter, i in self._counts:
             counter.set(leaves[i])
         self._held.set(leaves)
@@ -273,7 +273,7 @@ def repeat_of(
     if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
     counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
-    held = Held.of(call.attributes, changed, call.tensors.values(), writes=bool(bound.captured.written))
+    held = Held.of(call.attributes, changed, call.tensors.values(), call.leaf_specs, bool(bound.captured.written))
     if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):

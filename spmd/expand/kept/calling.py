@@ -30,8 +30,8 @@ from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
 
 FIELDS = (
-    "inputs", "outputs", "leaves", "same", "given", "fixed", "kept", "shared", "first", "ignores_gradients", "stepped",
-    "environment",
+    "inputs", "outputs", "leaves", "same", "given", "detached", "fixed", "kept", "shared", "first", "ignores_gradients",
+    "stepped", "environment",
 )  # fmt: skip
 
 
