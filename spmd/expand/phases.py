@@ -76,7 +76,7 @@ def _marked_in_trace(gradient: torch.Tensor, path: str, phases: Phases) -> torch
     value = None if mode is None else _torch.from_functional(gradient)
     given = None if value is None else _torch.node_of(value, mode.tracer)
     with _torch.no_function_modes():  # they would hear of each size that is asked for
-        if given is None or not _is_dense(value):
+        if given is None or not is_dense(value):
             return None
         phases.note()
         op = torch.ops.spmd.gradient.default
@@ -89,7 +89,7 @@ def _marked_in_trace(gradient: torch.Tensor, path: str, phases: Phases) -> torch
         return _torch.to_functional(node.meta["val"])
 
 
-def _is_dense(x: torch.Tensor) -> bool:
+def is_dense(x: torch.Tensor) -> bool:
     """Whether a tensor fills its memory, so that a clone of it lies as it does."""
     shape, stride = x.shape, x.stride()
     return all([type(n) is int for n in (*shape, *stride)]) and _fills(tuple(shape), stride)

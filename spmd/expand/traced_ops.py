@@ -18,6 +18,7 @@ from spmd.expand.origins import Origins
 from spmd.expand.outs import write_out
 from spmd.expand.phases import Phases
 from spmd.expand.stamp.watch import unwatched
+from spmd.expand.sums import SUM, summed
 from spmd.expand.user_code import at_user_line, current_frames
 from spmd.expand.value_places import check_numbers
 from spmd.expand.value_sizes import SIZED, advice, of_unknown_size
@@ -82,6 +83,10 @@ class Normalise(_torch.TorchDispatchMode):
         if op is aten.detach.default and _is_kept_by_engine(args[0]):
             return _torch.same_value(args[0])
         _check_written(op, args)
+        if op is SUM and not kwargs and _is_kept_by_engine(args[0]) and summed(*args):
+            self.origins.note()
+            self.constrained.note(op, args, kwargs, args[0])
+            return args[0]
         if op.namespace in COLLECTIVES:
             raise NotImplementedError(
                 f"{op}: a step computes with global tensors, of which every rank has the whole value, and the compiler "
