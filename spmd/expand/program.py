@@ -89,8 +89,9 @@ class Program:
     gathered for an op whose work is shared - a weight, the matrix that `inv` solves for rows - is in `collectives`.
     places: of the parameters, by name. certificate: how good the placements are, where they were chosen together.
     owed: the results whose reductions the user has asked to leave. kinds: for each input what it is: parameter, buffer,
-    grad, optimizer, hyper, argument, or draws (where random numbers begin). reasons: for `explain`. reports: what each
-    pass did.
+    grad, optimizer, hyper, argument, or draws (where random numbers begin). spare: bytes that passes may let it need
+    more: of the body of a loop, what the whole program needs elsewhere. reasons: for `explain`. reports: what each pass
+    did.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Program:
     certificate: Certificate | None = None
     owed: frozenset[str] = frozenset()
     kinds: tuple[str, ...] = ()
+    spare: int = field(default=0, compare=False, repr=False)
     reasons: Reasons | None = field(default=None, compare=False, repr=False)
     reports: tuple[Report, ...] = field(default=(), compare=False, repr=False)
 

@@ -14,6 +14,7 @@ from spmd.expand.explain.explanation import Explanation
 from spmd.expand.explain.reasons import Way, to_write, with_reasons, written
 from spmd.expand.loops.bodies import has_loops, with_bodies
 from spmd.expand.loops.roll import rolled
+from spmd.expand.loops.room import with_room
 from spmd.expand.loops.write import CannotLoop
 from spmd.expand.nodes import SOURCE
 from spmd.expand.passes.passes import NAMED, with_passes
@@ -77,7 +78,8 @@ class Writer:
 
     def _passed(self, program: Program, keeps_memory: bool = False, own: bool = False) -> Program:
         passes = self.settings.passes_on(self.mesh.device_type, keeps_memory)
-        program = with_bodies(program, lambda body: with_passes(body, passes, own)) if own else program
+        if own:
+            program = with_bodies(with_room(program), lambda body: with_passes(body, passes, own))
         return with_passes(program, passes, own)
 
     @property

@@ -80,6 +80,7 @@ def _room(program: Program, sending: Sequence[fx.Node]) -> tuple[Room, dict[int,
     gathers = [node for node in sending if node.target.kind in (AllGather.kind, Exchange.kind)]
     read = [min(node.users) for node in gathers if node.users]  # nodes compare by their places
     nbytes, most, sends = alive_until(program, [*sending, *read])
+    most += program.spare
     terms = {i: each.terms for i, each in enumerate(sends) if each and each.terms}
     return Room(np.minimum(nbytes, most), most), terms
 
