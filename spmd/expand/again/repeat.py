@@ -172,7 +172,10 @@ class Repeat:
             for where, (i, spec) in found.items()
             if type(where) is int and where not in given
         ]
-        self._same = [(leaf, first, leaf in captured.detached) for leaf, first in captured.same.items()]
+        made = {leaf: made.beside for leaf, _, made in self._results if made is not None}
+        another = {leaf: made.get(first, torch.Tensor.detach) for leaf, first in captured.same.items()}
+        self._same = [(leaf, first) for leaf, first in captured.same.items() if leaf not in captured.detached]
+        self._detached = [(leaf, captured.same[leaf], another[leaf]) for leaf in captured.detached if leaf in another]
         self._leaves = list(captured.leaves)
 
     def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
@@ -228,8 +231,10 @@ class Repeat:
             leaves[where] = out[i] if made is None else made.of(out[i])
         for where, of, is_detached in self._given_back:
             leaves[where] = of(ready).detach() if is_detached else of(ready)
-        for where, first, is_detached in self._same:
-            leaves[where] = leaves[first].detach() if is_detached else leaves[first]
+        for where, first, another in self._detached:
+            leaves[where] = another(leaves[first])
+        for where, first in self._same:
+            leaves[where] = leaves[first]
         for counter, i in self._counts:
             counter.set(leaves[i])
         self._held.set(leaves)

@@ -12,6 +12,7 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.objects import closed
 from spmd.tensor.eager.dtensor import DTensor
+from spmd.tensor.eager.fast_path import memory_of
 from spmd.tensor.eager.wrappers import wrap, wrapper
 from spmd.tensor.spec import Spec
 
@@ -28,6 +29,12 @@ class Made:
         if self._wrapper is None:
             self._wrapper = wrapper(DTensor, block, self.spec)
         return wrap(self._wrapper, block, self.spec)
+
+    def beside(self, x: DTensor) -> DTensor:
+        """Another one that shows the memory of one of these, as `x.detach()` in less time."""
+        other = wrap(self._wrapper, x._local_tensor, self.spec)
+        other._memory = memory_of(x)
+        return other
 
 
 def changed_by(tree: Any) -> dict[str, Any]:
