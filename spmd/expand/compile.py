@@ -127,6 +127,10 @@ def compile(
     their code reads nothing else than that of those two. The graph is the same but for the order of independent ops,
     captured faster. False captures each call.
 
+    What is one tensor on one device is one behind the call, in attributes, containers and results; so is `x` and
+    `x.detach()` one memory. But a view of a part of another tensor is a copy, and so is what fn returns of parameters,
+    buffers and gradients, or of an argument that is no DTensor: it keeps its numbers in later calls.
+
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.
 

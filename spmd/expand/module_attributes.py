@@ -8,7 +8,12 @@ Such an attribute may be a tensor, or a list, dict, tuple or object of tensors a
 module and its own name, as a buffer has. What a step sets and does not read first is no input: it may be whatever it is
 before the call, and plays a role by its shape alone. What is neither read nor set stays as it is.
 
-Left out, and errors: what holds parameters or modules beside tensors, and what a step sets to something without them.
+    self.b = self.a                             gives both the tensor that is there: nothing is computed or copied
+    self.a = self.b = x + 1                     one new tensor
+    self.mean.mul_(0.9)                         written into the tensor itself, which is placed as a buffer is
+
+Left out, and errors: what holds parameters or modules beside tensors, and what a step sets to something without them,
+or to a parameter or buffer. A view of a part of another tensor has memory of its own behind the call.
 """
 
 from __future__ import annotations

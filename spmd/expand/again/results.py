@@ -12,7 +12,6 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.objects import closed
 from spmd.tensor.eager.dtensor import DTensor
-from spmd.tensor.eager.fast_path import memory_of
 from spmd.tensor.eager.wrappers import wrap, wrapper
 from spmd.tensor.spec import Spec
 
@@ -33,7 +32,7 @@ class Made:
     def beside(self, x: DTensor) -> DTensor:
         """Another one that shows the memory of one of these, as `x.detach()` in less time."""
         other = wrap(self._wrapper, x._local_tensor, self.spec)
-        other._memory = memory_of(x)
+        x._share_memory_with(other)
         return other
 
 

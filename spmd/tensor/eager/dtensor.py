@@ -375,6 +375,10 @@ class DTensor(torch.Tensor):
         """Note that the block was written. All ranks must: the base of a view that had to be copied gets the write."""
         note_write(self)
 
+    def _share_memory_with(self, other: DTensor) -> None:
+        """Note that another tensor, of the same spec, has the block of this one, as `detach` gives it."""
+        other._memory = fast_path.memory_of(self)
+
     # ---- torch.compile ------------------------------------------------------------------------
     @property
     @_torch.not_compiled  # Dynamo would ask for the block in order to compile this
