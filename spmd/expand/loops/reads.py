@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from spmd.expand.loops.rounds import Round
+from spmd.expand.loops.rounds import Round, make_alike
 from spmd.tensor.recipes.random import Draw
 
 BODY, CARRIED, INVARIANT, ITEM, DRAWS = "body", "carried", "invariant", "item", "draws"
@@ -71,7 +71,10 @@ class RoundReads:
         if rounds_before and index not in self.given:
             if rounds_before == 1:
                 return Source(BODY, index)
-            if operands[0] in inside or self.carried.setdefault(index, operands[0]) is not operands[0]:
+            made = self.rounds[0].nodes[index].meta.get("val")
+            if operands[0] in inside or not make_alike(operands[0].meta.get("val"), made):
+                raise CannotRoll
+            if self.carried.setdefault(index, operands[0]) is not operands[0]:
                 raise CannotRoll
             return Source(CARRIED, index)
         if not inside.isdisjoint(operands):

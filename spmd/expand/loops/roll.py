@@ -35,13 +35,12 @@ def rolled(graph: fx.Graph) -> fx.Graph:
     run = longest_run(rounds)
     if run.stop == len(rounds):
         run = run[:-1]
-    if len(run) < LEAST:
-        return graph
-    try:
-        reads = RoundReads.find([rounds[i] for i in run])
-    except CannotRoll:
-        return graph
-    return _Writer(graph, reads).written()
+    while len(run) >= LEAST:
+        try:
+            return _Writer(graph, RoundReads.find([rounds[i] for i in run])).written()
+        except CannotRoll:  # what the first one reads may be of another dtype than what is carried
+            run = run[1:]
+    return graph
 
 
 @dataclass

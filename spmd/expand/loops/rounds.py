@@ -95,7 +95,7 @@ class _Pairs:
         """Whether the node does in its round what the one does in the round before."""
         if one.op != next_.op or NEW_VALUE in one.meta or NEW_VALUE in next_.meta:
             return False
-        if not _make_alike(one.meta.get("val"), next_.meta.get("val")):
+        if not make_alike(one.meta.get("val"), next_.meta.get("val")):
             return False
         if one.op == "get_attr":
             self.round.differing.add(self.round.at[next_])
@@ -134,12 +134,12 @@ class _Pairs:
         return True
 
 
-def _make_alike(one: Any, next_: Any) -> bool:
+def make_alike(one: Any, next_: Any) -> bool:
     """Whether two values are alike, without their data."""
     if one is next_:
         return True
     if isinstance(one, (tuple, list)):
-        return type(one) is type(next_) and len(one) == len(next_) and all(map(_make_alike, one, next_))
+        return type(one) is type(next_) and len(one) == len(next_) and all(map(make_alike, one, next_))
     if isinstance(one, torch.Tensor) and isinstance(next_, torch.Tensor):
         one, next_ = TensorMeta.of(one), TensorMeta.of(next_)
     if isinstance(one, TensorMeta):
