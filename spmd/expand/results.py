@@ -38,12 +38,12 @@ class Results:
         require_matches(outputs, [path for path, _ in named], "outputs")
         self.asked, self.paths = _asked(named, outputs)
         self.given = {number: where for number, where in captured.given.items() if number not in self.asked}
-        if both := self.asked.keys() & self.attributes.keys():
-            number = min(both)
-            raise ValueError(
-                f"outputs says where {self.paths[number]} lies, which is one tensor with {self.attributes[number]}, "
-                "and that stays where it is; let the step return a clone() of it"
-            )
+        for number in self.asked.keys() & self.attributes.keys():
+            if any(placement.is_partial() for placement in self.asked[number]):
+                raise ValueError(
+                    f"outputs leaves {self.paths[number]} as terms of a sum, and it is one tensor with "
+                    f"{self.attributes[number]}, which would be left so, too; let the step return a clone() of it"
+                )
 
     def spec(self, number: int, spec: Spec, mesh: DeviceMesh) -> Spec:
         """The spec that the result of this number is to have, which was asked for."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import LocalTensorMode, Shard
+from spmd import LocalTensorMode, Partial, Shard
 from spmd.expand.compile import CompiledStep
 from tests.tensor.single import every_rank
 
@@ -305,6 +305,30 @@ def test_what_cannot_be_one_tensor_is_refused_in_words(keep, kind, why):
         with pytest.raises(kind, match=why):
             for i in range(3):
                 session.call(step, i)
+
+
+def returns_what_it_keeps(model, x):
+    h = model.up(x)
+    model.a = h.detach()
+    return {"h": h, "again": h}
+
+
+def test_outputs_place_what_has_several_names():
+    """All of them; and they cannot ask for two places, or for terms of a sum that an attribute would keep."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+
+    def step(**outputs):
+        return spmd.compile(returns_what_it_keeps, mesh, inputs={"x": {"dp": Shard(0)}}, outputs=outputs)
+
+    with LocalTensorMode(2):
+        model = Net(swaps)
+        for _ in range(4):
+            placed = step(again={"dp": Shard(1)})(model, X)
+            assert placed["h"] is placed["again"] and placed["h"].placements == model.a.placements == (Shard(1),)
+        with pytest.raises(ValueError, match=r"h and .*again other placements.* clone\(\)"):
+            step(again={"dp": Shard(1)}, h={"dp": Shard(0)})(model, X)
+        with pytest.raises(ValueError, match=r"one tensor with model\.a, .* clone\(\)"):
+            step(h={"dp": Partial()})(model, X)
 
 
 LONG = {
