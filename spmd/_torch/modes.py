@@ -73,9 +73,11 @@ def in_symbolic_trace() -> bool:
 
 
 def modes_around() -> tuple[int, ...]:
-    """The modes of torch functions that are on, by identity, and how many of dispatch."""
-    n = torch._C._len_torch_function_stack()
-    return *(id(torch._C._get_function_stack_at(i)) for i in range(n)), torch._C._len_torch_dispatch_stack()
+    """The modes of torch functions that are on, by identity, and how many of dispatch. Those that say that they only
+    listen (`only_listens`) do not count."""
+    functions = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    doing = [id(mode) for mode in functions if not getattr(mode, "only_listens", False)]
+    return *doing, torch._C._len_torch_dispatch_stack()
 
 
 def untraced() -> contextlib.AbstractContextManager:

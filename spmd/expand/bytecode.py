@@ -8,6 +8,7 @@ Newer versions write two instructions as one, and have some that say more. Who l
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -37,6 +38,18 @@ def instructions(code: types.CodeType) -> Iterator[Instruction]:
         else:
             is_item = i.opname == "BINARY_OP" and i.argrepr == "[]"
             yield Instruction("BINARY_SUBSCR" if is_item else _SAME.get(i.opname, i.opname), i.argval, line)
+
+
+@functools.lru_cache(maxsize=4096)
+def loops(code: types.CodeType) -> tuple[range, ...]:
+    """The loops of a function: the places of their instructions, as a frame that runs has one (`f_lasti`).
+
+    >>> len(loops((lambda: [x for x in "ab"]).__code__)) <= 1, loops((lambda: 0).__code__)
+    (True, ())
+    """
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    found = ((i.argval, i.offset) for i in dis.get_instructions(code) if i.opcode in jumps)
+    return tuple(range(begin, end + 1) for begin, end in found if begin < end)
 
 
 _SEVERAL = {

@@ -74,6 +74,8 @@ def _marked_in_trace(gradient: torch.Tensor, path: str, phases: Phases) -> torch
     """
     mode = _torch.proxy_mode() if isinstance(gradient, _torch.FunctionalTensor) else None
     value = None if mode is None else _torch.from_functional(gradient)
+    if path in phases.ahead:
+        return phases.marked_ahead(path, gradient, value)
     given = None if value is None else _torch.node_of(value, mode.tracer)
     with _torch.no_function_modes():  # they would hear of each size that is asked for
         if given is None or not is_dense(value):
@@ -124,18 +126,45 @@ def new_values_noted(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
         handle.remove()
 
 
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A gradient of a parameter whose mark is in the graph before the engine hands it over: what was written again.
+
+    value: for which the mark stands, and which nobody else has. old, total: the node of the gradient that is there and
+    that of the sum of the two, written as well; None where none is there. couple: raises where it is not so.
+    """
+
+    value: torch.Tensor
+    old: fx.Node | None
+    total: fx.Node | None
+    couple: Callable[[str], None]
+
+
 @dataclass
 class Phases:
     """When autograd's engine ran during a capture.
 
     ends: the last node that was made before each start and each end of the engine; None where there was none. unshared:
     values that were given to the engine as gradients, by identity, each in memory of its own that nobody else has.
+    ahead: gradients that are marked already, by the path of the parameter. sums: those to be added up, by the identity
+    of the value.
     """
 
     running: bool = False
     ends: list[fx.Node | None] = field(default_factory=list)
     is_paused: bool = False
     unshared: dict[int, torch.Tensor] = field(default_factory=dict)
+    ahead: dict[str, Ahead] = field(default_factory=dict)
+    sums: dict[int, Ahead] = field(default_factory=dict)
+
+    def marked_ahead(self, path: str, gradient: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+        """The gradient of a parameter that was marked ahead."""
+        known = self.ahead.pop(path)
+        if value is not known.value:
+            known.couple("a parameter gets other gradients than those of a call that is written again")
+        if known.total is not None:
+            self.sums[id(value)] = known
+        return gradient
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -11,22 +11,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from spmd import _torch
 from spmd.expand.nodes import added
-from spmd.expand.phases import is_dense
+from spmd.expand.phases import Ahead, Phases, is_dense
 
 SUM = torch.ops.aten.add_.Tensor
 
 
-def summed(total: Any, term: Any) -> bool:
+def summed(total: Any, term: Any, phases: Phases) -> bool:
     """Add a term to a gradient, as `SUM` of the two does in a trace. False where that may be more than a node: nothing
-    was done then. To be called where the engine calls that op."""
+    was done then. To be called where the engine calls that op. phases: those of the trace."""
     mode = _torch.proxy_mode()
     if mode is None or not (type(total) is type(term) is _torch.FunctionalTensor) or total is term:
         return False
     values = _torch.from_functional(total), _torch.from_functional(term)
     nodes = [_torch.node_of(x, mode.tracer) for x in values]
+    if (known := phases.sums.pop(id(values[1]), None)) is not None:
+        _write_ahead(total, nodes[0], known, mode.tracer)
+        return True
     with _torch.no_function_modes():  # they would hear of each size that is asked for
         if None in nodes or total._is_view() or not _are_alike(*values):
             return False
@@ -37,6 +41,15 @@ def summed(total: Any, term: Any) -> bool:
         node.meta["val"] = new
         _torch.write_functional(total, new)
     return True
+
+
+def _write_ahead(total: torch.Tensor, old: fx.Node | None, known: Ahead, tracer: fx.Tracer) -> None:
+    """The same where the node of the sum is there."""
+    if old is not known.old:
+        known.couple("a gradient changes while a backward pass that is written again adds to it")
+    with _torch.no_function_modes():
+        _torch.stand_for(known.value, known.total, tracer)
+        _torch.write_functional(total, known.value)
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

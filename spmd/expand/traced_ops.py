@@ -83,7 +83,7 @@ class Normalise(_torch.TorchDispatchMode):
         if op is aten.detach.default and _is_kept_by_engine(args[0]):
             return _torch.same_value(args[0])
         _check_written(op, args)
-        if op is SUM and not kwargs and _is_kept_by_engine(args[0]) and summed(*args):
+        if op is SUM and not kwargs and _is_kept_by_engine(args[0]) and summed(*args, self.phases):
             self.origins.note()
             self.constrained.note(op, args, kwargs, args[0])
             return args[0]

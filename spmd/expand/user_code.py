@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
+
+from spmd.comm.user_line import is_library
+from spmd.expand.bytecode import loops
 
 LIBRARY_FOLDERS = tuple(str(Path(f).parent) + os.sep for f in (torch.__file__, Path(__file__).parent, os.__file__))
 """Folders of torch, spmd and Python's own library."""
@@ -60,6 +64,16 @@ def short_place(frames: Iterable[FrameType]) -> str:
     """For a text in a program, which is the same on all hosts: the innermost of these frames that is the user's."""
     found = next((frame for frame in frames if is_users(frame.f_code.co_filename)), None)
     return "" if found is None else f" at {os.path.basename(found.f_code.co_filename)}:{found.f_lineno}"
+
+
+def is_in_loop(outermost: CodeType) -> bool:
+    """Whether code of the user's runs in a loop, inside of the function of this code."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not outermost:
+        if not is_library(frame.f_code.co_filename) and any(frame.f_lasti in loop for loop in loops(frame.f_code)):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _line_of(frame: FrameType) -> str:

@@ -36,6 +36,7 @@ from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases
+from spmd.expand.stamp.calls import Calls
 from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.kind import Kind
 from spmd.expand.stamp.parts import Coupled, Part, differing, metadata
@@ -66,12 +67,21 @@ class Blocks:
     wrong: str = ""
     thread: int = field(default_factory=threading.get_ident)
 
+    def __post_init__(self) -> None:
+        self.calls = Calls(self)
+
     @contextlib.contextmanager
     def stamped(self, structures: Mapping[int, Structure]) -> Iterator[None]:
         """Inside, in a capture by this thread, calls of modules that repeat (`repeated`) are traced twice."""
-        modules = [m for root in self.state.modules.values() for m in modules_of(root) if id(m) in structures]
+        all_modules = self.state.submodules()
+        modules = [m for m in all_modules if id(m) in structures]
+        inside = {id(x) for m in modules for x in modules_of(m)}
+        whole = [m for m in all_modules if id(m) not in inside and m._modules and "forward" not in vars(m)]
         for m in modules:
             vars(m)["forward"] = self._forward(m, structures[id(m)])
+        for m in whole:
+            vars(m)["forward"] = self._whole(m)
+        modules += whole
         try:
             yield
         finally:
@@ -82,6 +92,7 @@ class Blocks:
         """Check what could not be checked before, and remove what was traced aside. To be called after the trace."""
         if self.wrong:
             raise CoupledBlocks(self.wrong)
+        self.calls.finish()
         for kind in self.kinds.values():
             for call in kind.calls:
                 call.check_nothing_leaks()
@@ -90,6 +101,15 @@ class Blocks:
         for kind in self.kinds.values():
             for call in kind.calls:
                 call.erase_aside(graph)
+
+    def aside_nodes(self) -> set[fx.Node]:
+        """What is traced aside, and will be removed."""
+        calls = (call for kind in self.kinds.values() for call in kind.calls)
+        return {n for call in calls if call.aside is not None for n in call.aside.nodes}
+
+    def paths_of_parameters(self) -> dict[int, str]:
+        """The paths of the parameters, by identity."""
+        return {id(p): path for path, p in self.state.parameters().items()}
 
     def couple(self, why: str) -> None:
         """Raise. Should code of the user catch it, `finish` raises again."""
@@ -100,6 +120,16 @@ class Blocks:
     def _forward(self, module: nn.Module, structure: Structure) -> Callable:
         plain = module.forward
         return functools.wraps(plain)(lambda *args, **kwargs: self._call(module, structure, plain, args, kwargs))
+
+    def _whole(self, module: nn.Module) -> Callable:
+        plain = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread:
+                return plain(*args, **kwargs)
+            return self.calls.call(module, plain, args, kwargs)
+
+        return functools.wraps(plain)(forward)
 
     def _call(self, module: nn.Module, structure: Structure, plain: Callable, args: tuple, kwargs: dict) -> Any:
         mode = _torch.proxy_mode() if threading.get_ident() == self.thread else None
@@ -120,6 +150,8 @@ class Blocks:
         self.origins.note_call(call.path)
         if isinstance(made, _Traced):
             self._add(kind, made)
+        elif (watch := Watch.present()) is not None:
+            kind.note_in(watch)
         values = iter(found)
         leaves = [next(values) if x is _MADE else x for x in made.leaves]
         leaves = [call.tensors[x.number] if type(x) is _Input else x for x in leaves]

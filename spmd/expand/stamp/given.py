@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,16 @@ class Given:
 
     @classmethod
     def of(
-        cls, module: nn.Module, structure: Structure, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str
-    ) -> Given | None:
-        """None where the call is not one of those that can be compared."""
+        cls, module: nn.Module, structure: Structure, args: tuple, kwargs: dict, tracer: fx.Tracer, path: str,
+        wherever: bool = False,
+    ) -> Given | None:  # fmt: skip
+        """None where the call is not one of those that can be compared. wherever: whether arguments may be anywhere in
+        the memory that they show."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(x, (_torch.FunctionalTensor, *COMPARED_BY_VALUE, float)) for x in leaves):
             return None
         with _torch.no_function_modes():  # they would hear of each question after a shape
-            kinds = tuple(layout(x) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
+            kinds = tuple(layout(x, wherever) if isinstance(x, torch.Tensor) else guard_key(x) for x in leaves)
             parameters, buffers = parameters_of(module), tuple(buffers_of(module))
             own = tuple(map(layout, (*parameters, *buffers))), _guards(module, structure.differing)
         arguments = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -53,17 +55,24 @@ class Given:
             return None
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None
-        around = modes_guard(), _torch.modes_around(), _torch.flags_around(), tuple(map(nodes.index, nodes))
+        around = modes_guard(), _torch.modes_around(), _torch.flags_around(), _pattern(nodes)
         kind = structure, repr(tree), kinds, own, *around
         return cls(module, structure, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
+
+
+def _pattern(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    """Which of them are one."""
+    places: dict[fx.Node, int] = {}
+    return tuple([places.setdefault(n, i) for i, n in enumerate(nodes)])
 
 
 def _guards(module: nn.Module, without: Collection[str]) -> tuple[Hashable, ...]:
     return tuple(guard_now(m, without) for m in modules_of(module))
 
 
-def layout(x: torch.Tensor) -> tuple:
-    return *metadata(x), str(x.storage_offset()), x.requires_grad, x.is_conj(), x.is_neg()
+def layout(x: torch.Tensor, wherever: bool = False) -> tuple:
+    """What code sees of a tensor. wherever: but for where it begins in its memory."""
+    return *metadata(x), wherever or str(x.storage_offset()), x.requires_grad, x.is_conj(), x.is_neg()
 
 
 def _is_known(x: torch.Tensor, tracer: fx.Tracer) -> bool:

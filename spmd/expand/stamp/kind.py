@@ -10,6 +10,7 @@ from typing import Any
 from spmd import _torch
 from spmd.expand.stamp.given import Given
 from spmd.expand.stamp.reach import Code, Reach
+from spmd.expand.stamp.watch import Watch
 
 log = logging.getLogger("spmd.expand")
 
@@ -68,6 +69,12 @@ class Kind:
             log.debug("calls like %s are traced one by one: %s", call.given.path, self.plain)
         elif is_second:
             call.compare(self.calls[0])
+
+    def note_in(self, watch: Watch) -> None:
+        """Let a watch have seen what the calls that are traced have run: it sees none of those that are stamped."""
+        watch.codes |= self._codes
+        watch.names_computed |= self._names_computed
+        watch.reads_environment |= self._reads_environment
 
     def _reach(self, given: Given) -> Reach:
         own = {id(x): i for i, x in enumerate((*given.module.modules(), *given.tensors, *given.buffers))}

@@ -67,6 +67,11 @@ Guards = dict[int, tuple]
 """Of each module its guard, by identity."""
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether code of the user's may hook into calls of a module, or of those in it."""
+    return any(getattr(m, name, None) for m in modules_of(module) for name in _HOOKS)
+
+
 def _repeated(roots: list[nn.Module], found: _Structures) -> dict[int, Structure]:
     groups: dict[Hashable, list[nn.Module]] = {}
     for root in roots:

@@ -43,14 +43,15 @@ class Stencil:
 
     def write(self, env: Env, path: str, numbering: Numbering) -> list[fx.Node]:
         """Write the part at the end of its graph, for the module of this path. env: as for `stamp`."""
-        stamp(self.part, env, (renamed(meta, self.path, path) for meta in self.metas))
+        is_here = path == self.path
+        stamp(self.part, env, self.metas if is_here else (renamed(meta, self.path, path) for meta in self.metas))
         copies = [env[n] for n in self.part.nodes]
         for n in copies:
             if "draw" in n.meta:
                 n.meta["draw"] = numbering.next(n.target)
         for n, noted in zip(self.part.inputs, self.notes, strict=True):
             meta = env.get(n, n).meta
-            for key, sites in renamed(noted, self.path, path).items():
+            for key, sites in (noted if is_here else renamed(noted, self.path, path)).items():
                 if sites:
                     meta[key] = (*meta.get(key, ()), *sites)
         return copies

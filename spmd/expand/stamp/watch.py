@@ -80,7 +80,8 @@ class Watch:
     that it may have computed. asks_identity: whether it asks which objects it has. copies_state: whether it asks
     objects for a copy of all they hold. reads_environment: whether it reads variables of the environment.
 
-    The garbage collector waits meanwhile: the finalizers that it would run are no code of the call.
+    The garbage collector waits meanwhile: the finalizers that it would run are no code of the call. What a watch within
+    another one has seen, that one has seen, too.
     """
 
     def __init__(self) -> None:
@@ -94,16 +95,32 @@ class Watch:
     def __enter__(self) -> Watch:
         self._before, self._collector = sys.getprofile(), collector_off()
         self._collector.__enter__()
-        if self._before is not None:
+        self._around = Watch.present()
+        if self._before is not None and self._around is None:
             self.unseen = "the code under a profiler"
         else:
             sys.setprofile(self._note)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._before is None:
-            sys.setprofile(None)
+        if self._before is None or self._around is not None:
+            sys.setprofile(self._before)
+        if self._around is not None:
+            self._around.include(self)
         self._collector.__exit__(*error)
+
+    @staticmethod
+    def present() -> Watch | None:
+        """The watch that is on in this thread."""
+        found = getattr(sys.getprofile(), "__self__", None)
+        return found if type(found) is Watch else None
+
+    def include(self, other: Watch) -> None:
+        """Add what another watch has seen."""
+        self.codes |= other.codes
+        self.unseen = self.unseen or other.unseen
+        for name in ("names_computed", "asks_identity", "copies_state", "reads_environment"):
+            setattr(self, name, getattr(self, name) or getattr(other, name))
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "c_call") or (kind := _KINDS.get(frame.f_code.co_filename)) == LIBRARY:
@@ -236,6 +253,7 @@ class AutogradSeen(TorchFunctionMode):
     from, what gradients they have. So it does with hooks on them."""
 
     found = ""
+    only_listens = True
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in _HOOKS:
@@ -243,7 +261,7 @@ class AutogradSeen(TorchFunctionMode):
                 self.found = self.found or "hooks"
         elif function in _OF_AUTOGRAD and _is_for_user(sys._getframe(1)):
             self.found = self.found or _OF_AUTOGRAD[function]
-        elif function in _CHANGING:
+        elif function in _CHANGING and not sys._getframe(1).f_code.co_filename.startswith(SPMD_FOLDER):
             self.found = self.found or function.__name__
         return function(*args, **(kwargs or {}))
 
