@@ -141,7 +141,11 @@ class Origins:
 
     def note_call(self, path: str) -> None:
         """Call where autograd has made one node for a call of the module of this path."""
-        self.forward.setdefault(_torch.last_node_number(), Origin(path, user_lines(self.outermost)))
+        self.note_made(Origin(path, user_lines(self.outermost)))
+
+    def note_made(self, origin: Origin) -> None:
+        """Call where autograd has made a node for what comes from there."""
+        self.forward.setdefault(_torch.last_node_number(), origin)
 
     # ---- modules --------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -205,6 +209,10 @@ class Origins:
         if node is None or (site.line is not None and not _is_made_at(node, site.line)):
             return
         node.meta[SITES] = (*node.meta.get(SITES, ()), site)
+        self.listen(x, site)
+
+    def listen(self, x: torch.Tensor, site: Site) -> None:
+        """Note the gradient of a value that has the names of a site."""
         if x.requires_grad and torch.is_grad_enabled():
             x.register_hook(lambda gradient: self._note_gradient(gradient, site))
 

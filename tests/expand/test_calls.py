@@ -238,13 +238,44 @@ class Counts(Stack):
         return super().forward(x) * self.count
 
 
-def hooks_results(model, optimizer, x):
-    """Of each result, and in the third pass of a parameter."""
+def hooks_a_weight(model, optimizer, x):
+    """Behind the last call, which was written again; the gradient that the hook sees is kept."""
+    seen = []
     for i, part in enumerate(x.unflatten(0, (4, -1))):
         y = model(part)
+        if i == 3:
+            model.head.weight.register_hook(seen.append)
+        y.square().sum().backward()
+    return seen
+
+
+def hooks_results(model, optimizer, x):
+    for part in x.unflatten(0, (4, -1)):
+        y = model(part)
         y.register_hook(lambda g: g * 2)
-        if i >= 2:
-            model.head.weight.register_hook(lambda g: g * 3)
+        y.square().sum().backward()
+
+
+def hooks_results_in_c(model, optimizer, x):
+    for part in x.unflatten(0, (4, -1)):
+        y = model(part)
+        y.register_hook(torch.neg)
+        y.square().sum().backward()
+
+
+def hooks_results_at_last(model, optimizer, x):
+    for i, part in enumerate(x.unflatten(0, (4, -1))):
+        y = model(part)
+        if i == 3:
+            y.register_hook(lambda g: g * 2)
+        y.square().sum().backward()
+
+
+def hooks_nodes(model, optimizer, x):
+    """What autograd has made of each call, before it goes back through it."""
+    for part in x.unflatten(0, (4, -1)):
+        y = model(part)
+        y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
         y.square().sum().backward()
 
 
@@ -294,6 +325,10 @@ TRACED = {
     "a buffer that is written": (accumulates, given(model=Counts), 0),
     "arguments with gradients": (with_gradients, given(), 0),
     "a hook on a weight": (accumulates, given(change=hook_a_weight), None),
+    "hooks of results": (hooks_results, given(), 0),
+    "hooks of results that are no code": (hooks_results_in_c, given(), 0),
+    "hooks of nodes": (hooks_nodes, given(), 0),
+    "a hook of the last result": (hooks_results_at_last, given(), 1),
     "a hook behind sums": (accumulates, given(change=hook_behind_sums), None),
 }
 
@@ -309,7 +344,7 @@ def test_other_calls_are_traced(name):
 OTHER = {
     "a sum of losses": in_a_comprehension,
     "gradients from elsewhere at last": regularises_last,
-    "hooks of results": hooks_results,
+    "a hook of a weight at last": hooks_a_weight,
     "cleared now and then": clears_now_and_then,
     "some gradients": asks_for_some,
 }

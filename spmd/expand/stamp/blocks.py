@@ -85,6 +85,7 @@ class Blocks:
         try:
             yield
         finally:
+            self.calls.close()
             for m in modules:
                 vars(m).pop("forward", None)
 

@@ -27,7 +27,7 @@ from spmd._torch import pytree
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.hooks import accumulate_hooks, gradient_hooks
 from spmd.expand.modules import buffers_of, parameters_of
-from spmd.expand.origins import GRADIENT_OF, SITES, Site, user_lines
+from spmd.expand.origins import GRADIENT_OF, ORIGIN, SITES, Site, user_lines
 from spmd.expand.phases import Ahead, is_dense
 from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.kind import Kind
@@ -104,6 +104,11 @@ class Calls:
             log.debug("whole calls of %s are traced one by one: %s", given.path, unlike)
         return found
 
+    def close(self) -> None:
+        """To be called when the trace has ended, be it by an error."""
+        for call in (call for kind in self.kinds.values() for call in kind.calls if call.back is not None):
+            call.back.stop()
+
     def finish(self) -> None:
         """Check that what was written again is all that the calls have made."""
         for call in {id(x): x for x in self.stamped}.values():
@@ -128,6 +133,7 @@ class _Call:
     custom: str = ""
 
     def __post_init__(self) -> None:
+        self.back: _Back | None = None
         self.tracer = _torch.proxy_mode().tracer
         self._last, self._before = next(iter(reversed(self.tracer.graph.nodes))), notes_of(self.given.nodes)
         self._drawn, self._own = stream.get_rng_state(), self._tensors()
@@ -200,8 +206,8 @@ class _Call:
     # ---- written again --------------------------------------------------------------------------
     def again(self, given: Given) -> Any:
         """What the call gives for other arguments; None where it has to be traced."""
-        back = self.back.complete() if any(self.differentiable) else None
-        if any(self.differentiable) and back is None:
+        back = None if self.back is None else self.back.complete()
+        if back is None and any(self.differentiable):
             return None
         blocks = self.calls.blocks
         blocks.phases.note()
@@ -214,13 +220,16 @@ class _Call:
             found = _torch.all_to_functional(values)
         else:
             found = _Function.apply(_Again(self, back, given, env, values), *back.parameters(given))
-            blocks.origins.note_call(given.path)
+            blocks.origins.note_made(self.part.outputs[0].meta[ORIGIN])  # what hooks of results compute is from there
+            for x, sites in zip(found, self.inner_sites, strict=True):
+                for site in sites:
+                    blocks.origins.listen(x, site)
         results = iter(found)
         return pytree.tree_unflatten([next(results) if x is _MADE else x for x in self.leaves], self.tree)
 
     def check_nothing_leaks(self) -> None:
         """Check that only its results are read outside of a call, and of its backward pass only gradients."""
-        parts = (self.part, *((self.back.part,) if any(self.differentiable) else ()))
+        parts = (self.part, *(() if self.back is None else (self.back.part,)))
         inside = {n for part in parts for n in part.nodes} | self.calls.blocks.aside_nodes()
         for part in parts:
             for n in set(part.nodes) - set(part.outputs):
@@ -292,6 +301,7 @@ class _Back:
         self.leaves: list[_Leaf] | None = None
         self._finals: dict[int, fx.Node] = {}
         self._handles: list[Any] = []
+        self._seen, self._is_watching = Watch(), False
 
     @classmethod
     def listening(cls, call: _Call) -> _Back:
@@ -312,12 +322,21 @@ class _Back:
             return
         if self.number is None:
             self.number, self.first = number, next(iter(reversed(self.call.tracer.graph.nodes)))
+            self._seen.__enter__()
+            self._is_watching = True
+            _torch.after_backward(self.stop)
         self.cotangents[place], self._noted[place] = node, len(node.meta.get(GRADIENT_OF, ()))
 
     def _end(self, place: int, parameter: torch.Tensor) -> None:
         if self.number == _torch.backward_number():
             self._finals[place] = node_of(_gradient(parameter), self.call.tracer)
             self.last = next(iter(reversed(self.call.tracer.graph.nodes)))
+
+    def stop(self) -> None:
+        """Watch no longer which code runs: the pass has ended, or was left by an error."""
+        if self._is_watching:
+            self._is_watching = False
+            self._seen.__exit__(None, None, None)
 
     def complete(self) -> _Back | None:
         """This, once a backward pass has ended that can be written again; None where there was none."""
@@ -335,6 +354,9 @@ class _Back:
         call = self.call
         if self.wrong or self.last is None:
             _refuse(self.wrong or "there was no backward pass behind it")
+        hooks = [hook for x in call.made for hook in gradient_hooks(x)]
+        if self._seen.codes or self._seen.unseen or not all(map(_is_of_spmd, hooks)):
+            _refuse("code of the user's runs in its backward pass")  # and would run again for a later call
         nodes = tuple(_between(self.first, self.last))
         inside = set(nodes)
         self.leaves = list(self._found_leaves(nodes))
@@ -360,12 +382,10 @@ class _Back:
         self.bare = Stencil.of(bare, call.given.path, notes_of(inputs))
 
     def _inner_sites(self, place: int) -> tuple[Site, ...]:
-        """The sites in the call whose gradient is that of a result. Those of the result outside of it are noted by each
-        call anew."""
-        inner = self.call.inner_sites[place]
+        """The sites of other values in the call whose gradient is that of a result."""
         known = {id(site) for site in self.call.part.outputs[place].meta.get(SITES, ())}
         noted = self.cotangents[place].meta.get(GRADIENT_OF, ())[self._noted[place] :]
-        return (*inner, *(site for site in noted if id(site) not in known))
+        return tuple(site for site in noted if id(site) not in known)
 
     def _found_leaves(self, nodes: Sequence[fx.Node]) -> Iterator[_Leaf]:
         """What was done to each parameter. Raises _Unlike where that is more than a mark and a sum."""
@@ -390,6 +410,10 @@ class _Back:
 
     def parameters(self, given: Given) -> list[torch.Tensor]:
         return [given.tensors[leaf.place] for leaf in self.leaves]
+
+
+def _is_of_spmd(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("spmd.")
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor | None:
