@@ -143,9 +143,30 @@ def updated_inside(model, optimizer, x, y):
     return loss.detach()
 
 
+def of_unequal_parts(model, optimizer, x, y):
+    """The parts have several sizes, of which nothing is left behind the first op."""
+    optimizer.zero_grad()
+    for a, b in zip(x.split([2, 4, 4, 4, 2, 6, 2]), y[:7], strict=True):
+        loss = F.mse_loss(model(a.sum(0)), b)
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def counted(model, optimizer, x, y):
+    """A number of the model is one more in each round."""
+    optimizer.zero_grad()
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        F.mse_loss(model(a), b).backward()
+        model.rounds = getattr(model, "rounds", 0) + 1
+    optimizer.step()
+    return model.rounds
+
+
 STEPS = {
     "summed": (summed, Net), "listed": (listed, Net), "averaged": (averaged, Net), "weighted": (weighted, Net),
     "carried": (carried, Net), "largest": (largest, Net), "updated inside": (updated_inside, Net),
+    "unequal parts": (of_unequal_parts, Net), "counted": (counted, Net),
     "BatchNorm": (summed, lambda: Net(norm=nn.BatchNorm1d)), "dropout": (summed, lambda: Net(0.3)),
 }  # fmt: skip
 

@@ -73,7 +73,8 @@ class BoundLoop:
         """The operands, by their places, that a caller must not have in memory that others read: carried values that
         the body writes into, or gives back in the memory in which they came."""
         first, graph = self.loop.invariants, self.module.graph
-        places = {n: i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+        inputs = enumerate(graph.find_nodes(op="placeholder"))
+        places = {n: i for i, n in inputs if n.meta.get("spec") is not None}  # a number has no memory
         found, values = memories(graph), [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
         bases = {found[n].base for n in (*chain.from_iterable(map(written_by, graph.nodes)), *values)}
         return tuple([i for n, i in places.items() if n in bases and first <= i < first + self.loop.carried])

@@ -4,8 +4,8 @@
     round 1    phases 2 and 3
 
 A round repeats the one before if it calls the same with the same, node by node. An operand is a node of the same round,
-one of the round before, or something from outside; of these the places count, and of the last nothing, for each round
-may be given its own.
+one of the round before, or something from outside; of these the places count, and of the last only shape, strides and
+dtype, for each round may be given its own.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ class _Pairs:
             if not isinstance(next_, fx.Node):
                 return False
             mine, theirs = self.other.place(one), self.round.place(next_)
-            return mine == theirs or (self.is_first and mine[0] != 1 != theirs[0])
+            if mine[0] == 1 or theirs[0] == 1:
+                return mine == theirs
+            return (mine == theirs or self.is_first) and make_alike(one.meta.get("val"), next_.meta.get("val"))
         if isinstance(one, (tuple, list)):
             return type(one) is type(next_) and len(one) == len(next_) and all(map(self._are_alike, one, next_))
         if isinstance(one, dict):
