@@ -51,6 +51,7 @@ ONE_IN = {
     "expand/test_bucket.py::test_a_training_in_buckets_is_that_on_one_device": 5,
     "expand/test_bucket.py::test_parameters_in_shards_travel_in_buckets": 2,
     "expand/test_bucket.py::test_the_size_of_a_bucket_does_not_change_the_training": 2,
+    "expand/test_counters.py::test_ranks_count_alike": 3,
     "expand/test_closed_over.py::test_they_are_trained": 3,
     "expand/test_counters.py::test_a_kept_step_counts_on": 3,
     "expand/test_counters.py::test_a_second_start_with_a_cache_folder_captures_nothing": 4,

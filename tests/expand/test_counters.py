@@ -625,17 +625,14 @@ ON_RANKS = (
 )  # fmt: skip
 
 
-def counted_on_ranks(rank: int) -> list:
+def counted_on_ranks(rank: int, kind: str) -> list:
     mesh = spmd.init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    return [
-        trained(KINDS[kind][0], lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}))
-        for kind in ON_RANKS
-    ]
+    return trained(KINDS[kind][0], lambda step: spmd.compile(step, mesh, inputs={"x": {"dp": Shard(0)}}))
 
 
-def test_ranks_count_alike(gloo4: Pool):
+@pytest.mark.parametrize("kind", ON_RANKS)
+def test_ranks_count_alike(kind, gloo4: Pool):
     """Calls that are made again at once among them; the ranks compare their numbers."""
-    want = [trained(KINDS[kind][0], lambda step: step) for kind in ON_RANKS]
-    for got in gloo4.run(counted_on_ranks):
-        for one, other in zip(got, want, strict=True):
-            check(one, other)
+    want = trained(KINDS[kind][0], lambda step: step)
+    for got in gloo4.run(counted_on_ranks, kind):
+        check(got, want)
