@@ -8,10 +8,13 @@ What programs do set is in `module_attributes`.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from spmd.expand.hooks import hooks_of_module
 from spmd.expand.outside import line_naming
@@ -28,7 +31,7 @@ def assigned_tensor(
     """
     for path, module in modules.items():
         if name := python.attribute_with_new_tensor(module, but):
-            line = line_naming(_functions(module), {name})
+            line = line_naming(functions_of(module), {name})
             return f"the step keeps a tensor in {path}.{name}, which its program would not{_ADVICE}{line}"
     return ""
 
@@ -39,11 +42,12 @@ _ADVICE = (
 )
 
 
-def _functions(module: nn.Module) -> Iterator[types.FunctionType]:
-    """The functions that may have set an attribute of a module: its methods, and its hooks."""
-    for base in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+def functions_of(owner: Any) -> Iterator[types.FunctionType]:
+    """The functions that may have set an attribute of a module, an optimiser or an object: its methods, and its hooks.
+    """
+    for base in itertools.takewhile(lambda base: base not in (nn.Module, Optimizer, object), type(owner).__mro__):
         methods = (x for name, x in vars(base).items() if name != "__init__")
         yield from (x for x in methods if isinstance(x, types.FunctionType))
-    for hook in hooks_of_module(module):
+    for hook in hooks_of_module(owner) if isinstance(owner, nn.Module) else ():
         function = getattr(hook, "__func__", hook)
         yield from [function] if isinstance(function, types.FunctionType) else ()

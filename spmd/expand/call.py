@@ -266,15 +266,14 @@ class Call:
         """The plain arguments, with this rank's block in place of each tensor."""
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
-    def write_back(self, changed: dict[str, Any], rebound: Collection[str]) -> None:
-        """Give arguments, by name, attributes of modules and counters, by path, what the step has changed. rebound: the
-        attributes that get other lists and dicts."""
+    def write_back(self, changed: dict[str, Any]) -> None:
+        """Give arguments, by name, attributes of modules and counters, by path, what the step has changed."""
         self.state.set_counters(changed)
         others = {path: new for path, new in changed.items() if path not in self.state.counters}
         for name, new in others.items():
             if not is_attribute(name):
                 write_back(self.given[name], new)
-        set_attributes(self.state, {path: tree for path, tree in others.items() if is_attribute(path)}, rebound)
+        set_attributes(self.state, {path: tree for path, tree in others.items() if is_attribute(path)})
 
 
 def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

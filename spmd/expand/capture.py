@@ -44,7 +44,7 @@ from spmd.expand.loops.roll import rolled
 from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
-from spmd.expand.outside import changed_outside, line_naming
+from spmd.expand.outside import changed_outside
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, made, variables_of
 from spmd.expand.sizes.assumed import Assumed, Failed
@@ -95,9 +95,8 @@ class Captured:
     program runs. ignores_gradients: whether the graph is right for any gradients that earlier steps left. stepped: the
     names of the optimisers that make a step.
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
-    attributes: those of modules that it sets, by path, with tensors without values of their own. rebound: those that it
-    sets to other lists and dicts than they were. grown: those whose tensors are others than before in number or kind.
-    looped: the graph with equal rounds as a loop, if it has any.
+    attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
+    tensors are others than before in number or kind. looped: the graph with equal rounds as a loop, if it has any.
     """
 
     graph: fx.Graph
@@ -121,7 +120,6 @@ class Captured:
     is_stamped: bool = False
     environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
-    rebound: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)
     looped: fx.Graph | None = None
@@ -338,7 +336,7 @@ def _traced(
     begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
     names = {slot: name for name, several in kept.items() for slot in several}
     flat = _FlatFunction(
-        fn, call, args, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
+        call, args, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
     gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
@@ -350,7 +348,7 @@ def _traced(
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
     known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
-    rest = environment, flat.set_attributes, flat.rebound, flat.grown
+    rest = environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
     last = *one, flat.changes, *known, *rest
     return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped)
@@ -429,10 +427,9 @@ def _read_numbers(graph: fx.Graph, inputs: tuple[Slot | Argument, ...], kept: Ke
 class _FlatFunction:
     """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields.
 
-    fn: the step, whose code is looked at for errors. more: inputs behind the first one, which make_fx is not told of.
+    more: inputs behind the first one, which make_fx is not told of.
     """
 
-    fn: Callable
     call: Callable
     args: dict[str, Any]
     state: State
@@ -454,7 +451,6 @@ class _FlatFunction:
     detached: list[int] = field(default_factory=list)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
-    rebound: tuple[str, ...] = ()
     grown: tuple[str, ...] = ()
     phases: Phases = field(default_factory=Phases)
     unmade: frozenset[Slot] = frozenset()
@@ -511,9 +507,7 @@ class _FlatFunction:
                     written = self._written(given, wrapped)
                     with _torch.no_function_modes():
                         after = self.state.tensors()
-                        new_attributes = SetByStep.between(
-                            held, Attributes.of(self.state), self.state, self._line_naming
-                        )
+                        new_attributes = SetByStep.between(held, Attributes.of(self.state), self.state)
                     self._check_slots(after)
                     _check_attributes(new, own)
                     python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
@@ -599,7 +593,7 @@ class _FlatFunction:
                         "steps, or compute it from floats that the step is given"
                     )
                 self.new_numbers[Slot("number", path)] = present[path]
-        self.set_attributes, self.rebound, self.grown = new.stand_ins(), new.rebound, new.changed
+        self.set_attributes, self.grown = new.stand_ins(), new.changed
         with _torch.no_function_modes():
             before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
         changed = _changed(before, now)
@@ -696,9 +690,6 @@ class _FlatFunction:
         tracer = _torch.proxy_mode().tracer
         self.nodes = [_torch.node_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
         return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
-
-    def _line_naming(self, name: str) -> str:
-        return line_naming(search_of(self.fn, self.state.holders).functions, {name})
 
     def _unreplaced(self, after: Tensors) -> Tensors:
         """Of the state after a step, the tensors that were there before it. A program writes the values of those that

@@ -278,7 +278,7 @@ class CompiledStep:
             check_equal(self._call_title, self.mesh, call.leaves, call.tensors)
         blocks, given = call.placed_leaves(), call.given_tensors
         result, changed = bound.run(call.state, call.tensors, blocks, given, call.numbers, made)
-        call.write_back(changed, bound.captured.rebound)
+        call.write_back(changed)
         if is_known and not self._check_every:
             self._expect_again(bound, call, args, kwargs)
         return closed(result)

@@ -19,7 +19,7 @@ or to a parameter or buffer. A view of a part of another tensor has memory of it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,8 +28,10 @@ from torch import nn
 
 from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.assigned import functions_of
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
-from spmd.expand.objects import NAMED, PLAIN, Counted, boxes, closed, opened, twins, with_counted, write_back
+from spmd.expand.objects import NAMED, PLAIN, Counted, closed, opened, twins, with_counted, write_back
+from spmd.expand.outside import line_naming
 from spmd.expand.state import State, named_leaves
 from spmd.expand.variables import Place
 
@@ -55,13 +57,13 @@ class Attribute(NamedTuple):
 
 @dataclass(frozen=True)
 class Attributes:
-    """The attributes that hold tensors, by path. values: what they hold. trees: the same, opened. tensors: each tensor
-    once, under its first path."""
+    """The attributes that hold tensors, by path. trees: what they hold, opened. tensors: each tensor once,
+    under its first path. shared: the paths of those that several attributes hold."""
 
     by_path: dict[str, Attribute]
-    values: dict[str, Any]
     trees: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    shared: frozenset[str]
 
     @classmethod
     def of(cls, state: State) -> Attributes:
@@ -81,14 +83,16 @@ class Attributes:
                 if (tree := known[id(value)]) is not None:
                     each = Attribute(f"{path}.{name}", owner, name)
                     found[each.path], trees[each.path] = each, tree
-        first: set[int] = set()
+        first: dict[int, str] = {}
         tensors: dict[str, torch.Tensor] = {}
+        shared: set[str] = set()
         for path in found:
             for leaf_path, x in _tensors_of(path, trees[path]):
-                if id(x) not in first:
-                    first.add(id(x))
-                    tensors[leaf_path] = x
-        return cls(found, {path: each.value for path, each in found.items()}, trees, tensors)
+                if id(x) in first:
+                    shared.add(first[id(x)])
+                else:
+                    first[id(x)], tensors[leaf_path] = leaf_path, x
+        return cls(found, trees, tensors, frozenset(shared))
 
     @property
     def places(self) -> frozenset[tuple[int, str]]:
@@ -116,17 +120,8 @@ class Attributes:
             vars(each.owner)[each.name] = copies[id(each.value)]
         count_in(state, [(value, copies[key], tree) for key, (value, tree) in before.items()])
         counted = _counted(state)
-        values = {path: each.value for path, each in self.by_path.items()}
-        trees = {path: with_counted(x, opened(x), counted) for path, x in values.items()}
-        return Attributes(self.by_path, values, trees, {path: new[path] for path in self.tensors})
-
-    def holders(self) -> dict[int, list[str]]:
-        """By the identity of each list and dict the attributes that it is in."""
-        found: dict[int, list[str]] = {}
-        for path, value in self.values.items():
-            for box in boxes(value):
-                found.setdefault(id(box), []).append(path)
-        return found
+        trees = {path: with_counted(each.value, opened(each.value), counted) for path, each in self.by_path.items()}
+        return Attributes(self.by_path, trees, {path: new[path] for path in self.tensors}, self.shared)
 
 
 def _counted(state: State) -> dict[tuple[int, Any], str]:
@@ -188,69 +183,46 @@ def _with_tensors(value: Any, own: set[int], counted: Mapping[tuple[int, Any], s
 
 @dataclass(frozen=True)
 class SetByStep:
-    """What a step has set. trees: the attributes that hold other tensors now, opened, by path. rebound: those that are
-    other lists or dicts now. changed: those where more than the tensors is new. places: where tensors were before or
-    are now."""
+    """What a step has set. trees: the attributes that hold other tensors now, opened, by path. changed: those where
+    more than the tensors is new. places: where tensors were before or are now."""
 
     trees: dict[str, Any]
-    rebound: tuple[str, ...]
     changed: tuple[str, ...]
     places: frozenset[tuple[int, str]]
 
     @classmethod
-    def between(
-        cls, before: Attributes, after: Attributes, state: State, line: Callable[[str], str]
-    ) -> SetByStep:  # fmt: skip
+    def between(cls, before: Attributes, after: Attributes, state: State) -> SetByStep:
         """What differs between the attributes of a state before a step and after it. Raises RuntimeError for what
-        cannot be a result. line: gives the line of the step's code that names an attribute."""
+        cannot be a result."""
         for path in sorted(before.by_path.keys() - after.by_path.keys()):
-            raise RuntimeError(_taken_out(before.by_path[path], state, line))
-        _check_shared(before, after, line)
+            raise RuntimeError(_taken_out(before.by_path[path], state))
         trees, changed = {}, []
         for path, tree in after.trees.items():
             old = before.trees.get(path)
             _check_counted(path, old, tree)
             if path not in before.by_path or guard_of(tree) != guard_of(old):
                 changed.append(path)
-            elif _same_tensors(old, tree) and (type(tree) not in BOXES or after.values[path] is before.values[path]):
+            elif _same_tensors(old, tree):
                 continue
             trees[path] = tree
-        boxed = (path for path, tree in trees.items() if type(tree) in BOXES and path in before.values)
-        rebound = (path for path in boxed if after.values[path] is not before.values[path])
         alone = {path for path in changed if path not in before.by_path and isinstance(trees[path], torch.Tensor)}
-        return cls(trees, tuple(rebound), tuple(x for x in changed if x not in alone), before.places | after.places)
+        return cls(trees, tuple(x for x in changed if x not in alone), before.places | after.places)
 
     def stand_ins(self) -> dict[str, Any]:
         """The same trees with tensors without values of their own."""
         return {path: pytree.tree_map(_stand_in, tree) for path, tree in self.trees.items()}
 
 
-BOXES = (list, dict)
-
-
-def _check_shared(before: Attributes, after: Attributes, line: Callable[[str], str]) -> None:
-    """Refuse lists and dicts that a step puts into several attributes: its program would give each its own."""
-    held = before.holders()
-    for box, paths in after.holders().items():
-        if len(paths) > 1 and not set(paths) <= set(held.get(box, ())):
-            new = next((path for path in paths if path not in held.get(box, ())), paths[-1])
-            other = next((path for path in paths if path != new), new)
-            raise RuntimeError(
-                f"the step puts one list, dict or object into {other} and {new}, and its program would give each its "
-                f"own; set {new} to a copy, as list(...) or dict(...) make it{line(after.by_path[new].name)}"
-            )
-
-
-def _taken_out(of: Attribute, state: State, line: Callable[[str], str]) -> str:
+def _taken_out(of: Attribute, state: State) -> str:
     """What is wrong with an attribute that holds nothing but tensors and plain values no more."""
+    line = line_naming(functions_of(of.owner), {of.name})
     names = {id(x): path for path, x in (*state.parameters().items(), *state.buffers().items())}
     held = pytree.tree_leaves(opened(vars(of.owner).get(of.name)))
     if name := next((names[id(x)] for x in held if id(x) in names), ""):
-        advice = "which has a place of its own; set it to a clone() of that"
-        return f"the step sets {of.path} to {name}, {advice}{line(of.name)}"
+        return f"the step sets {of.path} to {name}, which has a place of its own; set it to a clone() of that{line}"
     return (
         f"the step takes the tensors out of {of.path}; let it set others in their place, such as zeros, or do it "
-        f"between steps{line(of.name)}"
+        f"between steps{line}"
     )
 
 
@@ -320,11 +292,10 @@ def _with_owners(state: State, new: Mapping[str, Any]) -> list[tuple[dict[str, A
     return [(vars(owners[of]), name, tree) for of, _, name, tree in parts]
 
 
-def set_attributes(state: State, new: Mapping[str, Any], rebound: Collection[str]) -> None:
-    """Give the attributes of these paths, opened, to the modules. Containers that they are in stay the same ones.
-    rebound: those that get other lists and dicts."""
-    for path, (own, name, tree) in zip(new, _with_owners(state, new), strict=True):
-        own[name] = closed(tree) if path in rebound else write_back(own.get(name), tree)
+def set_attributes(state: State, new: Mapping[str, Any]) -> None:
+    """Give the attributes of these paths, opened, to the modules. Containers that they are in stay the same ones."""
+    for own, name, tree in _with_owners(state, new):
+        own[name] = write_back(own.get(name), tree)
 
 
 @contextlib.contextmanager

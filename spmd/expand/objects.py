@@ -250,19 +250,6 @@ def write_back(target: Any, new: Any) -> Any:
     return closed(new)
 
 
-def boxes(x: Any) -> Iterator[Any]:
-    """The dicts and lists in a value that is tensors, plain values and containers and objects of them."""
-    if isinstance(x, (torch.Tensor, type)):
-        return
-    if isinstance(x, (dict, list)):
-        yield x
-    if hasattr(x, "__dict__"):
-        yield from boxes(vars(x))
-    if isinstance(x, (dict, list, tuple)):
-        for each in x.values() if isinstance(x, dict) else x:
-            yield from boxes(each)
-
-
 # ---- numbers in them that a step counts --------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ structure, the same ones of them one tensor, and no other values. What the step 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,30 +22,30 @@ from spmd.expand.again.given import likeness
 from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
 from spmd.expand.module_attributes import Attribute, Attributes
-from spmd.expand.objects import Counted, boxes, closed, opened, write_back
+from spmd.expand.objects import Counted, opened, write_back
 from spmd.expand.reads import Reads
 from spmd.tensor.spec import spec_of_value
 
 
 class Place:
     """Where an attribute is. tree: what was there, opened. set_to: where the leaves of what the step sets it to are
-    among those of what it gives; None if it does not set it. is_new: whether it sets it to another list or dict."""
+    among those of what it gives; None if it does not set it."""
 
-    def __init__(self, of: Attribute, tree: Any, set_to: Any = None, is_new: bool = False) -> None:
-        self.own, self.name, self._set_to, self._is_new = vars(of.owner), of.name, set_to, is_new
+    def __init__(self, of: Attribute, tree: Any, set_to: Any = None) -> None:
+        self.own, self.name, self._set_to = vars(of.owner), of.name, set_to
         leaves, self._structure = pytree.tree_flatten(tree)
         self._is_tensor = isinstance(tree, torch.Tensor)
         self._alike = list(map(_alike, leaves))
         self._tensors = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
         counts = any(isinstance(x, Counted) for x in leaves)
-        self._counting = list(boxes(self.own.get(self.name))) if counts else []  # numbers are looked for in these
+        self._counting = list(_boxes(self.own.get(self.name))) if counts else []  # numbers are looked for in these
 
     def tensors(self) -> list[torch.Tensor] | None:
         """Those that are there now; None where that is not alike."""
         value = self.own.get(self.name)
         if self._is_tensor:
             return [value] if self._alike[0](value) else None
-        if self._counting and not all(x is y for x, y in itertools.zip_longest(boxes(value), self._counting)):
+        if self._counting and not all(x is y for x, y in itertools.zip_longest(_boxes(value), self._counting)):
             return None
         leaves, structure = pytree.tree_flatten(opened(value))
         if structure != self._structure or not all([same(x) for same, x in zip(self._alike, leaves, strict=True)]):
@@ -58,7 +58,7 @@ class Place:
             self.own[self.name] = leaves[self._set_to]
         elif self._set_to is not None:
             tree = pytree.tree_map(leaves.__getitem__, self._set_to)
-            self.own[self.name] = closed(tree) if self._is_new else write_back(self.own.get(self.name), tree)
+            self.own[self.name] = write_back(self.own.get(self.name), tree)
 
 
 def _alike(x: Any) -> Callable[[Any], bool]:
@@ -101,12 +101,11 @@ class Held:
     @classmethod
     def of(
         cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], read: Collection[str],
-        writes: bool, new: Collection[str] = (),
+        writes: bool,
     ) -> Held | None:  # fmt: skip
         """Those that are tensors themselves, those that the step sets, and those that share tensors with these. None
         where it sets what it did not have. changed: the places of the leaves of what it sets, by path. others: tensors
-        of the state, which no attribute may be. read, writes: as for the class. new: what it sets to other lists and
-        dicts."""
+        of the state, which no attribute may be."""
         first = {id(x): path for path, x in attributes.tensors.items()}
         inside = {
             path: [first[id(x)] for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
@@ -114,9 +113,7 @@ class Held:
         }
         alone = {path for path, x in attributes.trees.items() if isinstance(x, torch.Tensor)}
         taken = _sharing(inside, alone | changed.keys())
-        places = [
-            Place(attributes.by_path[path], attributes.trees[path], changed.get(path), path in new) for path in taken
-        ]
+        places = [Place(attributes.by_path[path], attributes.trees[path], changed.get(path)) for path in taken]
         found = [each for path in taken for each in inside[path]]
         fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - found]
         if not changed.keys() <= attributes.by_path.keys():
@@ -126,7 +123,7 @@ class Held:
     def leave_out_of(self, reads: Reads) -> None:
         """Let what is in them change, of what was noted."""
         reads.leave_out([(place.own, place.name) for place in self._places])
-        reads.forget([box for place in self._places for box in boxes(place.own.get(place.name))])
+        reads.forget([box for place in self._places for box in _boxes(place.own.get(place.name))])
 
     def tensors(self, arguments: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """All that are there now, by `paths`; None where that is not alike. arguments: those that are tensors."""
@@ -168,3 +165,16 @@ def _sharing(inside: Mapping[str, list[str]], begin: Collection[str]) -> list[st
 def _memories(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Which memories tensors share with views."""
     return [id(memory) for x in tensors if (memory := getattr(x, "_memory", None)) is not None]
+
+
+def _boxes(x: Any) -> Iterator[Any]:
+    """The dicts and lists in a value that is tensors, plain values and containers and objects of them."""
+    if isinstance(x, (torch.Tensor, type)):
+        return
+    if isinstance(x, (dict, list)):
+        yield x
+    if hasattr(x, "__dict__"):
+        yield from _boxes(vars(x))
+    if isinstance(x, (dict, list, tuple)):
+        for each in x.values() if isinstance(x, dict) else x:
+            yield from _boxes(each)

@@ -278,8 +278,7 @@ def repeat_of(
     if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
     counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
-    others, writes = call.tensors.values(), bool(bound.captured.written)
-    held = Held.of(call.attributes, changed, others, call.leaf_specs, writes, bound.captured.rebound)
+    held = Held.of(call.attributes, changed, call.tensors.values(), call.leaf_specs, bool(bound.captured.written))
     if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):

@@ -31,7 +31,7 @@ from spmd.mesh import DeviceMesh
 
 FIELDS = (
     "inputs", "outputs", "leaves", "same", "given", "detached", "fixed", "kept", "shared", "first", "ignores_gradients",
-    "stepped", "environment", "rebound",
+    "stepped", "environment",
 )  # fmt: skip
 
 
