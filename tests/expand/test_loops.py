@@ -343,14 +343,15 @@ def remembering(model, optimizer, x, y):
     return older, newer
 
 
-@pytest.mark.parametrize("step", [alternating, remembering], ids=lambda step: step.__name__)
-def test_rounds_that_differ_stay_as_they_are(step):
+@pytest.mark.parametrize("step, most", [(alternating, 0), (remembering, 2)])
+def test_rounds_that_differ_stay_as_they_are(step, most):
+    """Two rounds may be a loop where what is read of the one before the last is from outside."""
     with mock.patch.dict(STEPS, other=(step, Net)):
         wanted = on_one_device("other")
         with LocalTensorMode(4):
             compiled_step = compiled("other", "2x2")
             found = trained(compiled_step, "other")
-            assert not loops(compiled_step.program)
+            assert all(loop.times <= most for loop in loops(compiled_step.program))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
 
