@@ -83,6 +83,19 @@ def listed(model, optimizer, x, y):
     return torch.stack(losses), losses[2]
 
 
+def running(model, optimizer, x, y):
+    """The sum so far is carried, and read of every round."""
+    optimizer.zero_grad()
+    total, totals = torch.zeros((), dtype=x.dtype), []
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        total = total + loss.detach()
+        totals.append(total)
+    optimizer.step()
+    return torch.stack(totals), total
+
+
 def averaged(model, optimizer, x, y):
     """A running average, and the results of the last micro-batch."""
     optimizer.zero_grad(set_to_none=False)
@@ -165,6 +178,7 @@ def counted(model, optimizer, x, y):
 
 STEPS = {
     "summed": (summed, Net), "listed": (listed, Net), "averaged": (averaged, Net), "weighted": (weighted, Net),
+    "running": (running, Net),
     "carried": (carried, Net), "largest": (largest, Net), "updated inside": (updated_inside, Net),
     "unequal parts": (of_unequal_parts, Net), "counted": (counted, Net),
     "BatchNorm": (summed, lambda: Net(norm=nn.BatchNorm1d)), "dropout": (summed, lambda: Net(0.3)),

@@ -104,7 +104,7 @@ def _reduced_behind(program: Program, carried: range) -> Program:
     inputs, outputs = list(program.inputs), list(program.outputs)
     for i, value in zip(carried, values, strict=False):
         added_to = given[i]
-        if (reduced := _term(value, added_to)) is None:
+        if values.count(value) > 1 or (reduced := _term(value, added_to)) is None:  # every round's may be read, too
             continue
         step, term = reduced.target, reduced.args[0]
         spec = added_to.meta["spec"].with_layout(step.before.dims, step.before.units, step.before.partial)
