@@ -31,13 +31,7 @@ class BoundLoop:
     __name__: str = field(default="loop", init=False)
 
     def __call__(self, *operands: Any) -> tuple:
-        rounds = self.rounds(operands)
-        inputs = next(rounds)
-        try:
-            while True:
-                inputs = rounds.send(self.function(*inputs))
-        except StopIteration as end:
-            return end.value
+        return self.loop.run(lambda inputs: self.function(*inputs), operands)
 
     @cached_property
     def function(self) -> Callable[..., Sequence[Any]]:
@@ -50,23 +44,8 @@ class BoundLoop:
         return Function.of(self.module) if self.kept is None else self.kept
 
     def rounds(self, operands: Sequence[Any]) -> Generator[list[Any], Sequence[Any], tuple]:
-        """Gives the inputs of each round, is sent its outputs, and returns the results of all."""
-        loop, operands = self.loop, list(operands)
-        first, behind = loop.invariants, loop.invariants + loop.carried
-        invariants, carried = operands[:first], operands[first:behind]
-        every: list[list[Any]] = [[] for _ in range(loop.every)]
-        for number in range(loop.times):
-            inputs = [*invariants, *carried, *loop.of_round(operands, number)]
-            carried, operands[first:behind] = [], [None] * loop.carried  # the body's caller alone holds them now
-            outputs = yield inputs
-            del inputs
-            carried, last = list(outputs[: loop.carried]), outputs[loop.carried :][: loop.last]
-            for values, value in zip(every, outputs[loop.carried + loop.last :], strict=True):
-                values.append(value)
-            if number + 1 < loop.times:
-                last = ()
-            del outputs
-        return (*carried, *last, *[value for values in every for value in values])
+        """As those of the loop: for who runs bodies step by step."""
+        return self.loop.rounds(operands)
 
     @cached_property
     def overwritten(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ round. In a captured graph the body is a graph, in a program it is a `Program`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,3 +88,36 @@ class Loop:
         """
         once = self.carried + self.last
         return (*outputs[:once], *[each for each in outputs[once:] for _ in range(self.times)])
+
+    def run(self, body: Callable[[list[Any]], Sequence[Any]], operands: Sequence[Any]) -> tuple:
+        """The results, where a function gives the outputs of the body for its inputs.
+
+        >>> loop = Loop(None, times=3, invariants=1, carried=1, items=1, every=1)
+        >>> loop.run(lambda inputs: [inputs[1] + inputs[0] * inputs[2], inputs[2]], [10, 0, 1, 2, 3])
+        (60, 1, 2, 3)
+        """
+        rounds = self.rounds(operands)
+        inputs = next(rounds)
+        try:
+            while True:
+                inputs = rounds.send(body(inputs))
+        except StopIteration as end:
+            return end.value
+
+    def rounds(self, operands: Sequence[Any]) -> Generator[list[Any], Sequence[Any], tuple]:
+        """Gives the inputs of each round, is sent its outputs, and returns the results of all."""
+        operands, first, behind = list(operands), self.invariants, self.invariants + self.carried
+        invariants, carried = operands[:first], operands[first:behind]
+        every: list[list[Any]] = [[] for _ in range(self.every)]
+        for number in range(self.times):
+            inputs = [*invariants, *carried, *self.of_round(operands, number)]
+            carried, operands[first:behind] = [], [None] * self.carried  # the body's caller alone holds them now
+            outputs = yield inputs
+            del inputs
+            carried, last = list(outputs[: self.carried]), outputs[self.carried :][: self.last]
+            for values, value in zip(every, outputs[self.carried + self.last :], strict=True):
+                values.append(value)
+            if number + 1 < self.times:
+                last = ()
+            del outputs
+        return (*carried, *last, *[value for values in every for value in values])

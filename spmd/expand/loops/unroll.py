@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,12 +24,13 @@ def unrolled(program: T) -> T:
         return program
     new = _torch.new_graph()
     copies: dict[fx.Node, fx.Node] = {}
-    results: dict[fx.Node, list[fx.Node]] = {}
+    results: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             new.output(fx.map_arg(node.args[0], copies.__getitem__)).meta.update(node.meta)
         elif isinstance(node.target, Loop):
-            results[node] = _rounds(new, node.target, [copies[n] for n in node.args])
+            body, operands = node.target.body.graph, [copies[n] for n in node.args]
+            results[node] = node.target.run(functools.partial(_round, new, body), operands)
         elif node.target is operator.getitem and node.args[0] in results:
             copies[node] = results[node.args[0]][node.args[1]]
         else:
@@ -36,19 +38,8 @@ def unrolled(program: T) -> T:
     return replace(program, graph=new)
 
 
-def _rounds(new: fx.Graph, loop: Loop, operands: list[fx.Node]) -> list[fx.Node]:
-    """Write the rounds of a loop. Returns its results."""
-    first, behind = loop.invariants, loop.invariants + loop.carried
-    carried, outputs = operands[first:behind], []
-    for number in range(loop.times):
-        inputs = [*operands[:first], *carried, *loop.of_round(operands, number)]
-        outputs.append(_round(new, loop.body.graph, inputs))
-        carried = outputs[-1][: loop.carried]
-    once = loop.carried + loop.last
-    return [*outputs[-1][:once], *[values[i] for i in range(once, loop.outputs) for values in outputs]]
-
-
 def _round(new: fx.Graph, body: fx.Graph, inputs: list[fx.Node]) -> list[fx.Node]:
+    """Write a round. Returns its outputs."""
     given = iter(inputs)
     copies: Mapping[fx.Node, fx.Node] = {}
     for node in body.nodes:
