@@ -195,6 +195,7 @@ class State:
             if attributes and reads is not None:
                 note_attributes(x, reads)
         for root, optimizer in self.optimizers.items():
+            found[root] = guard_key(type(optimizer))  # options that are no floats may be those of another class
             own = {name: v for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ())}
             held = of.get(id(optimizer), NOTHING)
             own = {name: in_order_of_hooks(v) if name in HOOKS_OF_STEPS else v for name, v in own.items()}

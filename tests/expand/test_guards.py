@@ -327,6 +327,23 @@ def test_layers_of_other_types_have_programs_of_their_own():
     check(run, *((m, X) for m in layers))
 
 
+def trained(module, optimizer, x):
+    """The weight behind a step."""
+    module(x).square().mean().backward()
+    optimizer.step()
+    return module.weight
+
+
+def test_optimisers_of_other_types_have_programs_of_their_own():
+    """Where their options that are no floats are alike, and neither has state yet."""
+    made = [
+        functools.partial(torch.optim.Adamax, maximize=True), functools.partial(torch.optim.ASGD, maximize=True),
+        functools.partial(torch.optim.Adadelta, maximize=True),
+    ]  # fmt: skip
+    layers = [nn.Linear(3, 3) for _ in made]
+    check(trained, *((m, of(m.parameters(), lr=0.1), X) for m, of in zip(layers, made, strict=True)))
+
+
 def test_what_is_changed_between_calls_is_honoured():
     """A list edited, a config set, a hook added, a flag flipped."""
     module, ours = Scaled(), Scaled()
