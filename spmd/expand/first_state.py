@@ -148,6 +148,8 @@ def _made_for(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> d
         try:
             with torch.no_grad():
                 type(optimizer).step.__wrapped__(trial)
+        except _Complete:
+            pass
         except Exception:  # it wants a closure, or decides by values: then nothing is known of its state
             return {}
         made = trial.state[like] if trial.state else {}
@@ -155,19 +157,29 @@ def _made_for(optimizer: Optimizer, group: dict[str, Any], p: torch.Tensor) -> d
     return found if None not in found.values() else {}
 
 
+class _Complete(Exception):
+    """All state is there, and the step begins to write it."""
+
+
 class _Filled(_torch.TorchDispatchMode):
-    """Notes the tensors that are made full of one value."""
+    """Notes the tensors that are made full of one value, until the first of them is written."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[int | None, tuple[torch.Tensor, float]] = {}
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        written = [args[i] for i in _torch.written_positions(op) if i < len(args)]
+        if any(map(self._is_filled, pytree.tree_leaves(written))):
+            raise _Complete
         out = op(*args, **(kwargs or {}))
         value = VALUES[op](args) if op in VALUES else None
         if isinstance(value, (bool, int, float)):
             self._values[_torch.memory_of(out)] = out, value
         return out
+
+    def _is_filled(self, x: torch.Tensor) -> bool:
+        return _torch.memory_of(x) in self._values
 
     def full(self, x: Any) -> Full | None:
         """The tensor as it was made; None if it was not made full of one value."""
