@@ -35,6 +35,7 @@ from spmd.expand.memory import Memory, memory_of_run
 from spmd.expand.passes.report import Report
 from spmd.expand.places.places import Places
 from spmd.expand.sent_by_blocks import sent_by
+from spmd.expand.timeline.alive import most_beside_inputs
 from spmd.expand.timeline.timeline import Timeline, timeline_of
 from spmd.expand.timeline.work import Work
 from spmd.expand.verify import verify_graph
@@ -181,6 +182,11 @@ class Program:
     def work(self) -> Work:
         """Its nodes as tasks, which can be replayed."""
         return Work.of(self)
+
+    @cached_property
+    def beside_inputs(self) -> int:
+        """The most bytes that are alive while it runs, beside its inputs."""
+        return most_beside_inputs(self)
 
     def timeline(self, topology: MeshTopoInfo | None = None) -> Timeline:
         """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology or another.

@@ -292,6 +292,14 @@ def test_buckets_in_a_body_have_the_room_of_the_program():
     assert looped.memory().peak <= 1.01 * plain.memory().peak
 
 
+@pytest.mark.parametrize("plan", ["zero 3", "zero 3 tp"])
+def test_what_a_body_needs_is_no_room_for_buckets_around_it(plan):
+    """A program is said to need what it needs while its loop runs: what is gathered there would wait for all rounds."""
+    program = made("listed", plan)
+    said = program.work.memory(range(len(program.work.tasks)))
+    assert max(said) >= 0.99 * program.memory().peak
+
+
 @pytest.mark.parametrize("name", ["listed", "carried", "dropout"])
 def test_a_timeline_has_all_rounds(name):
     program = made(name, "zero 3 tp")

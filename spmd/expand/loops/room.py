@@ -33,7 +33,7 @@ def with_room(program: Program) -> Program:
     held = reader.held(reader.read(Prices(program.mesh)))
     for node in loops:
         around = held + _alive_at(node, reader)
-        spare = max(0, most - around - _most_beside_inputs(node.target.body))
+        spare = max(0, most - around - node.target.body.beside_inputs)
         node.target = replace(node.target, body=replace(node.target.body, spare=spare))
     return program
 
@@ -48,9 +48,3 @@ def _alive_at(loop: fx.Node, reader: Reader) -> int:
     before = (n for n, i in places.items() if i < at and n.op.startswith("call"))
     read = {reader.shows[n]: None for n in before if any(places[user] >= at for user in n.users)}
     return sum([made(n) for n in read if n.op.startswith("call")])
-
-
-def _most_beside_inputs(body: Program) -> int:
-    """The most bytes that are alive in a body beside what it is given."""
-    inputs: list[fx.Node] = body.graph.find_nodes(op="placeholder")
-    return alive_until(body, inputs[:1]).most - sum(map(made, inputs))

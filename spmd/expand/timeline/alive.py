@@ -53,6 +53,12 @@ def alive_until(program: Program, asked: Sequence[fx.Node]) -> Alive:
     return Alive(nbytes, reading.most(nbytes), [life[4] for life in reading.lives])
 
 
+def most_beside_inputs(program: Program) -> int:
+    """The most bytes that are alive while a program runs, beside its inputs."""
+    inputs = program.graph.find_nodes(op="placeholder")
+    return alive_until(program, inputs[:1]).most - sum(map(made, inputs))
+
+
 class _Reading:
     """A program, and what memory asks of its nodes as far as they were read."""
 
@@ -104,7 +110,7 @@ class _Reading:
         sent = [self.lives[at][4] for at in waits] + [self.prices.sending(node) for node in rest]
         makes = sum([made(node) for node in rest]) + sum([_buffers(each) for each in sent if each is not None])
         reads = tuple([places[n] for n in operands if places[n] < known])
-        return reads, waits, makes, known, None, True
+        return reads, waits, makes, known, None, True, 0
 
 
 def _buffers(sent: Sending) -> int:

@@ -24,6 +24,7 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.local_ops import SAFE_LOCALLY
+from spmd.expand.loops.loop import Loop
 from spmd.expand.nodes import line_of
 from spmd.expand.timeline.prices import Prices, Sending, is_cut
 from spmd.mesh import MeshTopoInfo
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from spmd.expand.program import Program
 
 
-Life = tuple[tuple[int, ...], tuple[int, ...], int, int, "Sending | None", bool]
-"""What memory asks of a task: its `reads`, `waits`, `makes`, `shows`, `sends` and `is_op`."""
+Life = tuple[tuple[int, ...], tuple[int, ...], int, int, "Sending | None", bool, int]
+"""What memory asks of a task: its `reads`, `waits`, `makes`, `shows`, `sends`, `is_op` and `beside`."""
 
 
 class Task(NamedTuple):
@@ -47,8 +48,8 @@ class Task(NamedTuple):
     reads: whose results it reads. waits: which of the sent values it waits for. follows: what it must come behind,
     though it does not read it. us: its time on the compute stream; of what is sent, the time to pack it. makes: bytes
     of new memory. shows: whose memory its result is, itself or another. is_op: whether it runs at all; inputs, outputs
-    and what names one of several results do not. frees: whether memory is freed behind it that others must not read
-    later.
+    and what names one of several results do not. beside: bytes that it needs besides while it runs: a loop for what its
+    rounds make. frees: whether memory is freed behind it that others must not read later.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task(NamedTuple):
     sends: Sending | None
     line: str
     is_op: bool
+    beside: int = 0
     frees: bool = False
 
 
@@ -73,6 +75,7 @@ class Lives(NamedTuple):
     shows: list[int]
     sends: list[Sending | None]
     is_op: list[bool]
+    beside: list[int]
 
     @classmethod
     def of(cls, tasks: Sequence[Life]) -> Lives:
@@ -81,13 +84,13 @@ class Lives(NamedTuple):
 
     def alive(self, order: Sequence[int], held: int, keeps_sent: bool) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs; the last two as `Work` has them."""
-        _, waits, makes, _, sends, _ = self
+        _, waits, makes, _, sends, _, beside = self
         dying = self._dying(order, keeps_sent)
         now, found, flying = held, [], {}
         for i, dead in zip(order, dying, strict=True):
             now += makes[i]
             if not waits[i] and sends[i] is None:  # most tasks
-                found.append(now)
+                found.append(now + beside[i])
                 now -= dead
                 continue
             arrived = 0
@@ -102,13 +105,13 @@ class Lives(NamedTuple):
                 arrived = max(arrived - come, sent.packed - kept - gone)  # one is behind the other
                 flying[i] = kept + come
                 now += flying[i]
-            found.append(now + arrived)
+            found.append(now + arrived + beside[i])
             now -= dead
         return found
 
     def _dying(self, order: Sequence[int], keeps_sent: bool) -> list[int]:
         """For each place in the order, the bytes that are read there for the last time."""
-        reads, waits, makes, shows, sends, is_op = self
+        reads, waits, makes, shows, sends, is_op, _ = self
         last, sent = [-1] * len(reads), {}
         for at, i in enumerate(order):
             last[shows[i]] = at
@@ -148,7 +151,7 @@ class Work:
     @cached_property
     def lives(self) -> Lives:
         """What memory asks of its tasks."""
-        return Lives.of([(t.reads, t.waits, t.makes, t.shows, t.sends, t.is_op) for t in self.tasks])
+        return Lives.of([(t.reads, t.waits, t.makes, t.shows, t.sends, t.is_op, t.beside) for t in self.tasks])
 
     def memory(self, order: Sequence[int]) -> list[int]:
         """For each task, in this order, the bytes that are alive while it runs."""
@@ -207,19 +210,20 @@ class Reader:
         for node in nodes:
             operands, shown = _torch.operands_of(node), shows[node]
             if node.op == "placeholder":
-                found.append(((), (), 0, places[shown], None, False))
+                found.append(((), (), 0, places[shown], None, False, 0))
                 continue
             reads = tuple([places[n] for n in operands])
             if isinstance(node.target, _torch.OpOverload):  # most nodes
                 waits = () if waits_for_nothing(operands) else self._waits(node, prices.exchanges_terms)
                 makes = made(node) if shown is node else 0
-                found.append((reads, waits, makes, places[shown], None, True))
+                found.append((reads, waits, makes, places[shown], None, True, 0))
                 continue
             is_called = node.op.startswith("call")
             is_op = is_called and (node.target is not operator.getitem or is_cut(node))
             waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
             makes = made(node) if is_called and shown is node and not self._is_away(node) else 0
-            found.append((reads, waits, makes, places[shown], prices.sending(node), is_op))
+            beside = max(0, node.target.body.beside_inputs - makes) if isinstance(node.target, Loop) else 0
+            found.append((reads, waits, makes, places[shown], prices.sending(node), is_op, beside))
         return found
 
     def held(self, nodes: Sequence[fx.Node]) -> int:
@@ -235,12 +239,12 @@ class Reader:
                 yield node
 
     def _task(self, node: fx.Node, prices: Prices, of_memory: Life, barrier: tuple[int, ...]) -> Task:
-        reads, waits, makes, shows, sends, is_op = of_memory
+        reads, waits, makes, shows, sends, is_op, beside = of_memory
         places = self.places
         follows = (*[places[n] for n in self.overwrites.get(node, ())], *barrier, *self._read_before(node))
         us = prices.compute_us(node) if is_op else 0.0
         frees = node.target is on_host
-        return Task(node.name, reads, waits, follows, us, makes, shows, sends, line_of(node), is_op, frees)
+        return Task(node.name, reads, waits, follows, us, makes, shows, sends, line_of(node), is_op, beside, frees)
 
     def _is_away(self, node: fx.Node) -> bool:
         """Whether the value takes none of the device's memory."""
