@@ -101,6 +101,11 @@ def source_of(node: fx.Node) -> str:
     return node.meta.get(SOURCE, node.name)
 
 
+def take_origin(node: fx.Node, of: fx.Node) -> None:
+    """Let a node that a pass writes come from where another one does."""
+    node.meta.update({key: of.meta[key] for key in (SOURCE, LINE) if key in of.meta})
+
+
 def in_schema_order(node: fx.Node, operand: Callable[[fx.Node], Any]) -> tuple[tuple, dict]:
     """Map the operands of a call in the order of `Call.tensors`: first the positional ones, then keywords by schema."""
     args = fx.map_arg(node.args, operand)

@@ -143,6 +143,24 @@ def test_the_parts_of_a_gpt_add_up():
     assert sum(op.us for op in whole.ops) == pytest.approx(program_cost(program).us)
 
 
+def averaged_step(model, average, x):
+    """Of an average only a term is a sum that is owed, and the rest becomes a term of it."""
+    for part in x.chunk(2):
+        average = 0.9 * average + 0.1 * model(part).square().mean()
+    average.backward()
+    return average.detach()
+
+
+def test_moves_that_keep_sums_owed_belong_to_the_op_that_reads_them():
+    mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    compiled = spmd.compile(averaged_step, mesh, inputs={"x": {"dp": Shard(0)}}, bucket_mb=None)
+    program = compiled.program_for(nn.Linear(4, 4), torch.zeros(()), torch.zeros(8, 4))
+    lines = [node.meta["line"] for node, step in program.steps() if step.kind == "to_partial"]
+    assert lines and all("test_explain.py" in line for line in lines), lines
+    whole = explained_without_alternatives(program, "*")
+    assert sum(op.us for op in whole.ops) == pytest.approx(program_cost(program).us)
+
+
 def explained_without_alternatives(program, of) -> Explanation:
     """Nothing is tried: no module and no parameter has such a name alone."""
     way = dataclasses.replace(program.reasons.way, write=lambda given: program)

@@ -27,7 +27,7 @@ from torch import fx
 
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import LocalShape
-from spmd.expand.nodes import LINE, SOURCE
+from spmd.expand.nodes import take_origin
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.passes.report import Figures, Noted
 from spmd.expand.program import Program
@@ -241,7 +241,7 @@ class _Writer:
     def _op(self, op: object, args: tuple, spec: Spec, before: fx.Node | None = None) -> fx.Node:
         with self.graph.inserting_before(before or self.product):
             node = self.graph.create_node("call_function", op, args, {})
-        node.meta |= {key: self.product.meta[key] for key in (SOURCE, LINE) if key in self.product.meta}
+        take_origin(node, self.product)
         node.meta["spec"] = spec
         return node
 

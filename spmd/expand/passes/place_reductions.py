@@ -29,7 +29,7 @@ from spmd import _torch
 from spmd.expand.constraints import PINNED
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape
 from spmd.expand.minimum_cut import minimum_cut
-from spmd.expand.nodes import added, described, described_call
+from spmd.expand.nodes import added, described, described_call, take_origin
 from spmd.expand.passes.keep_gathered import copied
 from spmd.expand.program import Program
 from spmd.tensor.cache import Cache
@@ -367,9 +367,11 @@ class _Component:
         return found[0] if found else self._moved(value, self._reduction(value), after=value)
 
     def _moved(self, value: fx.Node, moves: Plan, after: fx.Node | None = None, before: fx.Node | None = None):
+        of = before or after
         for step in moves.effective.steps:
             with self.of.graph.inserting_after(after) if after is not None else self.of.graph.inserting_before(before):
                 new = added(self.of.graph, "call_function", step, (value,), {}, step.move.kind)
+            take_origin(new, of)
             new.meta["spec"] = step.after
             value, after = new, new if after is not None else None
         return value
