@@ -32,8 +32,8 @@ from spmd.expand.local_map import BlockTrace, LocalMapGradientOp, LocalMapOp
 from spmd.expand.local_ops import SAFE_LOCALLY, LocalCount, LocalShape, UnlessEmpty
 from spmd.expand.loops.bound import BoundLoop
 from spmd.expand.loops.loop import Loop
-from spmd.expand.nodes import LINE, MADE_FOR, added, described_call
-from spmd.expand.recorded import Recorded, Recording, Tracer
+from spmd.expand.nodes import LINE, MADE_FOR, added, described_call, first_positions
+from spmd.expand.recorded import Recorded, Recording, Tracer, nodes_in
 from spmd.expand.splits import in_short
 from spmd.tensor.recipes.host import arrived, from_host
 from spmd.tensor.recipes.random import Draw
@@ -186,8 +186,10 @@ class _Binder:
         self, what: str | int, step: Step | Bucket, inputs: Sequence[fx.Node], run: Callable[..., Sequence[Any]]
     ) -> list[fx.Node]:
         """What the code of a move gives on this rank: recorded once, and written again for equal moves. what: a part of
-        its code. Equal plans are one object, and so are their steps."""
-        key = (what, *map(id, step.steps if isinstance(step, Bucket) else (step,)))
+        its code. Equal plans are one object, and so are their steps. What is written for one tensor that is sent twice
+        is not what is written for two."""
+        is_one = first_positions(nodes_in(inputs)) if len(inputs) > 1 else ()
+        key = (what, is_one, *map(id, step.steps if isinstance(step, Bucket) else (step,)))
         if (known := self.moves.get(key)) is not None:
             return known.again(self.graph, inputs, self._launched)
         known = self.moves[key] = Recording.of(self.tracer, inputs, run)

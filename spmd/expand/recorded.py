@@ -53,7 +53,8 @@ def _node_of(x: Any) -> Any:
     return x.node if isinstance(x, fx.Proxy) else x
 
 
-def _nodes_in(x: Any) -> list[fx.Node]:
+def nodes_in(x: Any) -> list[fx.Node]:
+    """The nodes in an argument, as often as they occur."""
     found: list[fx.Node] = []
     fx.map_arg(x, found.append)
     return found
@@ -86,9 +87,9 @@ class Recording:
         return cls(tuple(inputs), tuple(nodes), fx.node.map_aggregate(tuple(made), _node_of))
 
     def again(self, graph: fx.Graph, inputs: Sequence[fx.Node], meta: Callable[[fx.Node], dict] = lambda n: {}) -> list:
-        """The results of the same nodes, written at the end of a graph for other inputs. meta: from one of the nodes to
-        what is noted on its copy."""
-        env = dict(zip(_nodes_in(self.inputs), _nodes_in(tuple(inputs)), strict=True))
+        """The results of the same nodes, written at the end of a graph for other inputs, of which those are one that
+        were one. meta: from one of the nodes to what is noted on its copy."""
+        env = dict(zip(nodes_in(self.inputs), nodes_in(tuple(inputs)), strict=True))
         for node in self.nodes:
             new = env[node] = added(
                 graph, node.op, node.target, *fx.map_arg((node.args, node.kwargs), env.__getitem__), None
