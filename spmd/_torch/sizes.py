@@ -116,9 +116,18 @@ class SizeSymbols:
             return f"{text} == {answer}"
         return text if answer else f"not ({text})"
 
+    def take_for_granted(self, condition: str) -> None:
+        """Note a condition, as text over the names of sizes, that the graph is right for alone."""
+        asked = next((at for text, at in self._found.values() if text == condition), "")
+        self._found.setdefault((condition, True, False), (condition, asked))
+
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """All decisions, each once, those of the step first."""
+        for symbol, name in self._names.items():
+            equal = self.env.replacements.get(symbol)
+            if equal is not None and symbol not in self._nodes.symbols:  # no shape says any more that it is this int
+                self.take_for_granted(f"{name} == {self._text(equal)}")
         by_step = {text: Decision(text, False, at) for (*_, of_op), (text, at) in self._found.items() if not of_op}
         by_op = {text: Decision(text, True, at) for (*_, of_op), (text, at) in self._found.items() if of_op}
         return (*by_step.values(), *(d for text, d in by_op.items() if text not in by_step))

@@ -25,7 +25,7 @@ def linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Any:
     """The first half counted from the start, and the second from the end, as torch has it."""
     dtype = options.get("dtype") or torch.get_default_dtype()
     numbers = all(isinstance(x, (int, float)) for x in (start, end))
-    if not isinstance(steps, torch.SymInt) or _torch.number_now(steps) < 2 or not (numbers and dtype.is_floating_point):
+    if not isinstance(steps, torch.SymInt) or not (numbers and dtype.is_floating_point) or steps < 2:
         return NotImplemented
     at = torch.arange(steps, **{**options, "dtype": dtype})
     step = torch.full_like(at, end - start) / (steps - 1)

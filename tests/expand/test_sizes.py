@@ -188,6 +188,47 @@ def test_a_gradient_with_sizes_of_the_batch_is_that_of_a_parameter():
         torch.testing.assert_close(first(model[name]), p.detach(), rtol=1e-12, atol=1e-12)
 
 
+# ---- sizes at which an op does nothing -----------------------------------------------------------
+
+DOES_NOTHING = {
+    "more rows than there are": (lambda x: x[:10].sum(), [(8,), (20,), (4,)]),
+    "more columns than there are": (lambda x: x[:, :5].sum(1), [(8, 3), (8, 9), (8, 3)]),
+    "rows from the end": (lambda x: x[-10:].sum(), [(8,), (20,), (4,)]),
+    "rows of another": (lambda x, y: x[: y.shape[0]].sum(), [((8,), (8,)), ((8,), (4,)), ((8,), (20,))]),
+    "as many rows": (lambda x, n: x[:n].sum(), [((8,), 8), ((8,), 2), ((8,), 100)]),
+    "no row less": (lambda x, n: x[n:].sum(), [((8,), 0), ((8,), 2), ((8,), -2)]),
+    "a narrow part": (lambda x, n: x.narrow(0, 0, n).sum(), [((8,), 8), ((8,), 2)]),
+    "a gradient of rows": (
+        lambda x, n: torch.autograd.grad((y := x.clone().requires_grad_())[:n].square().sum(), y)[0],
+        [((8,), 100), ((8,), 2), ((8,), 8)],
+    ),
+    "rows that are written": (
+        lambda x, n: torch.slice_scatter(x, torch.zeros_like(x[:n]), 0, 0, n), [((8,), 8), ((8,), 2), ((8,), 100)]
+    ),
+    "the same shape": (lambda x, n: x.view(n, -1).sum(0), [((4, 4), 4), ((4, 4), 2), ((4, 4), 16), ((4, 4), 1)]),
+    "the same last dim": (lambda x, n: x.view(-1, n).sum(0), [((4, 4), 4), ((4, 4), 2), ((4, 4), 8)]),
+    "one more dim": (lambda x, n: x.unflatten(0, (n, -1)).sum(0), [((4, 4), 4), ((4, 4), 2), ((4, 4), 1)]),
+    "once": (lambda x, n: x.repeat_interleave(n, 0), [((2, 3), 1), ((2, 3), 3)]),
+    "one row": (lambda x, n: x[:1].expand(n, 3).sum(), [((8, 3), 1), ((8, 3), 4)]),
+    "nothing": (lambda x, n: torch.arange(n).sum() + x.sum(), [((2,), 0), ((2,), 3), ((2,), 1)]),
+    "one number": (lambda x, n: torch.linspace(0, 1, n).sum() + x.sum(), [((2,), 3), ((2,), 1), ((2,), 4)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["forth", "back"])
+@pytest.mark.parametrize("name", DOES_NOTHING)
+def test_an_op_that_does_nothing_at_some_sizes_is_there_at_others(name, back):
+    """A slice that was all of its operand left nothing in the graph that other sizes could be compared with, and an int
+    that was equal to a size nothing that said so. Each call is made three times: the last ones are quick."""
+    fn, calls = DOES_NOTHING[name]
+    calls = [call if any(isinstance(each, (tuple, list)) for each in call) else (call,) for call in calls]
+    args = [[tensor(*each) if isinstance(each, tuple) else each for each in call] for call in calls]
+    step = spmd.compile(fn, spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    for given in reversed(args) if back else args:
+        for _ in range(3):
+            torch.testing.assert_close(step(*given).full_tensor(), fn(*given), rtol=1e-12, atol=1e-12)
+
+
 # ---- functions --------------------------------------------------------------------------------
 
 TO_INTERPOLATE = (

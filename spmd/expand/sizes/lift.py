@@ -8,6 +8,7 @@ The values of the nodes become `TensorMeta`s, whose sizes may be `Size`s.
 from __future__ import annotations
 
 import re
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -40,7 +41,7 @@ def lift_sizes(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
     for node in reversed(lifted):
         if node.op == "call_function":
             graph.erase_node(node)
-    _renumber(graph)
+    _renumber(graph, symbols)
 
 
 def _leave_arguments(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
@@ -83,12 +84,14 @@ def _counts(node: fx.Node) -> Any:
 _ARITHMETIC = ("_operator", "torch")
 
 
-def _renumber(graph: fx.Graph) -> None:
+def _renumber(graph: fx.Graph, symbols: _torch.SizeSymbols) -> None:
     """Leave out slices that are all of their operand, and give nodes the names that they would have had without."""
     whole: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if _is_whole_slice(node):
             whole[node] = whole.get(node.args[0], node.args[0])
+            for condition in _while_whole(node):
+                symbols.take_for_granted(condition)
     read_instead(whole)
     for node in reversed(whole):
         moved_to(node, whole[node], (SITES, GRADIENT_OF))
@@ -110,6 +113,24 @@ def _is_whole_slice(node: fx.Node) -> bool:
         return False
     whole, part = node.args[0].meta.get("val"), node.meta["val"]
     return part.shape == whole.shape and part.dtype == whole.dtype
+
+
+def _while_whole(node: fx.Node) -> list[str]:
+    """What has to hold of sizes for such a slice to be all of its operand.
+
+    x[:1024], where x has fewer rows      ["1024 >= x0"]
+    x[:y.shape[0]], and as many           ["y0 >= x0"]
+    x[:]                                  []
+    """
+    named = {a.name: x for a, x in zip(node.target._schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+    size = node.meta["val"].shape[named.get("dim", 0)]
+    start, end = named.get("start") or 0, named.get("end")
+    found = []
+    if start != 0:
+        found.append(f"({start}) == 0 or ({start}) <= -({size})")
+    if end is not None and end != size and not (isinstance(end, int) and end == sys.maxsize):
+        found.append(f"({end}) >= ({size})")
+    return found if any(isinstance(x, Size) for x in (start, end, size)) else []
 
 
 _SLICES = {torch.ops.aten.slice.Tensor, torch.ops.aten.slice_backward.default}
