@@ -54,7 +54,7 @@ from spmd._torch.autograd import (
     running_node_number,
     saved_tensors_are_hooked,
 )  # fmt: skip
-from spmd._torch.batch_norms import averages_traced
+from spmd._torch.batch_norms import INSTEAD_OF_MODULES, averages_traced
 from spmd._torch.carried import Carried
 from spmd._torch.checkpoints import ranks_that_save
 from spmd._torch.comm_debug import counted_name, is_counted_by_torch

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from spmd import _torch
 from spmd.expand.counters import Names, all_names
 from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.sizes.saying import is_of_module
@@ -75,7 +76,8 @@ def watched(modules: Mapping[str, nn.Module], names: Names) -> Iterator[dict[str
 
 
 def _asks_for_guards(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_ASKING_FOR_GUARDS)
+    file = frame.f_code.co_filename
+    return file.startswith(_ASKING_FOR_GUARDS) and file not in _torch.INSTEAD_OF_MODULES
 
 
 def left_out(guards: tuple, unread: Names) -> tuple:
