@@ -20,6 +20,19 @@ def step_hooks(optimizer: Optimizer) -> list[Callable]:
     return list(chain(*(hooks.values() for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))))
 
 
+NOTED_IN_OPTIMIZERS = frozenset({
+    "_opt_called", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured", "_step_supports_amp_scaling",
+    "_need_device_dtype_check_for_fused", "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+})  # fmt: skip
+"""Attributes in which torch notes things of optimisers that no step computes with."""
+
+
+def only_counts(step: Any) -> bool:
+    """Whether a step in an optimiser's attributes is one that a learning-rate scheduler has put there: it counts."""
+    return hasattr(step, "_wrapped_by_lr_sched") or hasattr(step, "_with_counter")
+
+
 def note_step(optimizer: Optimizer) -> None:
     """Note that the optimiser has made a step, for learning-rate schedulers, which ask for it."""
     optimizer._opt_called = True

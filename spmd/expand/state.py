@@ -14,6 +14,7 @@ tied tensor has several names and one slot:
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -152,7 +153,7 @@ class State:
     def numbers(self) -> dict[str, float]:
         """The numbers that may change from call to call, by path: the floats among the hyper-parameters, such as
         learning rate, weight decay and each beta, and the counters."""
-        hyper = {path: v for path, v in self.hyper_parameters() if isinstance(v, float)}
+        hyper = {path: float(v) for path, v in self.hyper_parameters() if isinstance(v, float)}
         return hyper | {path: place.value for path, place in self.counters.items()}
 
     def constants(
@@ -167,8 +168,7 @@ class State:
         are no guards, by the path of the module.
         """
         hyper = self.hyper_parameters()
-        changing = (float, torch.SymFloat, torch.Tensor)
-        found = {path: guard_key(v, reads=reads) for path, v in hyper if not isinstance(v, changing)}
+        found = {path: _constant_of(v, reads) for path, v in hyper if not isinstance(v, torch.Tensor)}
         of, counted, apart = of_tensors or {}, self.counted(), self.apart
         found |= {
             path: module_guard(
@@ -196,6 +196,7 @@ class State:
                 note_attributes(x, reads)
         for root, optimizer in self.optimizers.items():
             found[root] = guard_key(type(optimizer))  # options that are no floats may be those of another class
+            found[f"{root}.defaults"] = guard_key(_without_tensors(optimizer.defaults))
             own = {name: v for name, v in own_attributes(optimizer) if name not in counted.get(id(optimizer), ())}
             held = of.get(id(optimizer), NOTHING)
             own = {name: in_order_of_hooks(v) if name in HOOKS_OF_STEPS else v for name, v in own.items()}
@@ -345,6 +346,15 @@ class State:
         return [*map(_restore_later, dicts), *counters]
 
 
+def _constant_of(option: Any, reads: Reads | None) -> Hashable:
+    """What is constant of an option that is no tensor: of a float that it is one, for it is a number of the program."""
+    return float if isinstance(option, (float, torch.SymFloat)) else guard_key(option, reads=reads)
+
+
+def _without_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: x for key, x in options.items() if not isinstance(x, torch.Tensor)}
+
+
 IS_COUNTER = " is a counter"
 """Behind the path of a number that the step keeps."""
 
@@ -376,14 +386,18 @@ def _with_inner(optimizers: Mapping[str, Optimizer]) -> dict[str, Optimizer]:
 
 
 def own_attributes(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """What the class of an optimiser keeps besides groups and state, and the hooks on its steps, if there are any."""
+    """What the class of an optimiser, or a user, keeps in it besides groups and state: attributes, and hooks on its
+    steps, if there are any, and a step of its own, but for one that only counts."""
     for name, value in vars(optimizer).items():
-        if (name in HOOKS_OF_STEPS and value) or not (name.startswith("_") or name in OF_ALL_OPTIMIZERS):
+        if name in HOOKS_OF_STEPS or name == "step":
+            if value and not _torch.only_counts(value):
+                yield name, value
+        elif name not in OF_ALL_OPTIMIZERS:
             yield name, value
 
 
-OF_ALL_OPTIMIZERS = ("defaults", "param_groups", "state", "step")
-"""Attributes that torch gives optimisers; a scheduler puts a step that counts in the place of theirs."""
+OF_ALL_OPTIMIZERS = {"defaults", "param_groups", "state"} | _torch.NOTED_IN_OPTIMIZERS
+"""Attributes that torch gives optimisers: these have guards of their own, and no step computes with the others."""
 
 HOOKS_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -393,10 +407,13 @@ def note_optimizer(optimizer: Optimizer, reads: Reads, counted: Collection[str] 
     own = vars(optimizer)
     reads.keys(own)
     for name, value in own.items():
-        if (not name.startswith("_") and name not in counted) or name in HOOKS_OF_STEPS:
+        if name == "step":  # it may refer to the optimiser
+            reads.keyed(own, _step_of)
+        elif name not in _torch.NOTED_IN_OPTIMIZERS and name not in counted:
             reads.item(own, name)
             if name in HOOKS_OF_STEPS:
                 reads.box(value)
+    reads.box(optimizer.defaults)
     reads.box(optimizer.param_groups)
     for group in optimizer.param_groups:
         reads.keys(group)
@@ -408,6 +425,12 @@ def note_optimizer(optimizer: Optimizer, reads: Reads, counted: Collection[str] 
     reads.box(optimizer.state)
     for kept in optimizer.state.values():
         reads.box(kept)
+
+
+def _step_of(own: dict[str, Any]) -> Any:
+    """The step among the attributes of an optimiser, which shall not be kept alive."""
+    step = own["step"]
+    return weakref.ref(getattr(step, "__func__", step))
 
 
 def _key_text(key: Any) -> str:
@@ -439,7 +462,9 @@ def _install_optimizer_state(
     others = {
         path_of[id(p)]: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)}
         for p, kept in optimizer.state.items()
+        if id(p) in path_of
     }
+    of_none = {key: kept for key, kept in optimizer.state.items() if id(key) not in path_of}
     given: dict[str, dict[str, Any]] = {}
     for slot, t in new.items():
         if slot.kind == "optimizer" and slot.owner == root:
@@ -448,6 +473,7 @@ def _install_optimizer_state(
     for pid, path in path_of.items():
         if path in given or path in others:
             optimizer.state[by_id[pid]] = {**given.get(path, {}), **others.get(path, {})}
+    optimizer.state.update(of_none)
 
 
 def _restore_later(d: dict) -> Callable[[], None]:

@@ -104,6 +104,7 @@ class Repeat:
         self._equal = [[call.tensors[slot] for slot in several] for several in bound.captured.equal.values()]
         self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
+        self._classes = list(map(type, call.objects.values()))
         self.small = one_element(self._kept.slots, call.specs)
         self._take(call, paths)
         self._give(call, paths)
@@ -182,6 +183,8 @@ class Repeat:
         """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed."""
         leaves = self._given.leaves(args, kwargs)
         if leaves is None or surroundings() != self._surroundings or not self._read.holds():
+            return None
+        if not all([type(of()) is kind for of, kind in zip(self._objects.values(), self._classes, strict=True)]):
             return None
         if not all([alike(x) for alike, (x, _) in zip(self._attributes_alike, self._attributes, strict=True)]):
             return None
