@@ -127,12 +127,16 @@ from spmd._torch.groups import (
 )  # fmt: skip
 from spmd._torch.identity import become, declared, obstacles, shows_what_is_held, user_attributes
 from spmd._torch.modes import (
+    FLAGS,
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,
     dispatched_in_python,
+    flags,
     flags_around,
     frozen_are_constants,
+    function_modes,
+    hooks_of_all,
     in_symbolic_trace,
     in_trace,
     is_any_mode_on,
@@ -145,6 +149,7 @@ from spmd._torch.modes import (
     no_function_modes,
     no_modes,
     not_compiled,
+    replaced_functions,
     untraced,
 )  # fmt: skip
 from spmd._torch.ops import (

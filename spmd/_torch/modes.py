@@ -75,9 +75,7 @@ def in_symbolic_trace() -> bool:
 def modes_around() -> tuple[int, ...]:
     """The modes of torch functions that are on, by identity, and how many of dispatch. Those that say that they only
     listen (`only_listens`) do not count."""
-    functions = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    doing = [id(mode) for mode in functions if not getattr(mode, "only_listens", False)]
-    return *doing, torch._C._len_torch_dispatch_stack()
+    return *map(id, function_modes()), torch._C._len_torch_dispatch_stack()
 
 
 def untraced() -> contextlib.AbstractContextManager:
@@ -93,10 +91,13 @@ def is_any_mode_on() -> bool:
 def flags_around() -> tuple:
     """What is set for this process that ops, or calls of modules, do differently: flags, threads, hooks on all modules.
     """
-    ask = torch._C
-    flags = [getattr(ask, name)() for name in _FLAGS if hasattr(ask, name)]
     hooks = [id(hook) for name in _HOOKS for hook in getattr(module, name, {}).values()]
-    return *flags, torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled(), *hooks
+    return *flags(), torch.get_num_threads(), *hooks
+
+
+def flags() -> list[Any]:
+    """What is set for this process that ops do differently, in the order of `FLAGS`."""
+    return [ask() for ask in _ASK]
 
 
 _FLAGS = (
@@ -106,10 +107,57 @@ _FLAGS = (
     "_get_cudnn_deterministic", "_get_cudnn_allow_tf32", "_get_mkldnn_enabled", "_get_nnpack_enabled",
     "_get_cublas_allow_tf32", "_get_float32_matmul_precision",
 )  # fmt: skip
+_THERE = [name for name in _FLAGS if hasattr(torch._C, name)]
+_ASK = [*(getattr(torch._C, name) for name in _THERE), torch.backends.mha.get_fastpath_enabled]
+FLAGS = (*(name.removeprefix("_get_").replace("_", " ") for name in _THERE), "fast path of attention")
 _HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
     "_global_buffer_registration_hooks", "_global_parameter_registration_hooks", "_global_module_registration_hooks",
 )  # fmt: skip
+
+
+def function_modes() -> list[Any]:
+    """The modes of torch functions that are on, but for those that only listen (`only_listens`)."""
+    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [mode for mode in modes if not getattr(mode, "only_listens", False)]
+
+
+def hooks_of_all() -> dict[str, dict]:
+    """The hooks that users have put on all modules and on the steps of all optimisers, by the tables of torch's that
+    have any, and how these are called."""
+    if not any(map(len, _TABLES.values())):
+        return {}
+    known = {i for table in _TABLES.values() for i, x in table.items() if _is_users_hook(x)}
+    theirs = {name: {i: x for i, x in table.items() if i in known} for name, table in _TABLES.items()}
+    return {name: table for name, table in theirs.items() if table}
+
+
+def _is_users_hook(x: Any) -> bool:
+    return callable(x) and not getattr(x, "__module__", "").startswith("spmd.")
+
+
+_TABLES = {
+    name: table
+    for of in (vars(module), vars(sys.modules[torch.optim.Optimizer.__module__]))
+    for name, table in of.items()
+    if name.startswith("_global_") and isinstance(table, dict)
+}
+"""Hooks by number. Where a table says how they are called, it may have numbers of hooks that are no more."""
+
+
+def replaced_functions() -> dict[str, Any]:
+    """The functions of torch.nn.functional and the methods of tensors that somebody has replaced since spmd was
+    imported, by name."""
+    if [*_OF_FUNCTIONAL.values()] == _FUNCTIONS and [*_OF_TENSORS.values()] == _METHODS:  # by identity, in C
+        return {}
+    now = {of: {name: x for name, x in own.items() if callable(x)} for of, own in _OF_TORCH.items()}
+    return {f"{of}.{name}": x for of, own in now.items() for name, x in own.items() if _KNOWN[of].get(name) is not x}
+
+
+_OF_FUNCTIONAL, _OF_TENSORS = vars(torch.nn.functional), vars(torch.Tensor)
+_OF_TORCH = {"torch.nn.functional": _OF_FUNCTIONAL, "torch.Tensor": _OF_TENSORS}
+_KNOWN = {of: dict(own) for of, own in _OF_TORCH.items()}
+_FUNCTIONS, _METHODS = (list(own.values()) for own in _KNOWN.values())
 
 
 # ---- Dynamo -----------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from spmd.expand.closed_over import Search
 from spmd.expand.counters import Names, counters_of
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
-from spmd.expand.guards import NOTHING, guard_key, is_number, modes_guard, module_guard
+from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, module_guard, plain_number
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
 from spmd.expand.named_values import named_values, plain_values
@@ -158,7 +158,7 @@ class Call:
         """What a program depends on, but for the tensors of the state and the branches on numbers
         (`BoundProgram.holds`)."""
         tree = str(pytree.tree_structure(self.named))
-        return tree, modes_guard(), deterministic.is_on(), self._arguments(), self.around
+        return tree, flags_guard(), deterministic.is_on(), self._arguments(), self.around
 
     def _arguments(self) -> tuple:
         tensors = self.attributes.tensors

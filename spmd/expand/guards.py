@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd import _torch
 from spmd.expand.reads import Reads
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.block_function import BlockFunction
@@ -248,6 +249,11 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or type(value) is int
 
 
+def plain_number(value: float) -> float:
+    """The same number as one of Python's, also where its class is another, as that of numpy's floats."""
+    return value if type(value) is int else float(value)
+
+
 NOTHING: Mapping[str, Hashable] = types.MappingProxyType({})
 
 GUARDED_APART = {"_parameters", "_buffers", "_modules"}
@@ -302,6 +308,28 @@ def in_order_of_hooks(hooks: Any, places: dict[int, int] | None = None) -> Any:
 def modes_guard() -> tuple:
     """The guard of the modes around a call: gradients, inference mode, autocast and the default dtype."""
     casts = tuple(
-        (device, torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.get_default_dtype()
+
+
+def flags_guard() -> tuple:
+    """The guards of what is set around a call, in the order of `FLAGS`: modes, torch's flags, and hooks on all modules
+    and optimisers."""
+    modes = [(type(mode), guard_key(vars(mode))) for mode in _torch.function_modes()]
+    hooks, replaced = _torch.hooks_of_all(), _torch.replaced_functions()
+    return (
+        *modes_guard(), *_torch.flags(), torch.get_num_threads(), tuple(modes) if modes else (),
+        _hooks_guard(hooks) if hooks else (), guard_key(replaced) if replaced else (),
+    )  # fmt: skip
+
+
+FLAGS = (
+    "gradients", "inference mode", "autocast", "default dtype", *_torch.FLAGS, "number of threads",
+    "modes of torch functions", "hooks on all modules and optimisers", "functions of torch that were replaced",
+)  # fmt: skip
+
+
+def _hooks_guard(tables: Mapping[str, dict]) -> Hashable:
+    places: dict[int, int] = {}
+    return tuple([(name, guard_key(in_order_of_hooks(table, places))) for name, table in tables.items()])

@@ -32,7 +32,7 @@ from spmd.expand.bound_program import BoundProgram, write_into
 from spmd.expand.capture import Argument
 from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of
-from spmd.expand.guards import modes_guard
+from spmd.expand.guards import flags_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.same_call import one_element
 from spmd.expand.state import Slot, State, Tensors, named_leaves
@@ -308,5 +308,5 @@ WHERE_TENSORS_ARE = ("named_parameters", "named_buffers", "named_modules", "modu
 
 
 def surroundings() -> tuple:
-    """The modes around a call that its program depends on."""
-    return modes_guard(), deterministic.is_on()
+    """The modes and flags around a call that its program depends on."""
+    return flags_guard(), deterministic.is_on()

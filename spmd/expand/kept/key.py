@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from spmd.expand.guards import FLAGS
 from spmd.expand.kept.code import code_entries, version_of_spmd
 from spmd.expand.kept.described import described, digest, shortened
 from spmd.expand.kept.notation import CannotKeep
+from spmd.expand.sizes.saying import is_of_module
 
 if TYPE_CHECKING:
     from spmd.expand.compile import CompiledStep
@@ -57,13 +59,14 @@ def key_of_call(step: CompiledStep, call: Any) -> Key | CannotKeep:
 
 
 def _key_of_call(step: CompiledStep, call: Any) -> Key:
-    tree, modes, deterministic, arguments, constants, *layouts = call.key
-    entries = step_key(step) | _flags(modes, deterministic) | {"structure of the arguments": shortened(tree)}
+    tree, flags, deterministic, arguments, constants, *layouts = call.key
+    entries = step_key(step) | _flags(flags, deterministic) | {"structure of the arguments": shortened(tree)}
     layout = itertools.chain(*layouts)
     entries |= {_of_slot(slot): f"{described(spec)}{', requires gradient' * wants}" for slot, spec, wants in layout}
     entries |= {f"argument {path}": shortened(described(x)) for path, x in arguments}
     for path, x in constants:
         entries |= _of_constant(path, x)
+    entries["order of the modules"] = digest(*(path for path, x in constants if is_of_module(x)))
     held = call.state
     return entries | code_entries(step.fn, [*held.modules.values(), *held.optimizers.values()])
 
@@ -74,7 +77,7 @@ def _of_slot(slot: Any) -> str:
 
 def _of_constant(path: str, x: Any) -> Key:
     """The entries of a constant: the attributes of a module each by itself."""
-    if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], type) and issubclass(x[0], torch.nn.Module):
+    if is_of_module(x):
         return {path: described(x[0])} | {f"{path}.{name}": _of_guard(y) for name, y in x[1]}
     return {path: _of_guard(x)}
 
@@ -86,15 +89,13 @@ def _of_guard(x: Any) -> str:
     return shortened(described(x[1] if isinstance(x, tuple) and len(x) == 2 and type(x[1]) is x[0] else x))
 
 
-def _flags(modes: tuple, deterministic: bool) -> Key:
-    names = "gradients", "inference mode", "autocast", "default dtype"
-    entries = {f"flag {name}": described(x) for name, x in zip(names, modes, strict=True)}
-    enabled = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-    attention = [getattr(torch.backends.cuda, name)() for name in enabled]
-    return entries | {
-        "flag deterministic": str(deterministic), "flag kernels of attention": str(attention),
-        "flag deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-    }  # fmt: skip
+def _flags(flags: tuple, deterministic: bool) -> Key:
+    entries = {f"flag {name}": described(x) for name, x in zip(FLAGS, flags, strict=True) if name not in OF_THE_MACHINE}
+    return entries | {"flag deterministic": str(deterministic)}
+
+
+OF_THE_MACHINE = ("number of threads",)
+"""Flags that differ between machines, and with which no program computes otherwise."""
 
 
 @functools.lru_cache(maxsize=8)

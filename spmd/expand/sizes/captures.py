@@ -15,6 +15,7 @@ from spmd._torch import OpOverload
 from spmd.expand.asked import environment_differs
 from spmd.expand.capture import Captured
 from spmd.expand.counters import CountersFound, changed_numbers
+from spmd.expand.guards import FLAGS
 from spmd.expand.kept_numbers import Apart
 from spmd.expand.recent import Recent
 from spmd.expand.sizes.saying import Guards, difference
@@ -165,11 +166,9 @@ def guards_of(key: tuple, anywhere: bool = False) -> Guards:
     A capture is of global tensors: an argument that lies elsewhere needs another program, and no other capture.
     anywhere: leave out the mesh and the places of the state, too.
     """
-    structure, modes, deterministic, arguments, constants, *layouts = key
-    found: dict[Any, Any] = {
-        "the structure of the arguments": structure, "the modes around the call": modes,
-        "deterministic": deterministic,
-    }  # fmt: skip
+    structure, flags, deterministic, arguments, constants, *layouts = key
+    found: dict[Any, Any] = {"the structure of the arguments": structure, "deterministic": deterministic}
+    found |= {f"flag {name}": x for name, x in zip(FLAGS, flags, strict=True)}
     found |= {slot: _global(rest) if anywhere else tuple(rest) for slot, *rest in itertools.chain(*layouts)}
     found |= {path: _captured_of(x, anywhere) for path, x in arguments}
     return found | dict(constants)
