@@ -455,6 +455,7 @@ _OPERATORS = {
     ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
     ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
 }  # fmt: skip
+_OF_TORCH = {"sym_float": float, "sym_int": int, "sym_not": operator.not_}
 _FUNCTIONS = {"min": min, "max": max, "abs": abs, "float": float, "int": int, "round": round}
 
 
@@ -482,6 +483,8 @@ def _arithmetic(e: ast.expr, names: dict[str, float]) -> Any:
             return _FUNCTIONS[name](*(_arithmetic(a, names) for a in args))
         case ast.Call(ast.Attribute(ast.Name("math"), name), args):
             return getattr(math, name)(*(_arithmetic(a, names) for a in args))
+        case ast.Call(ast.Attribute(ast.Name("torch"), name), args) if name in _OF_TORCH:
+            return _OF_TORCH[name](*(_arithmetic(a, names) for a in args))
         case ast.Attribute(ast.Name("math"), name):
             return getattr(math, name)
     raise ValueError(f"{ast.unparse(e)!r} is no arithmetic of {', '.join(names)}")

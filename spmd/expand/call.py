@@ -93,7 +93,7 @@ class Call:
     def look_around(self, unread_attributes: Names) -> None:
         """Find the numbers of the call, and the guards of what is no number."""
         state, reads = self.state, self.search.reads
-        self.numbers = state.numbers() | {k: v for k, v in self.leaves.items() if is_number(v)}
+        self.numbers = state.numbers() | {k: plain_number(v) for k, v in self.leaves.items() if is_number(v)}
         reads.may_change(state.apart)
         values = named_values(self.search.methods_and_functions(), self.search.classes, reads)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}

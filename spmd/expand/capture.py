@@ -360,7 +360,7 @@ def _inputs(
 ) -> dict[Slot | Argument, Any]:
     """What stands for the tensors of the state and for the arguments: fake tensors, and symbols for numbers."""
     given = {path: x for path, x in (leaves | state.numbers()).items() if path not in fixed}
-    numbers = {path: x for path, x in given.items() if isinstance(x, float)}
+    numbers = {path: float(x) for path, x in given.items() if isinstance(x, float)}
     inputs: dict[Slot | Argument, Any] = dict(zip(slots, sizes.states(list(slots.values())), strict=True))
     inputs |= {Argument(path): sizes.argument(path, x) for path, x in leaves.items() if isinstance(x, torch.Tensor)}
     inputs |= {Argument(path): sizes.attribute(path, x) for path, x in attributes.tensors.items()}

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.guards import MAX_DEPTH
+from spmd.expand.guards import MAX_DEPTH, hides
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,8 @@ def _few(x: Any) -> list[Any]:
 
 def _opened(x: Any, depth: int, inside: set[int]) -> Any:
     if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside or holds_state(x):
+        return x
+    if hides(type(x)):  # it is more than its attributes, as a functools.partial is
         return x
     within = inside | {id(x)}
 
