@@ -40,6 +40,43 @@ def instructions(code: types.CodeType) -> Iterator[Instruction]:
             yield Instruction("BINARY_SUBSCR" if is_item else _SAME.get(i.opname, i.opname), i.argval, line)
 
 
+class Import(NamedTuple):
+    """What a function imports: a name of a Python module, or the module itself where that is empty. level: of dots."""
+
+    module: str
+    name: str = ""
+    level: int = 0
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_in(code: types.CodeType) -> dict[str, Import]:
+    """What a function imports when it runs, by the variable that it gets.
+
+    >>> def f():
+    ...     import os.path
+    ...     from math import pi as number
+    >>> imports_in(f.__code__)
+    {'os': Import(module='os', name='', level=0), 'number': Import(module='math', name='pi', level=0)}
+    """
+    found: dict[str, Import] = {}
+    constants: list[Any] = [0, None]
+    module, name = None, ""  # None: nothing is being imported
+    for i in instructions(code):
+        if i.name == "IMPORT_NAME":
+            (level, names), module, name = constants, i.value, ""
+        elif i.name == "IMPORT_FROM":
+            name = i.value
+        elif i.name.startswith("STORE_") and module is not None:
+            if names is not None:
+                found[i.value] = Import(module, name, level)
+            else:  # import a.b as c; import a.b
+                found[i.value] = Import(module if name else module.partition(".")[0])
+        elif i.name.startswith("LOAD_"):
+            module = None
+            constants = [constants[-1], i.value if i.name == "LOAD_CONST" else None]
+    return found
+
+
 @functools.lru_cache(maxsize=4096)
 def loops(code: types.CodeType) -> tuple[range, ...]:
     """The loops of a function: the places of their instructions, as a frame that runs has one (`f_lasti`).

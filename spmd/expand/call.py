@@ -19,7 +19,7 @@ from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec,
 from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, module_guard, plain_number
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
-from spmd.expand.named_values import named_values, plain_values
+from spmd.expand.named_values import PlainValues, named_values
 from spmd.expand.objects import opened, write_back
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
@@ -95,9 +95,11 @@ class Call:
         state, reads = self.state, self.search.reads
         self.numbers = state.numbers() | {k: plain_number(v) for k, v in self.leaves.items() if is_number(v)}
         reads.may_change(state.apart)
-        values = named_values(self.search.methods_and_functions(), self.search.classes, reads)
+        values = named_values(self.search)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
         read |= self._held_values()
+        owners = *state.submodules(), *state.optimizers.values(), *state.objects.values()
+        self.search.note_kinds({*map(type, owners), *self.search.classes})
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         self.around = tuple((guards | read).items())
 
@@ -105,11 +107,12 @@ class Call:
         """The guards of plain values in the objects among the arguments, and in those that these hold."""
         found: dict[str, Any] = {path: guard_key(type(x)) for path, x in self.search.holding.items()}
         roots, reads = tuple(f"{path}." for path in self.search.holding), self.search.reads
+        plain = PlainValues(self.search)
         for path, x in self.state.objects.items():
             if path in self.search.holding or path.startswith(roots):
                 own = self.state.attributes_of(x).items()
                 fixed = ((name, y) for name, y in own if not reads.is_changing(vars(x), name))
-                found |= {f"{path}.{name}": guard_key(plain_values(y, reads)) for name, y in fixed}
+                found |= {f"{path}.{name}": guard_key(plain.of(y)) for name, y in fixed}
         return found
 
     def count(self, counted: Names, unread_attributes: Names) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib.util
 import inspect
 import io
 import random
@@ -26,7 +27,8 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.machinery import PathFinder
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,8 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spmd.expand.bytecode import instructions
+from spmd import _torch
+from spmd.expand.bytecode import Import, imports_in, instructions
 from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
@@ -70,6 +73,8 @@ def find_closed_over(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | Non
     for module in [x for x in (*given.values(), *search.found.values()) if isinstance(x, nn.Module)]:
         for hook in hooks_of(parameters_of(module)):
             search.function(hook)
+    for hook in (hook for table in _torch.hooks_of_all().values() for hook in table.values() if callable(hook)):
+        search.function(hook)
     return search
 
 
@@ -94,7 +99,7 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
                 if isinstance(x, nn.Module):
                     held += search.module(x)
                 else:
-                    search.optimizer(x)
+                    held += search.optimizer(x)
         for of, name, x in held:
             search.held(of, name, x, search.attributes_named)
     return search
@@ -115,11 +120,19 @@ def names_in(code: types.CodeType) -> Names:
             globals_.add(value)
         elif name == "LOAD_ATTR":
             attributes.add(value)
+    texts = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
+    attributes |= texts if not REFLECTING.isdisjoint(globals_ | attributes) else set()
+    globals_ |= texts if not _OF_VARIABLES.isdisjoint(globals_) else set()
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             globals_.update(names_in(inner).globals)
             attributes.update(names_in(inner).attributes)
     return Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
+
+
+_OF_VARIABLES = frozenset({"globals", "vars", "locals"})
+REFLECTING = _OF_VARIABLES | {"getattr", "hasattr", "attrgetter", "methodcaller", "__dict__", "__getattribute__"}
+"""What finds variables or attributes by their names as text."""
 
 
 class Search:
@@ -168,12 +181,36 @@ class Search:
                 self.reads.cell(cell)
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             variables |= {name: cell.cell_contents for name, cell in cells if is_set(cell)}
+            variables |= self.imported(fn)
             for name, value in variables.items():
                 self.value(name, value, names)
         elif isinstance(fn, nn.Module):
             self.found["self"] = fn
         else:
             self.method(type(fn).__call__, fn, "self")
+
+    def imported(self, fn: types.FunctionType) -> dict[str, Any]:
+        """What a function imports when it runs, by the name that it gives it: what is the user's, or torch's."""
+        found = {}
+        for variable, each in imports_in(fn.__code__).items():
+            there = self.module_named(full := absolute(fn, each))
+            value = there if there is None or not each.name else vars(there).get(each.name)
+            if there is not None and each.name:
+                self.reads.item(vars(there), each.name)
+                value = value if value is not None else self.module_named(f"{full}.{each.name}")
+            if value is not None:
+                found[variable] = value
+        return found
+
+    def module_named(self, name: str) -> types.ModuleType | None:
+        """A Python module of the user, or one of torch, that code imports. It is imported now if it was not yet, so
+        that what the step reads is known before and after its first run."""
+        if name not in sys.modules and _may_be_imported(name) and package_of(name) not in OURS:
+            with contextlib.suppress(Exception):  # the step raises it, if it gets there
+                importlib.import_module(name)
+        self.reads.item(sys.modules, name)
+        is_known = package_of(name) in OURS or not self.is_foreign(name)
+        return sys.modules.get(name) if is_known else None
 
     def method(self, fn: Any, owner: Any, name: str) -> None:
         """Look through a method, those that it wraps, and the attributes of its object that they name."""
@@ -202,9 +239,14 @@ class Search:
             if type(x) not in _WITHOUT_CODE and name not in GUARDED_APART and not (isinstance(x, dict) and not x)
         ]
 
-    def optimizer(self, optimizer: Optimizer) -> None:
-        """Look through the code of an optimiser of the user."""
+    def optimizer(self, optimizer: Optimizer) -> list[tuple[str, str, Any]]:
+        """Look through the code of an optimiser of the user. Given back is what it holds, as by `module`."""
         self.code_of(type(optimizer), "step")
+        return [
+            (type(optimizer).__name__, name, x)
+            for name, x in vars(optimizer).items()
+            if type(x) not in _WITHOUT_CODE and name not in _OF_OPTIMIZERS
+        ]
 
     def held(self, of: str, name: str, x: Any, attributes: frozenset[str]) -> None:
         """Look through the code of what an object of a class holds under a name. An iterator that code names is
@@ -271,8 +313,19 @@ class Search:
         called = FUNCTION_METHODS if issubclass(kind, torch.autograd.Function) else ()
         for attribute in (*names.attributes, *called, *_called_unnamed(kind, self.is_foreign)):
             self.code_of(kind, attribute)
-            if isinstance(inner := inspect.getattr_static(kind, attribute, None), type):
+            inner = inspect.getattr_static(kind, attribute, None)
+            if isinstance(inner, type) or (self.is_object(inner) and hasattr(inner, "__get__")):
                 self.value(f"{kind.__qualname__}.{attribute}", inner, names)
+        self.kind(type(kind), names)
+
+    def note_kinds(self, kinds: Collection[type]) -> None:
+        """Note what these classes are, with those that they inherit from, but for numbers of the user's that no code
+        names: those of a class may change."""
+        of_kinds = dict.fromkeys(type(kind) for kind in kinds)
+        for base in dict.fromkeys(base for kind in (*kinds, *of_kinds) for base in kind.__mro__):
+            if base not in (object, type):
+                is_users = not self.is_foreign(base.__module__)
+                self.reads.kind(base, [k for k, x in vars(base).items() if is_users and type(x) in _NUMBERS])
 
     def methods_and_functions(self) -> list[tuple[types.FunctionType, Any]]:
         """The user's functions, each with the object that it is a method of, or None."""
@@ -305,6 +358,8 @@ class Search:
                 self.boxes.append((name, value))
                 self.reads.box(value if len(value) <= MOST_ITEMS else [])
             self.items(name, value if isinstance(value, dict) else dict(enumerate(value)), names)
+        elif isinstance(value, functools.partial):
+            self.items(name, {i: x for i, x in enumerate((value.func, *value.args))} | value.keywords, names)
         elif isinstance(value, types.MethodType):
             self.value(name, value.__self__, names)
         elif isinstance(value, types.FunctionType):
@@ -316,6 +371,8 @@ class Search:
                 self.object(name, value)
                 self.kind(type(value), names)
             self.attributes(name, value, names)
+        elif not self.is_foreign(type(value).__module__):  # it has slots alone
+            self.kind(type(value), names)
 
     def object(self, name: str, x: Any) -> None:
         """Note an object of the user, unless a module has it, which is looked at as a whole. Where another one has the
@@ -385,6 +442,8 @@ def _function_of(attribute: Any) -> types.FunctionType | None:
     return attribute if isinstance(attribute, types.FunctionType) else None
 
 
+_NUMBERS = bool, int, float
+_OF_OPTIMIZERS = {"defaults", "param_groups", "state"} | _torch.NOTED_IN_OPTIMIZERS
 _CACHED = functools._lru_cache_wrapper
 _WITHOUT_CODE = {bool, int, float, str, type(None), types.BuiltinFunctionType}
 _READING = {"read", "readline", "readlines"}
@@ -424,6 +483,26 @@ def is_installed(package: str) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_of_site(file: str) -> bool:
     return file.startswith(tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")))
+
+
+def absolute(fn: types.FunctionType, what: Import) -> str:
+    """The full name of the Python module that a function imports, or of which it imports something."""
+    package = fn.__globals__.get("__package__") or package_of(fn.__module__)
+    return importlib.util.resolve_name("." * what.level + what.module, package) if what.level else what.module
+
+
+@functools.lru_cache(maxsize=1024)
+def _may_be_imported(name: str) -> bool:
+    """Whether a Python module that is not imported yet is there, and the user's."""
+    package = package_of(name)
+    if is_installed(package):
+        return False
+    try:
+        spec = PathFinder.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return bool(places) and not any(map(_is_of_site, places))
 
 
 def _refused(name: str, value: Any) -> TypeError:

@@ -7,9 +7,10 @@
 A trace reads them once, so they are guards, like the attributes of modules. What the code names is read off its
 bytecode: a variable, and the attributes and constant keys that follow it. So an attribute counts where it is read of
 this object, and not where another object has one of the same name. Where that ends at a list, a dict, a small array or
-an object that is a record, all plain values in it count: a loop or a function may read any. So do values of default
-arguments. Left out: values that are found in other ways, attributes of other objects that are passed on, and containers
-of more than a hundred items, which are data.
+an object that is a record, all plain values in it count: a loop or a function may read any. Of any other object that
+the code passes on, or that Python's operators read, these attributes count that code of the step names somewhere. So do
+values of default arguments, functions of libraries, and what functions import when they run. Left out: values that are
+found in other ways, and containers of more than a hundred items, which are data.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,13 +32,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spmd.expand.bytecode import instructions
-from spmd.expand.closed_over import MOST_ITEMS, is_installed, package_of
-from spmd.expand.guards import guard_key
+from spmd.expand.bytecode import Import, imports_in, instructions
+from spmd.expand.closed_over import MOST_ITEMS, REFLECTING, Search, absolute, names_in
+from spmd.expand.guards import guard_key, items_of, slots_of
 from spmd.expand.python_state import is_set
 from spmd.expand.reads import Reads
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range,
+    torch.memory_format, torch.layout, type(...),
+)  # fmt: skip
 
 Chain = tuple[tuple[str, Any], ...]
 """A variable and what follows it: ("global", "config"), ("attribute", "rates"), ("key", "loss")."""
@@ -52,6 +59,7 @@ def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
     found: dict[Chain, None] = {}
     chain: Chain = ()
     key: Chain = ()
+    imported = imports_in(code)
     for name, value, _ in instructions(code):
         if name == "LOAD_CONST" and chain and not key:
             key = (("key", value),)
@@ -61,42 +69,54 @@ def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
         elif name == "BINARY_SUBSCR" and key:
             chain += key
         else:
-            found[chain] = None
+            if name != "STORE_ATTR" or len(chain) > 1:  # what sets an attribute reads nothing of the object
+                found[chain] = None
             chain = ((_VARIABLES[name], value),) if name in _VARIABLES else ()
+            if name in ("LOAD_FAST", "LOAD_DEREF", "LOAD_NAME") and value in imported:
+                chain = (("import", imported[value]),)
         key = ()
+    found |= dict.fromkeys((("import", each),) for each in imported.values() if each.name)
+    found |= dict.fromkeys((("global", name),) for name in names_in(code).globals)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             found |= dict.fromkeys(chains_in(inner))
     return tuple(each for each in found if each)
 
 
-def named_values(
-    functions: Iterable[tuple[types.FunctionType, Any]], classes: Mapping[type, Iterable[str]], reads: Reads
-) -> dict[str, Any]:
-    """The plain values that functions name, by the text that names them, and those of classes.
-
-    functions: each with the object that it is a method of, its class, or None. classes: each with the names of
-    attributes that code may read of it. reads: where to note what was looked at.
-    """
-    found = _Found()
-    for kind, names in classes.items():
+def named_values(search: Search) -> dict[str, Any]:
+    """The plain values that functions of a search name, by the text that names them, and those of its classes."""
+    found, plain, reads = _Found(), PlainValues(search), search.reads
+    for kind, names in search.classes.items():
         for name in sorted(names):
-            found.add(f"{kind.__qualname__}.{name}", kind, plain_values(_attribute(kind, name, reads), reads))
-    for fn, owner in functions:
-        for (kind, name), *rest in chains_in(fn.__code__):
-            text, value, place = name, *_variable(fn, owner, kind, name, reads)
-            for kind, part in rest:
-                is_method = kind == "attribute" and (type(value) in CONTAINERS or isinstance(value, CONTEXT))
-                if is_method or isinstance(value, np.ndarray):
-                    break  # an element, or a method that may read all of it
-                text += f".{part}" if kind == "attribute" else f"[{part!r}]"
-                value = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
-            if value is not owner:
-                found.add(text if owner is None else f"{name_of(owner)}: {text}", place, plain_values(value, reads))
+            found.add(f"{kind.__qualname__}.{name}", kind, plain.of(_attribute(kind, name, reads)))
+    for fn, owner in search.methods_and_functions():
+        for chain in chains_in(fn.__code__):
+            text, place, value = _followed(fn, owner, chain, search)
+            if value is not owner or not isinstance(owner, type):
+                text = text if owner is None else f"{name_of(owner)}: {text}"
+                found.add(text, place, plain.of_variable(value, fn))
         for name, value in _defaults(fn):
-            found.add(f"{fn.__qualname__}: default {name}", fn, plain_values(value, reads))
+            found.add(f"{fn.__qualname__}: default {name}", fn, plain.of(value))
         found.add(f"{fn.__qualname__}: code", fn, fn.__code__)
     return found.values
+
+
+def _followed(fn: types.FunctionType, owner: Any, chain: Chain, search: Search) -> tuple[str, Any, Any]:
+    """The text of a chain, what has its variable, and the value at its end, or as far as it can be followed."""
+    (kind, name), *rest = chain
+    reads = search.reads
+    value, place = _variable(fn, owner, kind, name, search)
+    text = name.name or name.module if kind == "import" else name
+    for kind, part in rest:
+        is_method = kind == "attribute" and isinstance(value, (*CONTAINERS, CONTEXT))
+        if is_method or isinstance(value, np.ndarray):
+            break  # an element, or a method that may read all of it
+        inside = _attribute(value, part, reads) if kind == "attribute" else _item(value, part, reads)
+        if inside is NOTHING:
+            break
+        text += f".{part}" if kind == "attribute" else f"[{part!r}]"
+        value = inside
+    return text, place, value
 
 
 class _Found:
@@ -132,9 +152,11 @@ def name_of(owner: Any) -> str:
 NOTHING = object()
 
 
-def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: Reads) -> tuple[Any, Any]:
+def _variable(fn: types.FunctionType, owner: Any, kind: str, name: Any, search: Search) -> tuple[Any, Any]:
     """The value of a variable, and what has it."""
-    code = fn.__code__
+    code, reads = fn.__code__, search.reads
+    if kind == "import":
+        return _imported(fn, name, search)
     if kind == "local" or name in code.co_cellvars:  # which lambdas, and loops in brackets, share
         is_self = owner is not None and code.co_argcount and code.co_varnames[0] == name
         return (owner if is_self else NOTHING), owner
@@ -152,13 +174,25 @@ def _variable(fn: types.FunctionType, owner: Any, kind: str, name: str, reads: R
     return (cell.cell_contents if is_set(cell) else NOTHING), cell
 
 
+def _imported(fn: types.FunctionType, what: Import, search: Search) -> tuple[Any, Any]:
+    there = search.module_named(full := absolute(fn, what))
+    if there is None or not what.name:
+        return NOTHING if there is None else there, sys.modules
+    found = _attribute(there, what.name, search.reads)
+    inside = search.module_named(f"{full}.{what.name}") if found is NOTHING else None
+    return found if inside is None else inside, there
+
+
 def _attribute(x: Any, name: str, reads: Reads) -> Any:
-    """An attribute of an object, of its class, or of a Python module of the user."""
-    if isinstance(x, types.ModuleType) and is_installed(package_of(x.__name__)):
+    """An attribute of an object, of its class, or of a Python module."""
+    if isinstance(x, (torch.Tensor, nn.Module, Optimizer)):
         return NOTHING
-    if isinstance(x, (torch.Tensor, nn.Module, Optimizer)) or not hasattr(x, "__dict__"):
+    if type(x).__dictoffset__ == 0 and name in slots_of(type(x)):
+        reads.slot(x, name)
+        return getattr(x, name, NOTHING)
+    if not hasattr(x, "__dict__"):
         return NOTHING
-    owners = x.__mro__ if isinstance(x, type) else (x, *type(x).__mro__)
+    owners = (*x.__mro__, *type(x).__mro__) if isinstance(x, type) else (x, *type(x).__mro__)
     if not isinstance(x, type):
         reads.place(x)
     for owner in owners:
@@ -171,7 +205,7 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
     return NOTHING
 
 
-CONTAINERS, CONTEXT = {dict, list, set, tuple, frozenset}, contextvars.ContextVar
+CONTAINERS, CONTEXT = (dict, list, set, tuple, frozenset, deque), contextvars.ContextVar
 MOST_NUMBERS = 64
 """An array with more is data."""
 MOST_NESTED = 6
@@ -179,47 +213,135 @@ MOST_NESTED = 6
 RECORDS = types.SimpleNamespace, argparse.Namespace
 """Classes whose objects are their attributes; so are those of dataclasses."""
 
+_BY_CONTENTS = bytearray, memoryview, array
+_WITHOUT = torch.Tensor, nn.Module, Optimizer, types.MethodType, property, classmethod, staticmethod
+"""What has guards of its own, or code that is looked through."""
 
-def plain_values(x: Any, reads: Reads, depth: int = MOST_NESTED) -> Any:
-    """The plain values in a value, as a copy that later changes do not reach; of others the class. NOTHING for a value
-    that is neither plain nor holds any.
 
-    >>> plain_values({"rates": [0.5, print]}, Reads())
-    {'rates': [0.5, <class 'builtin_function_or_method'>]}
-    """
-    if isinstance(x, (*PLAIN, np.generic)):
-        return x
-    if isinstance(x, np.ndarray):
+class PlainValues:
+    """The plain values in values, as copies that later changes do not reach. search: says what code of the step names,
+    and whose the classes are."""
+
+    def __init__(self, search: Search) -> None:
+        self.search, self.reads = search, search.reads
+        self._inside: set[int] = set()
+
+    def of_variable(self, x: Any, fn: types.FunctionType) -> Any:
+        """The same of what a variable of a function has: where its code asks for names, all of a Python module of the
+        user."""
+        if not isinstance(x, types.ModuleType):
+            return self.of(x)
+        if self.search.is_foreign(x.__name__) or REFLECTING.isdisjoint(fn.__code__.co_names):
+            return NOTHING
+        found = {}
+        for name, value in vars(x).items():
+            if not name.startswith("__") and (plain := self.of(value)) is not NOTHING:
+                self.reads.item(vars(x), name)
+                found[name] = plain
+        return found
+
+    def of(self, x: Any, depth: int = MOST_NESTED) -> Any:
+        """Of a value: of what is not plain in it the class. NOTHING for one that is neither plain nor holds any."""
+        if isinstance(x, (*PLAIN, np.generic)):
+            return x
+        if isinstance(x, _WITHOUT) or x is NOTHING:
+            return NOTHING
+        if isinstance(x, np.ndarray):
+            return self._array(x)
+        if isinstance(x, CONTEXT):
+            self.reads.look_ups.append((_value_in_context, x))
+            return self.of(_value_in_context(x, NOTHING), depth)
+        if isinstance(x, (types.FunctionType, types.BuiltinFunctionType)):
+            return self._function(x)
+        if isinstance(x, type):
+            return NOTHING if self.search.is_foreign(x.__module__) else x
+        if isinstance(x, _BY_CONTENTS):
+            self.reads.keyed(x, guard_key)
+            return type(x), bytes(x)
+        if id(x) in self._inside or not depth:
+            return NOTHING
+        self._inside.add(id(x))
+        try:
+            return self._parts(x, depth - 1)
+        finally:
+            self._inside.discard(id(x))
+
+    def _parts(self, x: Any, depth: int) -> Any:
+        if isinstance(x, slice):
+            return slice, *(self._or_class(each, depth) for each in (x.start, x.stop, x.step))
+        if isinstance(x, functools.partial):
+            self.reads.box(x.keywords)
+            return functools.partial, *(self._or_class(each, depth) for each in (x.func, x.args, x.keywords))
+        if isinstance(x, CONTAINERS):
+            return self._items(x, depth)
+        if isinstance(x, RECORDS) or dataclasses.is_dataclass(x):
+            return self._attributes(x, list(getattr(x, "__dict__", slots_of(type(x)))), depth)
+        if self.search.is_foreign(type(x).__module__):
+            return self._of_library(x)
+        there = (*slots_of(type(x)), *getattr(x, "__dict__", ()))
+        return self._attributes(x, [name for name in there if name in self.search.attributes_named], depth)
+
+    def _array(self, x: np.ndarray) -> Any:
         few = x.size <= MOST_NUMBERS and x.dtype != object
         if few:
-            reads.keyed(x, guard_key)
+            self.reads.keyed(x, guard_key)
         return (x.dtype.str, x.shape, x.tobytes()) if few else NOTHING
-    if isinstance(x, CONTEXT):
-        reads.look_ups.append((_value_in_context, x))
-        return plain_values(_value_in_context(x, NOTHING), reads, depth)
-    if type(x) in CONTAINERS:
-        return _plain_items(x, reads, depth)
-    if depth and (isinstance(x, RECORDS) or (dataclasses.is_dataclass(x) and not isinstance(x, type))):
-        if not hasattr(x, "__dict__"):
+
+    def _function(self, x: Any) -> Any:
+        """A function of a library is itself; of the user's, which are looked through, the code."""
+        if isinstance(x, types.FunctionType) and not self.search.is_foreign(x.__module__):
+            return x.__code__
+        is_method = isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (type(None), _MODULE))
+        return NOTHING if is_method else x
+
+    def _items(self, x: Any, depth: int) -> Any:
+        if len(x) > MOST_ITEMS:
             return NOTHING
-        changing = [name for name in vars(x) if reads.is_changing(vars(x), name)]
-        reads.object(x, without=changing)
-        return {name: _or_class(value, reads, depth - 1) for name, value in vars(x).items() if name not in changing}
-    return NOTHING
+        if not isinstance(x, (tuple, frozenset)):
+            self.reads.box(x)
+        if isinstance(x, dict):
+            inside: Any = {_key(k): self._or_class(v, depth) for k, v in items_of(x)}
+        elif isinstance(x, (set, frozenset)):
+            inside = frozenset(map(_key, x))
+        else:
+            inside = tuple([self._or_class(v, depth) for v in x])
+        if type(x) in _PLAIN_CONTAINERS:
+            return type(x)(inside)
+        own = self._attributes(x, list(getattr(x, "__dict__", ())), depth)
+        return type(x), inside, own
+
+    def _attributes(self, x: Any, names: Iterable[str], depth: int) -> Any:
+        """The class of an object, and the plain values of these of its attributes and slots."""
+        own, found = getattr(x, "__dict__", {}), {}
+        fixed = [name for name in names if not self.reads.is_changing(own, name)]
+        self.reads.kind_of(x)
+        for name in fixed:
+            if name in own:
+                self.reads.item(own, name)
+            else:
+                self.reads.slot(x, name)
+            value = own[name] if name in own else getattr(x, name, NOTHING)
+            found[name] = self._or_class(value, depth)
+        return type(x), found
+
+    def _of_library(self, x: Any) -> Any:
+        """An object of a library's class, if it is a value: such as a fraction, a path, a length of time."""
+        is_value = type(x).__hash__ not in (None, object.__hash__) and not hasattr(x, "__dict__")
+        return x if is_value else NOTHING
+
+    def _or_class(self, x: Any, depth: int) -> Any:
+        plain = self.of(x, depth)
+        if plain is not NOTHING:
+            return plain
+        return torch.Tensor if isinstance(x, torch.Tensor) else type(x)  # a call may place it
+
+
+_PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset}
+_MODULE = types.ModuleType
 
 
 def _value_in_context(variable: contextvars.ContextVar, otherwise: Any) -> Any:
     return variable.get(otherwise)
-
-
-def _plain_items(x: Any, reads: Reads, depth: int) -> Any:
-    if len(x) > MOST_ITEMS or not depth:
-        return NOTHING
-    if not isinstance(x, (tuple, frozenset)):
-        reads.box(x)
-    if isinstance(x, dict):
-        return {_key(k): _or_class(v, reads, depth - 1) for k, v in x.items()}
-    return type(x)([_key(v) if isinstance(x, (set, frozenset)) else _or_class(v, reads, depth - 1) for v in x])
 
 
 def _key(x: Any) -> Any:
@@ -227,13 +349,6 @@ def _key(x: Any) -> Any:
     if isinstance(x, (*PLAIN, np.generic)):
         return x
     return type(x)(map(_key, x)) if type(x) in (tuple, frozenset) else type(x)
-
-
-def _or_class(x: Any, reads: Reads, depth: int) -> Any:
-    plain = plain_values(x, reads, depth)
-    if plain is not NOTHING:
-        return plain
-    return torch.Tensor if isinstance(x, torch.Tensor) else type(x)  # a call may place it
 
 
 def _item(x: Any, key: Any, reads: Reads) -> Any:

@@ -21,7 +21,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ OF_ONE_CLASS = {dict, list, set, deque, OrderedDict, defaultdict}
 """Classes whose objects cannot get another class."""
 
 _NOTHING = object()
+_mro = attrgetter("__mro__")
 
 
 class Reads:
@@ -43,6 +44,9 @@ class Reads:
         self.boxes: dict[int, Any] = {}
         self.keys_alone: set[int] = set()
         self.objects: dict[int, Any] = {}
+        self.typed: dict[int, Any] = {}
+        self.kinds: dict[int, type] = {}
+        self._parted_kinds: set[int] = set()
         self.look_ups: list[LookUp] = []
         self.by_key: dict[int, tuple[Any, Callable[[Any], Hashable]]] = {}
         self._changing: set[tuple[int, str]] = set()
@@ -102,6 +106,19 @@ class Reads:
                 self.item(own, name)
         self.keyed(own, partial(_names_in, without=frozenset(without)))
 
+    def kind(self, kind: type, without: Collection[str] = ()) -> None:
+        """The attributes that a class has itself, and what it inherits from. without: the names of those that may
+        change."""
+        self.kinds[id(kind)] = kind
+        if without:
+            self._parted_kinds.add(id(kind))
+            for name in vars(kind).keys() - without:
+                self.item(vars(kind), name)
+
+    def whole_kinds(self) -> list[type]:
+        """The classes all of whose attributes were noted."""
+        return [kind for key, kind in self.kinds.items() if key not in self._parted_kinds]
+
     def slot(self, x: Any, name: str) -> None:
         """What an object has in a slot, be it nothing."""
         self.look_ups.append((partial(getattr, x), name))
@@ -110,6 +127,10 @@ class Reads:
         """What a dict has under a key, be it nothing."""
         if not self.is_changing(box, key):
             self.look_ups.append((box.get, key))
+
+    def kind_of(self, x: Any) -> None:
+        """The class of an object."""
+        self.typed[id(x)] = x
 
     def place(self, x: Any) -> None:
         """The dict of an object's attributes, and not what is in it."""
@@ -158,9 +179,14 @@ class Snapshot:
         self._keys = list(chain.from_iterable(self._others))
         self._dicts = [box for box in self._boxes if isinstance(box, dict) and id(box) not in reads.keys_alone]
         self._values = list(self._all_values())
+        self._kinds = list(reads.kinds.values())
+        self._mros = list(map(_mro, self._kinds))
+        self._lengths_of_kinds = list(map(len, map(vars, self._kinds)))
+        self._of_kinds = [vars(kind) for kind in reads.whole_kinds()]
+        self._in_kinds = list(self._all_in_kinds())
         self._objects = list(reads.objects.values())
         self._attributes = list(map(vars, self._objects))
-        self._typed = [*self._objects, *(box for box in boxes if type(box) not in OF_ONE_CLASS)]
+        self._typed = [*self._objects, *reads.typed.values(), *(box for box in boxes if type(box) not in OF_ONE_CLASS)]
         self._types = list(map(type, self._typed))
         found = [(each, each[0](each[1], _NOTHING)) for each in reads.look_ups]
         models = [(each, x) for each, x in found if isinstance(x, (nn.Module, Optimizer))]
@@ -172,6 +198,9 @@ class Snapshot:
     def _all_values(self) -> chain:
         return chain.from_iterable([box.values() for box in self._dicts])
 
+    def _all_in_kinds(self) -> chain:
+        return chain.from_iterable([own.values() for own in self._of_kinds])
+
     def holds(self) -> bool:
         """Whether all is as it was."""
         return (
@@ -182,6 +211,9 @@ class Snapshot:
             and all(map(is_, chain.from_iterable(self._others), self._keys))
             and all(map(is_, map(type, self._typed), self._types))
             and all(map(is_, map(vars, self._objects), self._attributes))
+            and list(map(len, map(vars, self._kinds))) == self._lengths_of_kinds
+            and all(map(is_, self._all_in_kinds(), self._in_kinds))
+            and all(map(is_, map(_mro, self._kinds), self._mros))
             and all(map(is_, [get(key, _NOTHING) for get, key in self._look_ups], self._found))
             and all(key(x) == before for x, key, before in self._keyed)
             and all(get(key, _NOTHING) is model() for (get, key), model in self._models)

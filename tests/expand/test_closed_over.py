@@ -142,7 +142,7 @@ def test_a_module_is_a_step_and_variables_may_change():
 
 def with_a_hidden_optimiser(model, optimizer):
     held = types.SimpleNamespace(hidden=optimizer)
-    return lambda model, x, y: train(model, vars(held)["hid" + "den"], x, y)
+    return lambda model, x, y: train(model, vars(held)["".join(["hid", "den"])], x, y)
 
 
 def with_a_list_of_parameters(model, optimizer):
