@@ -180,7 +180,14 @@ from spmd._torch.ops import (
     written,
     written_positions,
 )  # fmt: skip
-from spmd._torch.optimizers import NOTED_IN_OPTIMIZERS, note_step, only_counts, scaled_steps, step_hooks
+from spmd._torch.optimizers import (
+    NOTED_IN_OPTIMIZERS,
+    is_torchs_own,
+    note_step,
+    only_counts,
+    scaled_steps,
+    step_hooks,
+)
 from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.quick_traces import quick_functional_mode
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -18,6 +19,12 @@ def step_hooks(optimizer: Optimizer) -> list[Callable]:
     """The functions that run before and after a step of the optimiser: its own, and those of all optimisers."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return list(chain(*(hooks.values() for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))))
+
+
+def is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether the steps of the optimiser are torch's own code."""
+    own = type(optimizer).__module__, inspect.unwrap(type(optimizer).step).__module__
+    return all(name.startswith("torch.optim.") for name in own)
 
 
 NOTED_IN_OPTIMIZERS = frozenset({

@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.stamp.optimizers import is_torchs_own
 from spmd.expand.state import Slot, State
 from spmd.mesh import per_rank
 from spmd.tensor.spec import Spec, contiguous
@@ -74,7 +73,7 @@ def first_state(state: State) -> FirstState:
     paths = {id(p): path for path, p in state.parameters().items()}
     found: FirstState = {}
     for root, optimizer in state.optimizers.items():
-        if not is_torchs_own(optimizer):
+        if not _torch.is_torchs_own(optimizer):
             continue
         for group in optimizer.param_groups:
             made = _Made(optimizer, group)

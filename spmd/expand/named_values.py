@@ -53,8 +53,12 @@ _VARIABLES = {"LOAD_GLOBAL": "global", "LOAD_NAME": "global", "LOAD_DEREF": "aro
 def chains_in(code: types.CodeType) -> tuple[Chain, ...]:
     """The chains in the code of a function and of the functions inside it, in order.
 
-    >>> chains_in((lambda: math.inf + sizes["x"]).__code__)
-    ((('global', 'math'), ('attribute', 'inf')), (('global', 'sizes'), ('key', 'x')))
+    >>> for chain in chains_in((lambda: math.inf + sizes["x"]).__code__):
+    ...     print(chain)
+    (('global', 'math'), ('attribute', 'inf'))
+    (('global', 'sizes'), ('key', 'x'))
+    (('global', 'math'),)
+    (('global', 'sizes'),)
     """
     found: dict[Chain, None] = {}
     chain: Chain = ()

@@ -153,7 +153,8 @@ class State:
     def numbers(self) -> dict[str, float]:
         """The numbers that may change from call to call, by path: the floats among the hyper-parameters, such as
         learning rate, weight decay and each beta, and the counters."""
-        hyper = {path: float(v) for path, v in self.hyper_parameters() if isinstance(v, float)}
+        added = self._added_options()
+        hyper = {path: float(v) for path, v in self.hyper_parameters() if isinstance(v, float) and path not in added}
         return hyper | {path: place.value for path, place in self.counters.items()}
 
     def constants(
@@ -168,7 +169,9 @@ class State:
         are no guards, by the path of the module.
         """
         hyper = self.hyper_parameters()
-        found = {path: _constant_of(v, reads) for path, v in hyper if not isinstance(v, torch.Tensor)}
+        added = self._added_options()
+        constant = ((path, v) for path, v in hyper if not isinstance(v, torch.Tensor) and path not in added)
+        found = {path: _constant_of(v, reads) for path, v in constant}
         of, counted, apart = of_tensors or {}, self.counted(), self.apart
         found |= {
             path: module_guard(
@@ -262,6 +265,17 @@ class State:
                 if type(value) is float:
                     yield f"{path}.{_key_text(key)}", group, key
 
+    def _added_options(self) -> set[str]:
+        """The floats that were put into groups of torch's optimisers besides their options, as learning-rate schedulers
+        do. Their steps do not read them, so nothing does where no code of the user's names groups."""
+        if not GROUPS.isdisjoint(self.names):
+            return set()
+        of_users = [o for o in self.optimizers.values() if not _torch.is_torchs_own(o)]
+        apart = {id(group) for o in of_users for group in o.param_groups}
+        options = {name for o in self.optimizers.values() for name in o.defaults}
+        floats = ((path, key) for path, group, key in self.floats_of_groups() if id(group) not in apart)
+        return {path for path, key in floats if key not in options}
+
     def groups(self) -> Iterator[tuple[str, dict]]:
         """The parameter groups by path, each once: an optimiser around another one may share its groups."""
         seen: set[int] = set()
@@ -344,6 +358,10 @@ class State:
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
         counters = [partial(place.set, place.value) for place in self.counters.values()]
         return [*map(_restore_later, dicts), *counters]
+
+
+GROUPS = frozenset({"param_groups", "state_dict", "__getstate__", "__dict__"})
+"""Attributes of an optimiser that have its groups."""
 
 
 def _constant_of(option: Any, reads: Reads | None) -> Hashable:

@@ -7,6 +7,7 @@ calls it once more: with one compiled step that has made its quick calls, and wi
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 import types
@@ -490,11 +491,11 @@ def set_by(function, new, old):
 FLAGS = {
     "mkldnn": (
         lambda x: x * 2 if torch.backends.mkldnn.enabled else x,
-        lambda x: with_attribute(torch.backends.mkldnn, "enabled", not torch.backends.mkldnn.enabled),
+        lambda x: torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled, allow_tf32=None),
     ),
     "benchmarks": (
         lambda x: x * 2 if torch.backends.cudnn.benchmark else x,
-        lambda x: with_attribute(torch.backends.cudnn, "benchmark", True),
+        lambda x: torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=True),
     ),
     "precision": (
         lambda x: x * 2 if torch.get_float32_matmul_precision() == "high" else x,
@@ -535,3 +536,25 @@ def test_unchanged_steps_are_not_captured_again():
             Net.seen += 1
     del Net.seen
     assert captures.call_count == 1
+
+
+def rate_of_begin(model, optimizer, x):
+    """A step that reads what a scheduler adds."""
+    group = optimizer.param_groups[0]
+    return x * group.get("initial_lr", 0.0)
+
+
+@pytest.mark.parametrize("fn", [train, rate_of_begin])
+def test_what_a_scheduler_adds_to_groups_is_a_guard_where_a_step_reads_groups(fn):
+    """No optimiser of torch reads it."""
+    model = Net().double()
+    args = model, optim.AdamW(model.parameters(), lr=0.1), X
+    wanted = copy.deepcopy(args)
+    step = spmd.compile(fn, line())
+    for schedule in (False, True, True, False):
+        for _, optimizer, _ in (args, wanted):
+            optimizer.param_groups[0].pop("initial_lr", None)
+            if schedule:
+                torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        torch.testing.assert_close(value(step(*args)), fn(*wanted))
+    assert len(step.programs) == (1 if fn is train else 2)

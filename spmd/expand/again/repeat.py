@@ -96,7 +96,7 @@ class Repeat:
         self.paths = list(call.numbers)
         self._numbers = list(call.numbers.values())
         at = {path: i for i, path in enumerate(self.paths)}
-        self._options = [(at[path], group, key) for path, group, key in call.state.floats_of_groups()]
+        self._options = [(at[path], group, key) for path, group, key in call.state.floats_of_groups() if path in at]
         self._arguments = [(at[path], i) for path, i in paths.items() if path in at]
         counters = {path: _Counter.of_place(place) for path, place in call.state.counters.items()}
         self._counters = [(at[path], counter) for path, counter in counters.items()]

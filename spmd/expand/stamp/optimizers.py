@@ -19,7 +19,6 @@ it is traced in full. So is a step with a closure or with hooks, which would see
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,16 +77,10 @@ def updates_stamped(counts: EqualCounts, by_family: bool = True) -> Iterator[Non
             handle.remove()
 
 
-def is_torchs_own(optimizer: Optimizer) -> bool:
-    """Whether the steps of the optimiser are torch's own code."""
-    own = type(optimizer).__module__, inspect.unwrap(type(optimizer).step).__module__
-    return all(name.startswith("torch.optim.") for name in own)
-
-
 def _is_of_torch_alone(optimizer: Optimizer, args: tuple, kwargs: dict) -> bool:
     """Whether the step that begins is torch's own code, and none of the user's runs in it."""
     return (
-        is_torchs_own(optimizer)
+        _torch.is_torchs_own(optimizer)
         and all(hook.__module__.startswith("spmd.") for hook in _torch.step_hooks(optimizer))
         and len(args) == 1
         and not any(x is not None for x in kwargs.values())
