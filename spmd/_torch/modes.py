@@ -125,7 +125,7 @@ def function_modes() -> list[Any]:
 def hooks_of_all() -> dict[str, dict]:
     """The hooks that users have put on all modules and on the steps of all optimisers, by the tables of torch's that
     have any, and how these are called."""
-    if not any(map(len, _TABLES.values())):
+    if not any(_EACH):  # asked at each call
         return {}
     known = {i for table in _TABLES.values() for i, x in table.items() if _is_users_hook(x)}
     theirs = {name: {i: x for i, x in table.items() if i in known} for name, table in _TABLES.items()}
@@ -143,6 +143,7 @@ _TABLES = {
     if name.startswith("_global_") and isinstance(table, dict)
 }
 """Hooks by number. Where a table says how they are called, it may have numbers of hooks that are no more."""
+_EACH = tuple(_TABLES.values())
 
 
 def replaced_functions() -> dict[str, Any]:
