@@ -156,10 +156,17 @@ class BoundProgram:
             _torch.note_step(state.optimizers[name])
         put_changes(self.captured.changes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
+
+        def there(where: Slot | Argument) -> Any:
+            return given[where.path] if isinstance(where, Argument) else new.get(where, tensors.get(where))
+
         for i, where in self.captured.given.items():
-            there = given[where.path] if isinstance(where, Argument) else new.get(where, tensors.get(where))
-            if values[i] is None or isinstance(there, DTensor):
-                values[i] = there.detach() if i in self.captured.detached else there
+            if values[i] is None or isinstance(there(where), DTensor):
+                values[i] = there(where).detach() if i in self.captured.detached else there(where)
+        for i, view in self.captured.views.items():
+            base = values[view.of] if type(view.of) is int else there(view.of)
+            if values[i] is None or isinstance(base, DTensor):
+                values[i] = view.shown(base)
         for i, first in self.captured.same.items():
             values[i] = values[first].detach() if i in self.captured.detached else values[first]
         return pytree.tree_unflatten(values, self.captured.tree)

@@ -41,7 +41,15 @@ from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.loops.roll import rolled
-from spmd.expand.module_attributes import Attributes, Others, SetByStep, attributes_set, check_read
+from spmd.expand.module_attributes import (
+    Attributes,
+    Others,
+    SetByStep,
+    attributes_set,
+    check_read,
+    leaves_of,
+)
+from spmd.expand.nodes import line_of
 from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
 from spmd.expand.origins import Origins
 from spmd.expand.outside import changed_outside
@@ -61,6 +69,7 @@ from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
 from spmd.expand.user_code import ended_in_user_code
+from spmd.expand.views import View, share_elements, views_of
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
@@ -86,7 +95,8 @@ class Captured:
     what the function returns and what it changes, arguments by name and attributes of modules by path. same: the leaves
     that are the tensor of an earlier leaf, with that one. given: the leaves that are a tensor that the function has
     been given, with its place. detached: of both, those that share all of its memory, and are another tensor, as what
-    `detach` gives. fixed: the number arguments that could not stay
+    `detach` gives. views: the leaves that show a part of another leaf, or of
+    a tensor that the function has been given. fixed: the number arguments that could not stay
     symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
     modules, to be done when the program has run. kept: the numbers in the tensors of the state, which the function may
     decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
@@ -110,6 +120,7 @@ class Captured:
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
     detached: tuple[int, ...] = ()
+    views: Mapping[int, View] = field(default_factory=dict)
     changes: Contents = field(default_factory=list, repr=False)
     kept: Kept = field(default_factory=dict)
     shared: tuple[str, ...] = ()
@@ -170,9 +181,9 @@ class Captured:
 
     def known_at(self, shapes: Shapes, numbers: Mapping[str, float]) -> Captured:
         """The same with the sizes known, but for the graph: what a program that was written needs to be run."""
-        return replace(
-            self, fixed=self.fixed | self.assumed.sized(numbers), sizes=self.assumed.values(shapes, numbers)
-        )
+        sizes = self.assumed.values(shapes, numbers)
+        views = {leaf: view.at(sizes) for leaf, view in self.views.items()}
+        return replace(self, fixed=self.fixed | self.assumed.sized(numbers), sizes=sizes, views=views)
 
     @functools.cached_property
     def written(self) -> tuple[Argument, ...]:
@@ -183,6 +194,7 @@ class Captured:
     def placed(self) -> frozenset[str]:
         """The paths of these, and of those that it returns, or of whose memory it makes another tensor."""
         shown = [self.given[i] for i in (*self.outputs, *self.detached) if i in self.given]
+        shown += [view.of for view in self.views.values()]
         return frozenset(i.path for i in (*self.written, *shown) if isinstance(i, Argument))
 
     @functools.cached_property
@@ -343,7 +355,7 @@ def _traced(
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of = flat.outputs, flat.leaves, flat.tree
-    one = flat.same, flat.given, tuple(flat.detached)
+    one = flat.same, flat.given, tuple(flat.detached), flat.views
     made = tuple(i for i in inputs if i in first)
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
@@ -403,6 +415,7 @@ def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Dr
     inputs = remove_inputs(graph, flat.inputs, flat.unmade)
     restore_torch_ops(graph)
     lift_sizes(graph, flat.sizes)
+    flat.take_views(graph, inputs)
     remove_noops(graph)
     attributes = {Argument(path) for path in flat.attributes.tensors}
     gradients = {i for i in inputs if isinstance(i, Slot) and i.kind == "grad"} if flat.ignores_gradients else set()
@@ -449,6 +462,8 @@ class _FlatFunction:
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
     detached: list[int] = field(default_factory=list)
+    bases: dict[int, list[Any]] = field(default_factory=dict)
+    views: dict[int, View] = field(default_factory=dict)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
     grown: tuple[str, ...] = ()
@@ -713,13 +728,18 @@ class _FlatFunction:
             elif isinstance(x, torch.Tensor):
                 if (given.has(x) and (i >= returned or not first.has(x))) or (given.shows(x) and not first.has(x)):
                     self.given[i] = given.find(x)
-                elif first.shows(x):
+                elif first.shows(x) and not (first.find(x) < returned <= i and kept.parts(x)):
                     self.same[i] = first.find(x)
                 if i not in self.same and (i < returned or i not in self.given):
                     found.append(i)
                 if (i in self.given and not given.has(x)) or (i in self.same and not first.has(x)):
                     self.detached.append(i)
-                first.meet(x, i)
+                first.meet(x, i, instead=kept.parts(x) and i >= returned)
+        for i in (i for i in found if isinstance(leaves[i], torch.Tensor) and i not in self.given):
+            given = given_back if i < returned else kept
+            others = [j for j in first.parts(leaves[i]) if j != i and j in found and j not in self.given]
+            if others or given.parts(leaves[i]):
+                self.bases[i] = [*given.parts(leaves[i]), *others]
         return found
 
     def finish(self, graph: fx.Graph) -> None:
@@ -728,6 +748,37 @@ class _FlatFunction:
         self.phases.mark(graph)
         self.blocks.finish(graph)
         self.normalise.constrained.check(graph)
+
+    def take_views(self, graph: fx.Graph, inputs: Collection[Slot | Argument]) -> None:
+        """Take results that are views of something else out of a complete graph, and note them. inputs: of the graph.
+        Raises for those that have common elements with others, and are no views of them."""
+        if not self.bases:
+            return
+        output = graph.output_node()
+        nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
+        nodes |= zip(self.outputs, output.args[0], strict=True)
+        self.views = views_of(self.bases, nodes)
+        for i, others in self.bases.items():
+            for j in others if i not in self.views else ():
+                if j not in self.views and share_elements(nodes[i], nodes[j]):
+                    raise RuntimeError(self._sharing(i, j, line_of(nodes[i])))
+        kept = [i for i in self.outputs if i not in self.views or self._may_be_plain(self.views[i].of)]
+        self.outputs, values = tuple(kept), [nodes[i] for i in kept]
+        output.args = (values,)
+
+    def _may_be_plain(self, base: Any) -> bool:
+        """Whether something is a tensor of the caller's that is no DTensor, of which a result is a copy."""
+        return isinstance(base, Argument) and base.path not in self.attributes.tensors
+
+    def _sharing(self, one: int, other: Any, line: str) -> str:
+        result, changed = pytree.tree_unflatten(range(self.tree.num_leaves), self.tree)
+        names = {number: path for path, number in named_leaves({"result": result})}
+        names |= {number: at for path, tree in changed.items() for at, number in leaves_of(path, tree)}
+        one, other = (names.get(each, str(each)) for each in (one, other))
+        return (
+            f"{one} and {other} have common elements, and neither is a view of the other, so that a write into one "
+            f"would not be seen in the other behind the step: give one of them a clone(){line and f', {line}'}"
+        )
 
     def write_outputs(self, graph: fx.Graph) -> None:
         """Let the graph give all outputs: torch is told only of those without a node, such as constants and numbers."""
@@ -750,10 +801,20 @@ class _Met:
     def __init__(self) -> None:
         self._tensors: dict[int, Any] = {}
         self._memories: dict[Any, Any] = {}
+        self._parts: dict[Any, list[Any]] = {}
 
-    def meet(self, x: torch.Tensor, where: Any) -> None:
+    def meet(self, x: torch.Tensor, where: Any, instead: bool = False) -> None:
+        """instead: whether it counts from now on, and not what was met before."""
+        shown = _torch.memory_shown(x)
+        if instead:
+            self._tensors[id(x)] = self._memories[shown] = where
         self._tensors.setdefault(id(x), where)
-        self._memories.setdefault(_torch.memory_shown(x), where)
+        self._memories.setdefault(shown, where)
+        self._parts.setdefault(shown[0], []).append(where)
+
+    def parts(self, x: torch.Tensor) -> list[Any]:
+        """Where tensors were met that show any part of the memory of this one."""
+        return self._parts.get(_torch.memory_shown(x)[0], [])
 
     def has(self, x: torch.Tensor) -> bool:
         return id(x) in self._tensors

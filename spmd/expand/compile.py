@@ -128,8 +128,8 @@ def compile(
     captured faster. False captures each call.
 
     What is one tensor on one device is one behind the call, in attributes, containers and results; so is `x` and
-    `x.detach()` one memory. But a view of a part of another tensor is a copy, and so is what fn returns of parameters,
-    buffers and gradients, or of an argument that is no DTensor: it keeps its numbers in later calls.
+    `x.detach()` one memory, and a view of a part of `x` is a view of it. But what fn returns of parameters, buffers and
+    gradients, or of an argument that is no DTensor, is a copy: it keeps its numbers in later calls.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.

@@ -11,9 +11,10 @@ before the call, and plays a role by its shape alone. What is neither read nor s
     self.b = self.a                             gives both the tensor that is there: nothing is computed or copied
     self.a = self.b = x + 1                     one new tensor
     self.mean.mul_(0.9)                         written into the tensor itself, which is placed as a buffer is
+    self.last = self.mean[-1]                   a view of it behind the call, too (`views`)
 
 Left out, and errors: what holds parameters or modules beside tensors, and what a step sets to something without them,
-or to a parameter or buffer. A view of a part of another tensor has memory of its own behind the call.
+or to a parameter or buffer.
 """
 
 from __future__ import annotations

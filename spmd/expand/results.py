@@ -34,9 +34,12 @@ class Results:
         inner = [(path, number) for at, each in kept.items() for path, number in leaves_of(at, each)]
         self.attributes = {one.get(number, number): path for path, number in reversed(inner)}
         named = [(path, one.get(number, number)) for path, number in named_leaves({"result": result})]
-        named = [(path, number) for path, number in named if number in captured.outputs]
-        require_matches(outputs, [path for path, _ in named], "outputs")
-        self.asked, self.paths = _asked(named, outputs)
+        made = [(path, number) for path, number in named if number in captured.outputs]
+        shown = [(path, number) for path, number in named if number in captured.views and (path, number) not in made]
+        require_matches(outputs, [path for path, _ in (*made, *shown)], "outputs")
+        self.asked, self.paths = _asked(made, outputs)
+        for path, number in shown:
+            self._check_view(path, captured.views[number].of, placements_for(outputs, [path]))
         self.given = {number: where for number, where in captured.given.items() if number not in self.asked}
         for number in self.asked.keys() & self.attributes.keys():
             if any(placement.is_partial() for placement in self.asked[number]):
@@ -44,6 +47,16 @@ class Results:
                     f"outputs leaves {self.paths[number]} as terms of a sum, and it is one tensor with "
                     f"{self.attributes[number]}, which would be left so, too; let the step return a clone() of it"
                 )
+
+    def _check_view(self, path: str, base: Any, wanted: Any) -> None:
+        """Refuse placements of a view, which lies as what it is a view of; but replicas of it have views of replicas."""
+        if wanted is None or (self.asked.get(base) == wanted and all(x.is_replicate() for x in wanted)):
+            return
+        name = self.paths.get(base) or self.attributes.get(base) or str(base)
+        raise ValueError(
+            f"outputs gives placements to {path}, which is a view of {name} and lies as that does; let the step return "
+            "a clone() of it"
+        )
 
     def spec(self, number: int, spec: Spec, mesh: DeviceMesh) -> Spec:
         """The spec that the result of this number is to have, which was asked for."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import LocalTensorMode, Partial, Shard
+from spmd import LocalTensorMode, Partial, Replicate, Shard
 from spmd.expand.compile import CompiledStep
 from tests.tensor.single import every_rank
 
@@ -37,6 +37,7 @@ class Net(nn.Module):
         self.up, self.keep = nn.Linear(4, 4).double(), keep
         self.a, self.b, self.l, self.box, self.d = row(1.0), row(2.0), [row(3.0), row(4.0)], Box(), {"x": row(0.5)}
         self.register_buffer("buf", row(0.25))
+        self.p = row(7.0)
 
     def forward(self, x, given=None):
         h = self.up(x) + self.a.tanh() - self.b * self.l[0] + self.box.t * self.d["x"] + self.buf
@@ -150,6 +151,37 @@ def writes_in_a_container(self, h, given):
     return given[0]
 
 
+def keeps_a_part_of_what_it_keeps(self, h, given):
+    self.a, self.b = h * 1, h * 2
+    self.p, self.l[1] = self.a.view(2, 2)[0], self.b[1:]
+    self.b[2:].mul_(2)
+
+
+def returns_a_part_beside_all(self, h, given):
+    all_of = h.outer(h)
+    return all_of[:, 1:], all_of, all_of[0], all_of.t()[1:3]
+
+
+def keeps_a_part_of_a_buffer(self, h, given):
+    self.buf.mul_(0.5)
+    self.p = self.buf[1:]
+
+
+def keeps_a_row_of_a_weight(self, h, given):
+    """And a part of that."""
+    self.p = self.up.weight.detach()[0]
+    self.l[1] = self.p[2:]
+
+
+def keeps_pieces(self, h, given):
+    """Which have no element in common."""
+    self.p, self.l[1] = (h * 1).chunk(2)
+
+
+def returns_a_part_of_what_it_holds(self, h, given):
+    return self.a[1:], self.l[0][:2], self.l[0][:2].detach()
+
+
 KINDS = {
     fn.__name__: fn
     for fn in (
@@ -157,7 +189,8 @@ KINDS = {
         sets_one_and_writes_it, writes_and_takes_another, writes_in_an_object, writes_rows,
         writes_what_it_does_not_read, returns_one_twice, returns_what_it_holds, returns_what_it_writes,
         keeps_it_and_returns_it_detached, returns_another_of_its_memory, keeps_the_weight_detached, keeps_an_argument,
-        writes_in_a_container,
+        writes_in_a_container, keeps_a_part_of_what_it_keeps, returns_a_part_beside_all, keeps_a_part_of_a_buffer,
+        keeps_a_row_of_a_weight, keeps_pieces, returns_a_part_of_what_it_holds,
     )
 }  # fmt: skip
 
@@ -179,7 +212,7 @@ class Session:
 
     def tensors(self):
         m = self.model
-        return [m.a, m.b, *m.l, m.box.t, m.d["x"], m.buf, *(self.given or ()), *self.handles]
+        return [m.a, m.b, m.p, *m.l, m.box.t, m.d["x"], m.buf, *(self.given or ()), *self.handles]
 
 
 BETWEEN = {
@@ -296,6 +329,30 @@ def test_outputs_place_what_has_several_names():
             step(again={"dp": Shard(1)}, h={"dp": Shard(0)})(model, X)
         with pytest.raises(ValueError, match=r"one tensor with model\.a, .* clone\(\)"):
             step(h={"dp": Partial()})(model, X)
+
+
+def returns_a_view(model, x):
+    h = model.up(x)
+    return {"h": h, "row": h[0]}
+
+
+def test_a_view_lies_as_its_base_does():
+    """Where outputs asks for another place, it is to be a clone."""
+    mesh = spmd.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+
+    def step(**outputs):
+        return spmd.compile(returns_a_view, mesh, inputs={"x": {"dp": Shard(0)}}, outputs=outputs)
+
+    with LocalTensorMode(2):
+        model = Net(swaps)
+        found = step(h={"dp": Shard(1)})(model, X)
+        found["row"].add_(1)
+        assert found["row"].placements == (Shard(0),)
+        torch.testing.assert_close(every_rank(found["h"])[0][0], every_rank(found["row"])[0])
+        found = spmd.compile(returns_a_view, mesh, outputs={"*": [Replicate()]})(model, X)
+        assert found["row"].placements == found["h"].placements == (Replicate(),)
+        with pytest.raises(ValueError, match=r"placements to .*row, which is a view of .*h .* clone\(\)"):
+            step(row={"dp": Shard(0)})(model, X)
 
 
 LONG = {

@@ -167,7 +167,12 @@ class Repeat:
             for leaf, where in captured.given.items()
             if leaf not in found or spec_of_value(there[where]) is not None
         ]
-        given = {leaf for leaf, *_ in self._given_back}
+        self._views = [
+            (leaf, None if type(view.of) is int else find(view.of), view)
+            for leaf, view in captured.views.items()
+            if leaf not in found or spec_of_value(there[view.of]) is not None
+        ]
+        given = {leaf for leaf, *_ in self._given_back} | {leaf for leaf, *_ in self._views}
         self._results = [
             (where, i, None if spec is None else Made(spec))
             for where, (i, spec) in found.items()
@@ -234,6 +239,8 @@ class Repeat:
             leaves[where] = out[i] if made is None else made.of(out[i])
         for where, of, is_detached in self._given_back:
             leaves[where] = of(ready).detach() if is_detached else of(ready)
+        for where, of, view in self._views:
+            leaves[where] = view.shown(leaves[view.of] if of is None else of(ready))
         for where, first, another in self._detached:
             leaves[where] = another(leaves[first])
         for where, first in self._same:

@@ -46,6 +46,7 @@ from spmd.expand.places.fully_shard import FullyShard
 from spmd.expand.places.places import Places
 from spmd.expand.precision import MixedPrecision
 from spmd.expand.state import Slot
+from spmd.expand.views import View
 from spmd.mesh import DeviceMesh
 from spmd.tensor.placement import Partial, Replicate, Shard
 from spmd.tensor.recipes.random import Draw
@@ -75,7 +76,7 @@ VALUES = {
     for kind in (
         Argument, Draws, Certificate, LocalCount, LocalShape, UnlessEmpty, FullyShard, Places, MixedPrecision, Slot,
         Partial, Replicate, Shard, Draw, Recipe, Windows, HaloPlan, Plan, Step, Counts, Packed, Leaf, Branch,
-        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload, Counted,
+        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload, Counted, View,
     )
 }  # fmt: skip
 """Frozen values that are written by their fields."""
