@@ -276,7 +276,15 @@ class Call:
         for name, new in others.items():
             if not is_attribute(name):
                 write_back(self.given[name], new)
-        set_attributes(self.state, {path: tree for path, tree in others.items() if is_attribute(path)})
+        places = self.places_of_buffers(others)
+        set_attributes(self.state, {k: tree for k, tree in others.items() if is_attribute(k) and k not in places})
+        for path, several in places.items():
+            for own, name in several:
+                own[name] = others[path]
+
+    def places_of_buffers(self, changed: Iterable[str]) -> dict[str, list[tuple[dict, str]]]:
+        """Where the buffers are, by path, among what a step changes."""
+        return self.state.places_of_buffers([path for path in changed if Slot("buffer", path) in self.tensors])
 
 
 def _on_whole_mesh(t: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

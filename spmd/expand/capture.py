@@ -540,9 +540,12 @@ class _FlatFunction:
                 with _torch.no_function_modes():
                     self._check_state(after)
         changed = {name: x for name, x in opened(passed).items() if differs(arguments[name], x)}
-        changed |= new_attributes.trees | counted
+        buffers = self._other_buffers(after)
+        changed |= new_attributes.trees | counted | {slot.path: x for slot, x in buffers.items()}
         there = {i: x for i, x in wrapped.items() if isinstance(i, Argument)} | self._unreplaced(after)
-        homes = after | skipped.new_state | self.new_numbers | {i: wrapped[i] for i in written}
+        homes = {slot: x for slot, x in after.items() if slot not in buffers}
+        homes |= {i: self.own[i] for i in buffers if _torch.from_functional(self.own[i]) is not given[i]}
+        homes |= skipped.new_state | self.new_numbers | {i: wrapped[i] for i in written}
         return self._flat_outputs(opened(result), changed, there, homes)
 
     def _modes(
@@ -706,10 +709,18 @@ class _FlatFunction:
         self.nodes = [_torch.node_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
         return [v for v, node in zip(values, self.nodes, strict=True) if node is None]
 
+    def _other_buffers(self, after: Tensors) -> Tensors:
+        """The buffers that a step has set to other tensors: they are set as attributes are. The old ones may be held by
+        others, and keep their values."""
+        return {slot: x for slot, x in after.items() if slot.kind == "buffer" and self.own.get(slot) is not x}
+
     def _unreplaced(self, after: Tensors) -> Tensors:
-        """Of the state after a step, the tensors that were there before it. A program writes the values of those that
-        are in the place of others into these."""
-        return {slot: x for slot, x in after.items() if self.own.get(slot) is x and slot.kind != "grad"}
+        """The tensors that were there before a step, but for gradients and those that it has replaced: a program writes
+        the values of those that are in the place of others into these. Buffers that it has replaced are still there."""
+        return {
+            slot: x for slot, x in self.own.items()
+            if slot.kind == "buffer" or (after.get(slot) is x and slot.kind != "grad")
+        }  # fmt: skip
 
     def _new_leaves(self, leaves: list[Any], returned: int, there: Mapping[Any, Any]) -> list[int]:
         """The leaves that are outputs: symbols, each tensor once, and none that an attribute or a container of the

@@ -244,7 +244,7 @@ class CompiledStep:
         if self.mesh.size() > 1:
             numbers = dict(zip(repeat.paths, ready.numbers, strict=True))
             try:
-                self._agree_on_objects(bound, repeat.objects(), repeat.small, numbers)
+                self._agree_on_objects(bound, repeat.objects(), repeat.small(ready), numbers)
             except SomeMakeIt:
                 return self._run_anew(args, kwargs, some_make_it=True)
         if repeat is not self._repeats[0]:

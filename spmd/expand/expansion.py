@@ -36,8 +36,10 @@ def expansion_of(
         home = call.specs.get(slot) if isinstance(slot, Slot) and slot.kind != "grad" else None
         if isinstance(slot, Argument):
             home = call.leaf_specs[slot.path]
-        elif (before := call.leaf_specs.get(results.attributes.get(slot))) is not None and before.shape == spec.shape:
-            home = before  # the next call has it as an input
+        elif (path := results.attributes.get(slot)) is not None:
+            before = call.leaf_specs.get(path) or call.specs.get(Slot("buffer", path))
+            if before is not None and before.shape == spec.shape:
+                home = before  # the next call has it as an input
         if home is None and isinstance(slot, Slot):
             home = own_place(slot, spec.shape, places)
         return reduced_spec(spec) if home is None else spec.with_layout(home.dims, home.units)

@@ -49,7 +49,7 @@ class Results:
                 )
 
     def _check_view(self, path: str, base: Any, wanted: Any) -> None:
-        """Refuse placements of a view, which lies as what it is a view of; but replicas of it have views of replicas."""
+        """Refuse placements of a view, which lies as its base does; but replicas of it have views of replicas."""
         if wanted is None or (self.asked.get(base) == wanted and all(x.is_replicate() for x in wanted)):
             return
         name = self.paths.get(base) or self.attributes.get(base) or str(base)

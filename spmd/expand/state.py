@@ -338,6 +338,16 @@ class State:
             if path in new:
                 place.set(new[path])
 
+    def places_of_buffers(self, paths: Collection[str]) -> dict[str, list[tuple[dict, str]]]:
+        """Where modules have the buffers of these paths: several may have one."""
+        named, found = self.buffers() if paths else {}, {path: [] for path in paths}
+        path_of = {id(named[path]): path for path in paths}
+        for m in self.submodules() if paths else ():
+            for name, x in m._buffers.items():
+                if id(x) in path_of:
+                    found[path_of[id(x)]].append((m._buffers, name))
+        return found
+
     def set_hyper_parameters(self, new: dict[str, Any]) -> None:
         """Set the hyper-parameters of these paths to other values. Several groups may have one tensor, as torch gives
         it to them: where its first name gets another value, they all do."""

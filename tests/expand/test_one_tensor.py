@@ -173,6 +173,19 @@ def keeps_a_row_of_a_weight(self, h, given):
     self.l[1] = self.p[2:]
 
 
+def writes_a_buffer_and_sets_another(self, h, given):
+    """The old one is written, whoever holds it."""
+    self.buf.add_(h)
+    self.buf = self.buf * 0.5
+    self.p = self.buf[1:]
+
+
+def sets_a_buffer_to_what_it_keeps(self, h, given):
+    self.register_buffer("buf", h * 1)
+    self.p = self.buf.detach()
+    return self.buf, self.buf[1:]
+
+
 def keeps_pieces(self, h, given):
     """Which have no element in common."""
     self.p, self.l[1] = (h * 1).chunk(2)
@@ -190,7 +203,8 @@ KINDS = {
         writes_what_it_does_not_read, returns_one_twice, returns_what_it_holds, returns_what_it_writes,
         keeps_it_and_returns_it_detached, returns_another_of_its_memory, keeps_the_weight_detached, keeps_an_argument,
         writes_in_a_container, keeps_a_part_of_what_it_keeps, returns_a_part_beside_all, keeps_a_part_of_a_buffer,
-        keeps_a_row_of_a_weight, keeps_pieces, returns_a_part_of_what_it_holds,
+        keeps_a_row_of_a_weight, keeps_pieces, returns_a_part_of_what_it_holds, returns_a_new_buffer,
+        writes_a_buffer_and_sets_another, sets_a_buffer_to_what_it_keeps,
     )
 }  # fmt: skip
 
@@ -220,7 +234,7 @@ BETWEEN = {
     "a write": lambda s: s.model.a.add_(1),
     "a write into the other": lambda s: s.model.b.mul_(0.5),
     "writes into all": lambda s: [x.mul_(0.75) for x in set(s.tensors())],
-    "a handle": lambda s: s.handles.extend([s.model.a, s.model.l[0], s.model.box.t]),
+    "a handle": lambda s: s.handles.extend([s.model.a, s.model.l[0], s.model.box.t, s.model.buf]),
     "one for two": lambda s: setattr(s.model, "b", s.model.a),
     "two for one": lambda s: setattr(s.model, "b", s.model.a * 1),
     "a result": lambda s: [x.sub_(1) for x in s.handles[-1:]],
@@ -260,15 +274,16 @@ def test_what_is_one_tensor_stays_one(keep, order):
             check_equal(ours, alone)
 
 
-def test_a_buffer_stays_the_tensor_that_it_is():
-    """A new one is written into it, and what the step returns is a copy: it keeps its numbers in later calls."""
+def test_a_buffer_that_is_set_is_another_tensor():
+    """Whoever holds the old one keeps its numbers, and the buffer is what the step returns."""
     ours, alone = Session(returns_a_new_buffer), Session(returns_a_new_buffer)
-    buffer = ours.model.buf
     with LocalTensorMode(2):
         step = compiled()
-        for i in range(4):
-            alone.call(train, i), ours.call(step, i)
-            assert ours.model.buf is buffer
+        for i in range(5):
+            for session, run in ((alone, train), (ours, step)):
+                session.handles.append(session.model.buf)
+                session.call(run, i)
+                assert session.model.buf is session.handles[-1] is not session.handles[-2]
             for got, want in zip(ours.tensors(), alone.tensors(), strict=True):
                 torch.testing.assert_close(every_rank(got)[0], want.detach())
 
@@ -357,7 +372,7 @@ def test_a_view_lies_as_its_base_does():
 
 LONG = {
     "writes_and_takes_another": 6, "shifts": 6, "sets_one_and_writes_it": 4, "keeps_an_argument": 4,
-    "writes_in_a_container": 4,
+    "writes_in_a_container": 4, "writes_a_buffer_and_sets_another": 9,
 }  # fmt: skip
 """The calls made the long way, where the names of one tensor, or the plain tensors among them, go on changing."""
 

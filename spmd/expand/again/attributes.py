@@ -1,4 +1,5 @@
-"""Tensors in plain attributes of modules and objects, which a step or a user may replace from call to call.
+"""Tensors in plain attributes of modules and objects, which a step or a user may replace from call to call. So are the
+buffers that a step sets to other tensors.
 
     module.weight = module.weight_orig * mask       set by each call, as torch.nn.utils.prune does
     self.mean = 0.9 * self.mean + y.mean(0)         read by each call, too
@@ -11,7 +12,7 @@ structure, the same ones of them one tensor, and no other values. What the step 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +22,18 @@ from spmd._torch import pytree
 from spmd.expand.again.given import likeness
 from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
-from spmd.expand.module_attributes import Attribute, Attributes
+from spmd.expand.module_attributes import Attributes
 from spmd.expand.objects import Counted, opened, write_back
 from spmd.expand.reads import Reads
 from spmd.tensor.spec import spec_of_value
 
 
 class Place:
-    """Where an attribute is. tree: what was there, opened. set_to: where the leaves of what the step sets it to are
-    among those of what it gives; None if it does not set it."""
+    """Where an attribute is, or a buffer: a dict and a name in it. tree: what was there, opened. set_to: where the
+    leaves of what the step sets it to are among those of what it gives; None if it does not set it."""
 
-    def __init__(self, of: Attribute, tree: Any, set_to: Any = None) -> None:
-        self.own, self.name, self._set_to = vars(of.owner), of.name, set_to
+    def __init__(self, own: dict, name: str, tree: Any, set_to: Any = None) -> None:
+        self.own, self.name, self._set_to = own, name, set_to
         leaves, self._structure = pytree.tree_flatten(tree)
         self._is_tensor = isinstance(tree, torch.Tensor)
         self._alike = list(map(_alike, leaves))
@@ -101,11 +102,11 @@ class Held:
     @classmethod
     def of(
         cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], read: Collection[str],
-        writes: bool,
+        writes: bool, buffers: Mapping[str, Sequence[tuple[dict, str]]],
     ) -> Held | None:  # fmt: skip
         """Those that are tensors themselves, those that the step sets, and those that share tensors with these. None
         where it sets what it did not have. changed: the places of the leaves of what it sets, by path. others: tensors
-        of the state, which no attribute may be."""
+        of the state, which no attribute may be. buffers: those that the step sets, with where they are."""
         first = {id(x): path for path, x in attributes.tensors.items()}
         inside = {
             path: [first[id(x)] for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
@@ -113,11 +114,15 @@ class Held:
         }
         alone = {path for path, x in attributes.trees.items() if isinstance(x, torch.Tensor)}
         taken = _sharing(inside, alone | changed.keys())
-        places = [Place(attributes.by_path[path], attributes.trees[path], changed.get(path)) for path in taken]
+        named = ((attributes.by_path[path], path) for path in taken)
+        places = [Place(vars(of.owner), of.name, attributes.trees[path], changed.get(path)) for of, path in named]
         found = [each for path in taken for each in inside[path]]
         fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - found]
-        if not changed.keys() <= attributes.by_path.keys():
+        if not changed.keys() <= attributes.by_path.keys() | buffers.keys():
             return None
+        for path, several in buffers.items():
+            places += [Place(own, name, own[name], changed[path]) for own, name in several]
+            found += [path] * len(several)
         return cls(places, found, [*others, *fixed], read, writes)
 
     def leave_out_of(self, reads: Reads) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -86,13 +86,15 @@ class Repeat:
 
     def __init__(
         self, bound: BoundProgram, call: Any, given: Given, paths: dict[str, int], counts: dict[str, int],
-        held: Held, ended: Callable,
+        held: Held, buffers: Collection[Slot], ended: Callable,
     ) -> None:  # fmt: skip
+        """buffers: those that the step sets to other tensors, which are among what is held."""
         held.leave_out_of(call.reads)
         self._held = held
         self.bound, self._given, self._build = bound, given, builder(bound.captured.tree)
         self._surroundings, self._read = surroundings(), call.reads.snapshot()
-        self._kept = Kept(call.tensors, bound)
+        self._kept = Kept({slot: t for slot, t in call.tensors.items() if slot not in buffers}, bound)
+        self._buffers = {slot: held.paths.index(slot.path) for slot in buffers}
         self.paths = list(call.numbers)
         self._numbers = list(call.numbers.values())
         at = {path: i for i, path in enumerate(self.paths)}
@@ -105,7 +107,7 @@ class Repeat:
         self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self._classes = list(map(type, call.objects.values()))
-        self.small = one_element(self._kept.slots, call.specs)
+        self._small = list(one_element(call.tensors, call.specs))
         self._take(call, paths)
         self._give(call, paths)
 
@@ -117,10 +119,15 @@ class Repeat:
         captured, known = self.bound.captured, list(self._kept.slots)
         self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items() if path in paths]
         # They are cut at each call, as arguments are: somebody may write into them.
-        moving = {path: i for i, path in enumerate(self._held.paths) if path in call.leaf_specs}
-        self._moving = [(i, call.leaf_specs[path]) for path, i in moving.items()]
+        moving: dict[Any, int] = {
+            Argument(path): i for i, path in enumerate(self._held.paths) if path in call.leaf_specs
+        }  # fmt: skip
+        moving |= self._buffers
+        specs = {**{Argument(path): spec for path, spec in call.leaf_specs.items()}, **call.specs}
+        self._moving = [(i, specs[where]) for where, i in moving.items()]
         # Where these are is among the reads.
-        fixed = {path: x for path, x in call.attributes.tensors.items() if path in call.leaf_specs.keys() - moving}
+        known_paths = call.leaf_specs.keys() - set(self._held.paths)
+        fixed = {path: x for path, x in call.attributes.tensors.items() if path in known_paths}
         self._attributes = [(x, call.leaf_specs[path]) for path, x in fixed.items()]
         self._attributes_alike = [likeness(x) for x in fixed.values()]
         self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
@@ -128,7 +135,7 @@ class Repeat:
         self._added = [i for i, slot in enumerate(gradients) if slot in self.bound.read]
         sources: list[Any] = [*known, *(gradients[i] for i in self._added)]
         sources += [Argument(path) for path in call.leaf_specs if path in paths]
-        sources += [Argument(path) for path in (*fixed, *moving)]
+        sources += [*map(Argument, fixed), *moving]
         sources += [Argument(path) for path in self.paths] + self._draws
         at = {source: i for i, source in enumerate(sources)}
         places = [len(sources) if i in self.bound.dropped else at[i] for i in captured.inputs]
@@ -137,7 +144,7 @@ class Repeat:
 
     def _find(self, there: Mapping[Any, Any], paths: dict[str, int], where: Slot | Argument) -> Find:
         """How a tensor that the step is given is found in what a later call has read. there: those of this call."""
-        if isinstance(where, Argument) and where.path in self._held.paths:
+        if where in self._buffers or (isinstance(where, Argument) and where.path in self._held.paths):
             i = self._held.paths.index(where.path)
             return lambda ready: ready.held[i]
         if isinstance(where, Argument) and where.path in paths:
@@ -219,6 +226,11 @@ class Repeat:
         """Whether a module or an optimiser of the call is no more."""
         return any(of() is None for of in self._objects.values())
 
+    def small(self, ready: Ready) -> Tensors:
+        """The tensors whose values the ranks compare."""
+        kept = self._kept.slots
+        return {x: ready.held[self._buffers[x]] if x in self._buffers else kept[x] for x in self._small}
+
     def objects(self) -> dict[str, Any]:
         """The modules and optimisers of the call, by path."""
         return {path: of() for path, of in self._objects.items()}
@@ -288,13 +300,19 @@ def repeat_of(
     if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
     counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
-    held = Held.of(call.attributes, changed, call.tensors.values(), call.leaf_specs, bool(bound.captured.written))
+    buffers = {Slot("buffer", path): several for path, several in call.places_of_buffers(changed).items()}
+    if not buffers.keys().isdisjoint((*bound.captured.outputs, *bound.captured.watched)):
+        return None
+    others = [x for slot, x in call.tensors.items() if slot not in buffers]
+    places_of_buffers = {slot.path: several for slot, several in buffers.items()}
+    writes = bool(bound.captured.written)
+    held = Held.of(call.attributes, changed, others, call.leaf_specs, writes, places_of_buffers)
     if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):
         return None
     places = {path: i for path, i in named_leaves(by_name(*given.numbered())) if type(i) is int}
-    return Repeat(bound, call, given, places, counts, held, ended)
+    return Repeat(bound, call, given, places, counts, held, buffers, ended)
 
 
 def _is_plainly_stored(outputs: Sequence[Slot | int], tensors: Tensors) -> bool:
