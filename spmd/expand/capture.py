@@ -463,6 +463,7 @@ class _FlatFunction:
     given: dict[int, Slot | Argument] = field(default_factory=dict)
     detached: list[int] = field(default_factory=list)
     bases: dict[int, list[Any]] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
     views: dict[int, View] = field(default_factory=dict)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
@@ -751,6 +752,8 @@ class _FlatFunction:
             others = [j for j in first.parts(leaves[i]) if j != i and j in found and j not in self.given]
             if others or given.parts(leaves[i]):
                 self.bases[i] = [*given.parts(leaves[i]), *others]
+            if i < returned and kept.parts(leaves[i]):
+                self.copies.add(i)
         return found
 
     def finish(self, graph: fx.Graph) -> None:
@@ -770,7 +773,7 @@ class _FlatFunction:
         nodes |= zip(self.outputs, output.args[0], strict=True)
         self.views = views_of(self.bases, nodes)
         for i, others in self.bases.items():
-            for j in others if i not in self.views else ():
+            for j in others if i not in self.views and i not in self.copies else ():
                 if j not in self.views and share_elements(nodes[i], nodes[j]):
                     raise RuntimeError(self._sharing(i, j, line_of(nodes[i])))
         kept = [i for i in self.outputs if i not in self.views or self._may_be_plain(self.views[i].of)]
