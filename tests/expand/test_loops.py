@@ -176,11 +176,74 @@ def counted(model, optimizer, x, y):
     return model.rounds
 
 
+def alternating(model, optimizer, x, y):
+    """Every other micro-batch is computed otherwise: a round has two."""
+    optimizer.zero_grad()
+    for i, (a, b) in enumerate(zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True)):
+        out = model(a) if i % 2 else model(a).tanh()
+        F.mse_loss(out, b).backward()
+    optimizer.step()
+    return out
+
+
+class Adversaries(Net):
+    """A net, and who tells what it makes from what there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.judge = nn.Linear(4, 1)
+
+
+def adversarial(model, optimizer, x, y):
+    """Two backward passes in a round, of which the second goes through what the first has trained."""
+    optimizer.zero_grad()
+    totals = [0.0, 0.0]
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        made = model(a)
+        judged = (model.judge(b) - model.judge(made.detach())).square().mean()
+        judged.backward()
+        model.judge.requires_grad_(False)
+        fooled = model.judge(made).square().mean()
+        fooled.backward()
+        model.judge.requires_grad_(True)
+        totals = [total + loss.detach() for total, loss in zip(totals, (judged, fooled), strict=True)]
+    optimizer.step()
+    return totals
+
+
+def several_losses(model, optimizer, x, y):
+    """Three backward passes in a round, two of them through one graph."""
+    optimizer.zero_grad(set_to_none=False)
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        out = model(a)
+        F.mse_loss(out, b).backward(retain_graph=True)
+        (0.5 * F.l1_loss(out, b)).backward()
+        model(b).square().mean().backward()
+    optimizer.step()
+    return out
+
+
+def penalised(model, optimizer, x, y):
+    """The gradient of the batch is part of the loss."""
+    optimizer.zero_grad()
+    penalties = []
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        a = a.detach().requires_grad_()
+        out = model(a)
+        (slope,) = torch.autograd.grad(out.sum(), a, create_graph=True)
+        penalties.append(slope.square().mean())
+        (F.mse_loss(out, b) + penalties[-1]).backward()
+    optimizer.step()
+    return [each.detach() for each in penalties]
+
+
 STEPS = {
     "summed": (summed, Net), "listed": (listed, Net), "averaged": (averaged, Net), "weighted": (weighted, Net),
     "running": (running, Net),
     "carried": (carried, Net), "largest": (largest, Net), "updated inside": (updated_inside, Net),
     "unequal parts": (of_unequal_parts, Net), "counted": (counted, Net),
+    "alternating": (alternating, Net), "adversarial": (adversarial, Adversaries), "penalised": (penalised, Net),
+    "several losses": (several_losses, Net),
     "BatchNorm": (summed, lambda: Net(norm=nn.BatchNorm1d)), "dropout": (summed, lambda: Net(0.3)),
 }  # fmt: skip
 
@@ -253,15 +316,22 @@ def made(name: str, plan: str, **more) -> Program:
         return compiled(name, plan, **more).program_for(*begun(name), *batches()[0])
 
 
+AT_MOST = {
+    "summed": 1.01, "listed": 1.01, "averaged": 1.01, "adversarial": 1.03, "penalised": 1.03, "several losses": 1.05,
+}  # fmt: skip
+"""How much more may be sent or needed than without a loop: rounds of several passes move some hundred bytes a round of
+their own, which would go with others."""
+
+
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["summed", "listed", "averaged"])
+@pytest.mark.parametrize("name", AT_MOST)
 def test_a_loop_sends_what_its_rounds_send_and_needs_no_more_memory(name, plan):
     looped = made(name, plan)
     with flat():
         plain = made(name, plan)
     assert loops(looped) and not loops(plain)
-    assert sum(c.nbytes for c in looped.collectives) <= 1.01 * sum(c.nbytes for c in plain.collectives)
-    assert looped.memory().peak <= 1.01 * plain.memory().peak
+    assert sum(c.nbytes for c in looped.collectives) <= AT_MOST[name] * sum(c.nbytes for c in plain.collectives)
+    assert looped.memory().peak <= AT_MOST[name] * plain.memory().peak
 
 
 def in_rounds(model, optimizer, x, y):
@@ -343,11 +413,13 @@ def test_what_looks_at_all_ops_gets_them(more):
     assert not loops(made("summed", "dp 4", **more))
 
 
-def alternating(model, optimizer, x, y):
-    """Every other micro-batch is computed otherwise."""
+def growing(model, optimizer, x, y):
+    """Each round computes more than the one before."""
     optimizer.zero_grad()
     for i, (a, b) in enumerate(zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True)):
-        out = model(a) if i % 2 else model(a).tanh()
+        out = model(a)
+        for _ in range(i):
+            out = out.tanh()
         F.mse_loss(out, b).backward()
     optimizer.step()
     return out
@@ -365,7 +437,7 @@ def remembering(model, optimizer, x, y):
     return older, newer
 
 
-@pytest.mark.parametrize("step, most", [(alternating, 0), (remembering, 2)])
+@pytest.mark.parametrize("step, most", [(growing, 0), (remembering, 2)])
 def test_rounds_that_differ_stay_as_they_are(step, most):
     """Two rounds may be a loop where what is read of the one before the last is from outside."""
     with mock.patch.dict(STEPS, other=(step, Net)):

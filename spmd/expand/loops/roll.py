@@ -20,7 +20,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.loops.loop import Loop
 from spmd.expand.loops.reads import BODY, CARRIED, DRAWS, CannotRoll, RoundReads, Source
-from spmd.expand.loops.rounds import LEAST, longest_run, rounds_of
+from spmd.expand.loops.rounds import LEAST, longest_run, passes_of
 from spmd.expand.nodes import added
 from spmd.expand.places.roles import phase_of
 from spmd.expand.sizes.lift import SIZED
@@ -29,15 +29,13 @@ from spmd.tensor.recipes.stream import later
 
 def rolled(graph: fx.Graph) -> fx.Graph:
     """A graph with equal rounds as a loop; the graph itself where there are none, or where more is between them."""
-    rounds = rounds_of(graph)
-    if len(rounds) <= LEAST:
+    passes = passes_of(graph)
+    if len(passes) <= LEAST:
         return graph
-    run = longest_run(rounds)
-    if run.stop == len(rounds):
-        run = run[:-1]
+    run = longest_run(passes[:-1])
     while len(run) >= LEAST:
         try:
-            return _Writer(graph, RoundReads.find([rounds[i] for i in run])).written()
+            return _Writer(graph, RoundReads.find(run)).written()
         except CannotRoll:  # what the first one reads may be of another dtype than what is carried
             run = run[1:]
     return graph

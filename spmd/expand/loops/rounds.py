@@ -3,9 +3,10 @@
     round 0    phases 0 and 1: the first forward pass, and the backward pass behind it
     round 1    phases 2 and 3
 
-A round repeats the one before if it calls the same with the same, node by node. An operand is a node of the same round,
-one of the round before, or something from outside; of these the places count, and of the last only shape, strides and
-dtype, for each round may be given its own.
+A round may have several backward passes, such as one of a discriminator and one of a generator: as few as it takes for
+the next one to be like it. It repeats the one before if it calls the same with the same, node by node. An operand is a
+node of the same round, one of the round before, or something from outside; of these the places count, and of the last
+only shape, strides and dtype, for each round may be given its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,11 +44,11 @@ class Round:
 
     nodes: tuple[fx.Node, ...]
     before: Round | None = None
-    at: dict[fx.Node, int] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.at.update((node, i) for i, node in enumerate(self.nodes))
+    @cached_property
+    def at(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.nodes)}
 
     def place(self, operand: fx.Node) -> Place:
         """Where an operand of one of the nodes is made."""
@@ -155,9 +158,13 @@ def _is_view(node: fx.Node) -> bool:
     return node.op == "get_attr" or node.target is operator.getitem or (is_op and _torch.is_view(node.target))
 
 
-def rounds_of(graph: fx.Graph) -> list[Round]:
-    """The rounds of a graph that have a backward pass; none where its phases are not in order, or there are too few."""
-    found: list[list[fx.Node]] = []
+Pass = list[fx.Node]
+"""The nodes of a forward pass and of the backward pass behind it."""
+
+
+def passes_of(graph: fx.Graph) -> list[Pass]:
+    """The passes of a graph that have a backward one; none where its phases are not in order, or there are too few."""
+    found: list[Pass] = []
     last = 0
     if phase_of(next(iter(reversed(graph.nodes)))) < 2 * LEAST:  # most graphs: there are too few
         return []
@@ -170,20 +177,73 @@ def rounds_of(graph: fx.Graph) -> list[Round]:
         found += [[] for _ in range(phase // 2 + 1 - len(found))]
         found[-1].append(node)
         last = phase
+    return found[: (last + 1) // 2]
+
+
+def longest_run(passes: Sequence[Pass]) -> Sequence[Round]:
+    """The rounds, each of which repeats the one before, that have most of the passes; none where there are none."""
+    kinds, best, most = _kinds(passes), [], 0
+    for length in range(1, len(passes) // LEAST + 1):
+        starts = [start for start in range(length) if _may_repeat(kinds, start, length)]
+        for start in _between_few(passes, starts, length) if most < len(passes) - length else ():
+            found = _longest_run(_rounds(passes, start, length))
+            if len(found) * length > most:
+                best, most = found, len(found) * length
+    return best
+
+
+def _between_few(passes: Sequence[Pass], starts: Sequence[int], length: int) -> Sequence[int]:
+    """Of the places where rounds of several passes may begin, those where the fewest values are carried: a round that
+    begins with the second pass of the user's would be given all that his first one has made for it."""
+    if length == 1 or not starts:
+        return starts
+    middle = (len(passes) - length) // 2
+    counts = {start: _crossing(passes, middle + (start - middle) % length) for start in starts}
+    return [start for start in starts if counts[start] == min(counts.values())]
+
+
+def _crossing(passes: Sequence[Pass], at: int) -> int:
+    """How many values of the passes before one are read by it or later."""
+    before = {node for each in passes[:at] for node in each}
+    return len({n for each in passes[at:] for node in each for n in _torch.operands_of(node)} & before)
+
+
+def _kinds(passes: Sequence[Pass]) -> tuple[int, ...]:
+    """A number for each pass: the same for those that call the same ops."""
+    seen: dict[tuple, int] = {}
+    return tuple([seen.setdefault(tuple(map(_kind, nodes)), len(seen)) for nodes in passes])
+
+
+def _kind(node: fx.Node) -> object:
+    return id(node.target) if isinstance(node.target, _torch.OpOverload) else type(node.target)
+
+
+def _may_repeat(kinds: tuple[int, ...], start: int, length: int) -> bool:
+    """Whether rounds of so many passes follow each other that are alike, and of which no part is a round already."""
+    rounds = [kinds[i : i + length] for i in range(start, len(kinds) - length + 1, length)]
+    return any(a == b and not _is_of_equal_parts(a) for a, b in pairwise(rounds))
+
+
+def _is_of_equal_parts(kinds: tuple[int, ...]) -> bool:
+    n = len(kinds)
+    return any(n % part == 0 and kinds == kinds[:part] * (n // part) for part in range(1, n // 2 + 1))
+
+
+def _rounds(passes: Sequence[Pass], start: int, length: int) -> list[Round]:
     rounds: list[Round] = []
-    for nodes in found[: (last + 1) // 2]:
-        rounds.append(Round(tuple(nodes), rounds[-1] if rounds else None))
+    for i in range(start, len(passes) - length + 1, length):
+        nodes = tuple([node for each in passes[i : i + length] for node in each])
+        rounds.append(Round(nodes, rounds[-1] if rounds else None))
     return rounds
 
 
-def longest_run(rounds: Sequence[Round]) -> range:
-    """The longest run of rounds each of which repeats the one before; empty where there is none."""
-    best, start = range(0), 0
+def _longest_run(rounds: Sequence[Round]) -> Sequence[Round]:
+    best, start = rounds[:0], 0
     while start + 1 < len(rounds):
         end = start + 1
         while end < len(rounds) and rounds[end].repeats(rounds[end - 1], is_first=end - 1 == start):
             end += 1
         if end - start > max(1, len(best)):
-            best = range(start, end)
+            best = rounds[start:end]
         start = max(end - 1, start + 1) if end - start > 1 else end
     return best
