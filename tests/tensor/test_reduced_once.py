@@ -57,6 +57,22 @@ def test_a_backward_reads_what_the_forward_reduced(mesh):
     assert kinds == ["all_reduce"]
 
 
+@pytest.mark.parametrize(
+    ("fn", "kinds"),
+    [
+        (lambda y: sum([y, y]), []),
+        (lambda y: 0.0 + y - 0, []),
+        (lambda y: 0 - y, []),
+        (lambda y: y + 1e-9, ["all_reduce"]),
+        (lambda y: torch.add(y, 0, alpha=3), []),
+    ],
+)
+def test_zero_is_counted_as_often_as_one_likes(mesh, fn, kinds):
+    found, out = sent(fn, owing(mesh))
+    assert found == kinds
+    torch.testing.assert_close(whole(out), fn(A @ B))
+
+
 WRITES = {
     "in place": lambda y: y.mul_(2),
     "into a view": lambda y: y[1:].mul_(2),

@@ -32,7 +32,6 @@ from spmd.tensor.rules import batches, families, indexing, movement, networks, p
 from spmd.tensor.rules.laws import (
     ADDCDIV,
     ADDCMUL,
-    ADDITIVE,
     BILINEAR,
     COPIES,
     COPIES_SECOND,
@@ -53,7 +52,6 @@ from spmd.tensor.rules.laws import (
     RISING_IN_FIRST,
     SELECTS,
     SELECTS_OR_CONST,
-    SHIFTING,
     inexact,
     lawful,
 )  # fmt: skip
@@ -167,7 +165,7 @@ add_rule("convolution_backward", networks.convolution_backward)
 
 # ---- pointwise: torch tags these ops, so the lines only say which laws hold -------------------
 
-elementwise(ADDITIVE + SHIFTING, "add sub rsub")
+add_rule("add sub rsub", networks.addition)
 elementwise(BILINEAR + LINEAR, "native_dropout_backward")
 elementwise(COPIES, "clone alias detach lift_fresh positive _to_copy")
 elementwise(COPIES_SECOND, "copy")

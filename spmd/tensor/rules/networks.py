@@ -14,6 +14,7 @@ from numbers import Number
 from spmd.tensor.call import Call
 from spmd.tensor.rules.families import all_whole, dims_whole, factors, pointwise, reduction, rule_by_name, whole_dims
 from spmd.tensor.rules.laws import (
+    ADDITIVE,
     BIASED,
     BILINEAR,
     FILLS_CONSTANT,
@@ -22,6 +23,7 @@ from spmd.tensor.rules.laws import (
     LINEAR_BUT_LAST,
     LINEAR_IN_FIRST,
     LINEAR_IN_THIRD,
+    SHIFTING,
 )  # fmt: skip
 from spmd.tensor.rules.rule import Dims, Factor, Law, Rule, laws
 from spmd.tensor.rules.tiles import tiles
@@ -35,6 +37,11 @@ def is_zero(x) -> bool:
 
 
 # ---- pointwise, with a condition --------------------------------------------------------------
+
+
+def addition(call: Call) -> Rule | None:
+    """`add`, `sub` and `rsub` count a number once for each term of a sum, unless it is zero, as in `sum(losses)`."""
+    return pointwise(call, ADDITIVE + (LINEAR if is_zero(call["other"]) else SHIFTING))
 
 
 def multiplication(call: Call) -> Rule | None:
