@@ -22,7 +22,7 @@ from spmd.tensor.placement import Partial, Placement
 from spmd.tensor.redistribute.plan import Plan, plan
 from spmd.tensor.rules.book import rule_of
 from spmd.tensor.rules.index_counts import Counts
-from spmd.tensor.rules.rule import Row, Rule, rows
+from spmd.tensor.rules.rule import CountArguments, Row, Rule, rows
 from spmd.tensor.spec import Spec, commute, contiguous
 
 READS_STORAGE = {"as_strided", "as_strided_scatter", "set", "resize", "resize_as"}
@@ -103,12 +103,16 @@ def lower(
     gathered = len(options) == 1 and any(not s.is_replicated and s.ndim for s in call.tensors)
     gathered |= not in_place and any(leaves_all_to_one(call, axis, row) for axis, row in enumerate(choice))
     skips_empty = any(f in skipped and not _all_filled(call, rule, choice, f) for f in {row.factor for row in choice})
-    counts = rule.counts and Counts(
-        rule.counts.names, outs[0] if rule.counts.of_result else ins[0], rule.counts.dim
-    )
+    counts = rule.counts and _counts(rule.counts, ins[0], outs[0])
     return Lowering(
         plans, outs, rule.sizes, gathered, skips_empty, sized=rule.sized, counts=counts, rows=tuple(choice)
     )
+
+
+def _counts(arguments: CountArguments, operand: Spec, result: Spec) -> Counts | None:
+    """None where the dim is whole on all ranks, which then count as one device does."""
+    spec = result if arguments.of_result else operand
+    return Counts(arguments.names, spec, arguments.dim) if spec.dims[arguments.dim] else None
 
 
 def is_cheaper_by_rule(call: Call, plans: Sequence[Plan], outs: Sequence[Spec]) -> bool:

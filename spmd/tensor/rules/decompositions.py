@@ -18,7 +18,6 @@ from math import prod
 import torch
 
 from spmd import _torch
-from spmd.comm.chunk import Packed
 from spmd.tensor.call import dims_of
 from spmd.tensor.rules.counts import count_decompositions
 from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
@@ -316,7 +315,7 @@ def has_same_storage_numel(self, other):
 def split(self, split_size, dim=0):
     """With the sizes of all parts: on a rank without elements the one size would be 0, and there would be one part."""
     spec = getattr(self, "_spec", None)
-    if spec is None or not spec.is_packed or not isinstance(spec.units[dim], Packed):
+    if spec is None or not spec.ndim or not spec.dims[dim]:
         return NotImplemented
     if type(split_size) is not int or split_size < 1:
         return NotImplemented

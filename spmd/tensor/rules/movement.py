@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import gcd, prod
+
 from spmd import _torch
 from spmd.comm.chunk import split_unit
 from spmd.tensor.call import Call, dims_of
@@ -14,6 +17,7 @@ from spmd.tensor.rules.index_counts import place_within
 from spmd.tensor.rules.laws import COPIES, COPIES_FROM_ALL, FILLS_CONSTANT, FILLS_ZERO, REPLACES
 from spmd.tensor.rules.networks import is_zero
 from spmd.tensor.rules.rule import CountArguments, Dims, Factor, Rule, laws
+from spmd.tensor.spec import Spec
 
 # ---- sources: which dim of the operand each dim of the result is ------------------------------
 
@@ -75,18 +79,46 @@ def squeezed(call: Call) -> Rule | None:
 
 
 def sliced(call: Call) -> Rule:
-    """The dim is whole. If the slice takes all of the dim, or blocks of a packed dim, each rank takes of its shard."""
+    """The dim is whole. If the slice takes all of the dim, or blocks of a packed dim, each rank takes of its shard.
+
+    A sharded dim is packed for it: of the third of 8 equal parts each rank takes its share where it has a share of each
+    part, `Shard(0, blocks=8)`. Of every 8th index each rank takes of its shard, if that has all 8 of each.
+    """
     if _takes_all(call):
         return pointwise(call, COPIES)
     x = call.tensors[0]
     d = call["dim"] % x.ndim
+    dims = tuple(map(Factor, range(x.ndim)))
+    if _takes_one_of_each(call, x, d):
+        return Rule((_with(dims, d, Factor(d, call["step"])),), (dims,), laws=COPIES)
     blocks = split_unit(x.units[d])[0]
     taken = blocks_between(x.shape[d], blocks, call["start"], call["end"], call["step"])
+    if not taken and (blocks := _parts(x, d, call.outs[0].shape[d])) > 1:
+        taken = blocks_between(x.shape[d], blocks, call["start"], call["end"], call["step"])
+        dims = _where_they_are(x, dims)
     if not taken:
         return rearranged(call, lambda n: with_dim_whole(call, n))
-    dims = tuple(map(Factor, range(x.ndim)))
     ends = CountArguments(("start", "end"), d)
     return Rule((of_blocks(dims, d, blocks),), (of_blocks(dims, d, taken),), laws=COPIES, counts=ends)
+
+
+def _parts(x: Spec, d: int, length: int) -> int:
+    """How many parts of a length a dim has, if each rank that shards it may have some of each part; else 1."""
+    ranks = prod(x.mesh.shape[axis] for axis in x.dims[d])
+    return x.shape[d] // length if x.dims[d] and length >= ranks and x.shape[d] % length == 0 else 1
+
+
+def _where_they_are(x: Spec, dims: Dims) -> Dims:
+    """The factors of dims that are sharded: rows that are packed to be cut stay with the ranks that have rows."""
+    return tuple([factor if axes else None for factor, axes in zip(dims, x.dims, strict=True)])
+
+
+def _takes_one_of_each(call: Call, x: Spec, d: int) -> bool:
+    """Whether a slice takes one of each `step` indices of a sharded dim, from the first ones to the last."""
+    start, end, step = call["start"] or 0, call["end"], call["step"]
+    whole = end is None or (type(end) is int and end >= x.shape[d])
+    cut = type(step) is int and type(start) is int and 0 <= start < step and x.shape[d] % step == 0
+    return bool(x.dims[d]) and step > 1 and whole and cut
 
 
 def _takes_all(call: Call) -> bool:
@@ -111,19 +143,33 @@ def blocks_between(size: int, blocks: int, start: int | None, end: int | None, s
 
 def of_blocks(dims: Dims, d: int, blocks: int) -> Dims:
     """The dims, with the factor of dim d so many times in it."""
-    return (*dims[:d], Factor(dims[d].name, 1, blocks), *dims[d + 1 :])
+    return _with(dims, d, Factor(dims[d].name, 1, blocks))
+
+
+def _with(dims: Dims, d: int, factor: Factor) -> Dims:
+    return (*dims[:d], factor, *dims[d + 1 :])
 
 
 def divided(call: Call) -> Rule:
-    """`split_with_sizes`: the dim is whole, except where every part is some blocks of a packed dim."""
+    """`split_with_sizes`: the dim is whole, except where every part is some blocks of a packed dim.
+
+    A sharded dim may be packed for it.
+    """
     x, sizes = call.tensors[0], call["split_sizes"]
     d = call["dim"] % x.ndim
     blocks = split_unit(x.units[d])[0]
-    if blocks == 1 or any(type(n) is not int or n % (x.shape[d] // blocks) or not n for n in sizes):
-        return rearranged(call, lambda n: with_dim_whole(call, n))
     dims = tuple(map(Factor, range(x.ndim)))
+    if blocks == 1 or not _are_blocks(sizes, x.shape[d] // blocks):
+        blocks = _parts(x, d, gcd(*sizes)) if all(type(n) is int and n for n in sizes) else 1
+        dims = _where_they_are(x, dims)
+    if blocks == 1:
+        return rearranged(call, lambda n: with_dim_whole(call, n))
     outs = tuple(of_blocks(dims, d, n * blocks // x.shape[d]) for n in sizes)
     return Rule((of_blocks(dims, d, blocks),), outs, laws=COPIES, counts=CountArguments(("split_sizes",), d))
+
+
+def _are_blocks(sizes: Sequence, length: int) -> bool:
+    return all(type(n) is int and n and n % length == 0 for n in sizes)
 
 
 def slice_gradient(call: Call) -> Rule:
