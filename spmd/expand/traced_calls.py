@@ -97,11 +97,29 @@ def _tensor(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
 
 
 def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
-    """What `chunk` and `tensor_split` give where the size is a symbol that is divisible: parts of one length."""
-    if not isinstance(chunks, (int, torch.SymInt)) or not _is_cut_evenly(input, dim, count := int(chunks)):
+    """What `chunk` gives where the size is a symbol: slices of one length, and a shorter last one, if there is a rest.
+
+    A split is one op, whose parts stay together where the dim is sharded; slices go where their rows are.
+    """
+    if not isinstance(chunks, (int, torch.SymInt)) or not _is_cut(input, dim, count := int(chunks)):
         return None
     size = input.shape[dim]
-    return _parts(input, dim, size // count, count) if size % count == 0 else None
+    if _torch.number_now(size) % count == 0:
+        return _parts(input, dim, size // count, count) if size % count == 0 else None
+    length = (size + count - 1) // count
+    found = int((size + length - 1) // length)
+    rest = size - (found - 1) * length
+    return *_parts(input, dim, length, found - 1), input.narrow(dim, (found - 1) * length, rest)
+
+
+def _sections(input: torch.Tensor, indices_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+    """What `tensor_split` gives where the size is a symbol that is divisible; torch makes slices of all else."""
+    count = indices_or_sections
+    if not isinstance(count, (int, torch.SymInt)) or not _is_cut(input, dim, count := int(count)):
+        return None
+    size = input.shape[dim]
+    divides = _torch.number_now(size) % count == 0 and size % count == 0
+    return _parts(input, dim, size // count, count) if divides else None
 
 
 def _pieces(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
@@ -110,24 +128,26 @@ def _pieces(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> 
     if not isinstance(length, torch.SymInt) or _torch.number_now(length) < 1:
         return None
     count, rest = divmod(_torch.number_now(tensor.shape[dim]), _torch.number_now(length))
-    if rest or not _is_cut_evenly(tensor, dim, count):
+    if rest or not _is_cut(tensor, dim, count):
         return None
     size = tensor.shape[dim]
     return _parts(tensor, dim, size // count, count) if size % count == 0 and length == size // count else None
 
 
-def _is_cut_evenly(x: torch.Tensor, dim: Any, count: int) -> bool:
-    """Whether a dim is a symbol whose value now is a multiple. Of what has gradients parts are left as they are: the
-    gradient of a split is one op."""
+def _is_cut(x: torch.Tensor, dim: Any, count: int) -> bool:
+    """Whether a dim is a symbol, and so long now that it has so many parts.
+
+    Parts of what has gradients are left as they are: the gradient of a split is one op.
+    """
     if type(dim) is not int or x.requires_grad or not -x.ndim <= dim < x.ndim or count < 2:
         return False
-    now = _torch.number_now(x.shape[dim])
-    return isinstance(x.shape[dim], torch.SymInt) and now > 0 and now % count == 0
+    return isinstance(x.shape[dim], torch.SymInt) and _torch.number_now(x.shape[dim]) >= count
 
 
 def _parts(x: torch.Tensor, dim: int, length: Any, count: int) -> tuple[torch.Tensor, ...]:
     return tuple([x.narrow(dim, i * length, length) for i in range(count)])
 
 
-_PARTS = dict.fromkeys((torch.chunk, torch.Tensor.chunk, torch.tensor_split, torch.Tensor.tensor_split), _chunks)
+_PARTS = dict.fromkeys((torch.chunk, torch.Tensor.chunk), _chunks)
+_PARTS |= dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _sections)
 _PARTS |= dict.fromkeys((torch.split, torch.Tensor.split), _pieces)

@@ -362,6 +362,43 @@ def test_buckets_in_a_body_have_the_room_of_the_program():
     assert looped.memory().peak <= 1.01 * plain.memory().peak
 
 
+CUTS = {
+    "chunk": lambda x, n: x.chunk(n),
+    "split": lambda x, n: x.split(x.shape[0] // n),
+    "tensor_split": lambda x, n: x.tensor_split(n),
+    "slices": lambda x, n: [x[i * (x.shape[0] // n) : (i + 1) * (x.shape[0] // n)] for i in range(n)],
+    "every n-th": lambda x, n: [x[i::n] for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("rows", [48, 53])
+@pytest.mark.parametrize("name", CUTS)
+def test_micro_batches_stay_with_the_ranks_that_have_rows(name, rows):
+    """However they are cut, gradients are reduced once, together. Equal parts take one exchange of each input."""
+    if rows % ROUNDS and name in ("split", "slices"):
+        return
+
+    def step_in_parts(model, optimizer, x, y):
+        total = 0.0
+        for a, b in zip(*(CUTS[name](t, ROUNDS) for t in (x, y)), strict=True):
+            loss = F.mse_loss(model(a), b)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        return total
+
+    mesh = spmd.DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
+    model = nn.Linear(6, 5)
+    step = spmd.compile(step_in_parts, mesh, inputs={"x": {"dp": Shard(0)}, "y": {"dp": Shard(0)}})
+    program = step.program_for(model, torch.optim.SGD(model.parameters()), torch.ones(rows, 6), torch.ones(rows, 5))
+    *moves, sums = [c.kind for c in program.collectives]
+    assert sums == "all_reduce"
+    if rows % ROUNDS:
+        assert set(moves) <= {"halo"}
+    else:
+        assert moves == ([] if name == "every n-th" else ["all_to_all"] * 2)
+
+
 @pytest.mark.parametrize("plan", ["zero 3", "zero 3 tp"])
 def test_what_a_body_needs_is_no_room_for_buckets_around_it(plan):
     """A program is said to need what it needs while its loop runs: what is gathered there would wait for all rounds."""

@@ -218,7 +218,7 @@ def _handler(eager: EagerCall, first_use: tuple[int, ...]) -> Any:
         return FallbackHandler()
     _refuse_memory_tricks(call, outs)
     call = Call(op, args, kwargs, outs, first_use)
-    recipe = recipe_for(call)
+    recipe = None if _torch.is_view(op) else recipe_for(call)  # what is written into a view is written into its base
     if recipe is not None and not is_cheaper_by_rule(call, recipe.moves_from(call.tensors), recipe.outs):
         return recipe
     rule = rule_of(call)

@@ -24,6 +24,7 @@ from spmd.tensor.recipes import (
     matrices,
     pooling,
     scatters,
+    shifts,
     vocabulary,
 )  # fmt: skip
 from spmd.tensor.recipes.recipe import Recipe
@@ -31,7 +32,9 @@ from spmd.tensor.spec import Spec
 
 MADE_IN_SHARDS = vocabulary.MADE_IN_SHARDS
 RECIPES = {}
-for _recipes in (vocabulary, matrices, blocks, scatters, distances, ctc, ctc_lengths, convolutions, pooling, attention):
+for _recipes in (
+    vocabulary, matrices, blocks, scatters, distances, ctc, ctc_lengths, convolutions, pooling, shifts, attention,
+):  # fmt: skip
     RECIPES |= _recipes.RECIPES
 
 

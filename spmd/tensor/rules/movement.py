@@ -104,8 +104,12 @@ def sliced(call: Call) -> Rule:
 
 def _parts(x: Spec, d: int, length: int) -> int:
     """How many parts of a length a dim has, if each rank that shards it may have some of each part; else 1."""
-    ranks = prod(x.mesh.shape[axis] for axis in x.dims[d])
-    return x.shape[d] // length if x.dims[d] and length >= ranks and x.shape[d] % length == 0 else 1
+    return x.shape[d] // length if x.dims[d] and length >= ranks_of(x, d) and x.shape[d] % length == 0 else 1
+
+
+def ranks_of(x: Spec, d: int) -> int:
+    """How many ranks share a dim."""
+    return prod(x.mesh.shape[axis] for axis in x.dims[d])
 
 
 def _where_they_are(x: Spec, dims: Dims) -> Dims:
