@@ -39,6 +39,7 @@ from spmd.expand.given_gradients import GivenGradients
 from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts, restore_torch_ops
 from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
+from spmd.expand.late_items import read_late
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.loops.roll import rolled
 from spmd.expand.module_attributes import (
@@ -424,6 +425,7 @@ def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Dr
     for number, node in enumerate(graph.find_nodes(op="placeholder"), start=1):
         node.name = f"arg0_{number}"  # whatever there was that the graph does not read: one program has one text
     fill_phases(graph)
+    read_late(graph)
     return (*inputs, *number_draws(graph))
 
 

@@ -1,4 +1,4 @@
-"""Parts of a sharded dim: where each rank can have some of each part, the dim is packed once, and parts stay with it."""
+"""Parts of a sharded dim. Where each rank can have some of each part, the dim is packed once, and they stay with it."""
 
 import pytest
 import torch
@@ -50,7 +50,10 @@ def test_parts_stay_with_the_ranks_that_have_rows(size, text, kinds, placement):
             assert torch.equal(part.full_tensor().reconcile(), want)
 
 
-@pytest.mark.parametrize("text", ["x.chunk(4)", "x.split([16, 48])", "[x[16:32], x[48:]]", "[x[1::4], x[::2]]", "[x[:8]]"])
+PARTS = ["x.chunk(4)", "x.split([16, 48])", "[x[16:32], x[48:]]", "[x[1::4], x[::2]]", "[x[:8]]"]
+
+
+@pytest.mark.parametrize("text", PARTS)
 @pytest.mark.parametrize("placements", [(S0, Replicate()), (S0, S1), (S0, S0), (S1, S0)])
 def test_gradients_of_parts(text, placements):
     whole = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
