@@ -46,6 +46,12 @@ def test_private_names_are_found(source, found):
     assert private_names(source) == found
 
 
+def test_no_folder_of_tests_is_a_package():
+    """pytest imports the files of a package under its bare name: `tests/x/scripts` hid the project's own `scripts` from
+    all tests behind it."""
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
 def private_names(source: str) -> list[str]:
     """``line: name`` for each private name of torch, at the first line that has it. aten operators are public."""
     nodes = list(ast.walk(ast.parse(source)))
