@@ -78,11 +78,8 @@ def take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None =
     dim %= input.ndim
     sizes = [(n, m) for n, m in zip(input.shape, indices.shape, strict=True)]
     shape = [m if isinstance(n, int) and n == 1 else n for n, m in sizes]
-    return input.expand(_with(shape, dim, sizes[dim][0])).gather(dim, indices.expand(_with(shape, dim, sizes[dim][1])))
-
-
-def _with(sizes: Sequence[Any], dim: int, size: Any) -> list[Any]:
-    return [*sizes[:dim], size, *sizes[dim + 1 :]]
+    there, wanted = ([*shape[:dim], size, *shape[dim + 1 :]] for size in sizes[dim])
+    return input.expand(there).gather(dim, indices.expand(wanted))
 
 
 def gradient(

@@ -14,7 +14,7 @@ seen to be what is computed with the next.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,9 @@ class TracedCalls(TorchFunctionMode):
 
     def __init__(self, writes: ConstrainedWrites) -> None:
         super().__init__()
-        known = value_sizes.FUNCTIONS | symbolic_sizes.FUNCTIONS | fourier.FUNCTIONS
-        self._known = ValuePlaces(writes).functions | known
+        self._known = _by_function(
+            ValuePlaces(writes).functions, value_sizes.FUNCTIONS, symbolic_sizes.FUNCTIONS, fourier.FUNCTIONS, _PARTS
+        )
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -49,13 +50,21 @@ class TracedCalls(TorchFunctionMode):
                 raise FrozenValue(told._what)
             if _has_symbol(args[0]):
                 return _tensor(args[0], **_options(**kwargs))
-        if function in self._known and (out := self._known[function](*args, **kwargs)) is not NotImplemented:
-            return out
-        if function in _PARTS and (parts := _PARTS[function](*args, **kwargs)) is not None:
-            return parts
+        for known in self._known.get(function, ()):
+            if (out := known(*args, **kwargs)) is not NotImplemented:
+                return out
         if function in _torch.FUSED_STEPS and _has_symbol([*kwargs.values()]):
             return Normalise.table[_torch.FUSED_STEPS[function]](*args, **kwargs)
         return function(*args, **kwargs)
+
+
+def _by_function(*tables: Mapping[Callable, Callable]) -> dict[Callable, list[Callable]]:
+    """For each function those that are asked before it, in order. They give NotImplemented where it is to do it."""
+    found: dict[Callable, list[Callable]] = {}
+    for table in tables:
+        for function, known in table.items():
+            found.setdefault(function, []).append(known)
+    return found
 
 
 RECURRENT = {
@@ -96,42 +105,43 @@ def _tensor(data: Any, dtype: torch.dtype | None, device: Any) -> torch.Tensor:
 # ---- parts of a batch -------------------------------------------------------------------------
 
 
-def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+def _chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     """What `chunk` gives where the size is a symbol: slices of one length, and a shorter last one, if there is a rest.
 
     A split is one op, whose parts stay together where the dim is sharded; slices go where their rows are.
     """
     if not isinstance(chunks, (int, torch.SymInt)) or not _is_cut(input, dim, count := int(chunks)):
-        return None
+        return NotImplemented
     size = input.shape[dim]
     if _torch.number_now(size) % count == 0:
-        return _parts(input, dim, size // count, count) if size % count == 0 else None
+        return _parts(input, dim, size // count, count) if size % count == 0 else NotImplemented
     length = (size + count - 1) // count
     found = int((size + length - 1) // length)
     rest = size - (found - 1) * length
     return *_parts(input, dim, length, found - 1), input.narrow(dim, (found - 1) * length, rest)
 
 
-def _sections(input: torch.Tensor, indices_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+def _sections(input: torch.Tensor, indices_or_sections: Any, dim: int = 0) -> Any:
     """What `tensor_split` gives where the size is a symbol that is divisible; torch makes slices of all else."""
     count = indices_or_sections
     if not isinstance(count, (int, torch.SymInt)) or not _is_cut(input, dim, count := int(count)):
-        return None
+        return NotImplemented
     size = input.shape[dim]
     divides = _torch.number_now(size) % count == 0 and size % count == 0
-    return _parts(input, dim, size // count, count) if divides else None
+    return _parts(input, dim, size // count, count) if divides else NotImplemented
 
 
-def _pieces(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
+def _pieces(tensor: torch.Tensor, split_size_or_sections: Any, dim: int = 0) -> Any:
     """What `split` gives where the length of a part is a symbol, too, and divides the size."""
     length = split_size_or_sections
     if not isinstance(length, torch.SymInt) or _torch.number_now(length) < 1:
-        return None
+        return NotImplemented
     count, rest = divmod(_torch.number_now(tensor.shape[dim]), _torch.number_now(length))
     if rest or not _is_cut(tensor, dim, count):
-        return None
+        return NotImplemented
     size = tensor.shape[dim]
-    return _parts(tensor, dim, size // count, count) if size % count == 0 and length == size // count else None
+    fits = size % count == 0 and length == size // count
+    return _parts(tensor, dim, size // count, count) if fits else NotImplemented
 
 
 def _is_cut(x: torch.Tensor, dim: Any, count: int) -> bool:
@@ -151,3 +161,4 @@ def _parts(x: torch.Tensor, dim: int, length: Any, count: int) -> tuple[torch.Te
 _PARTS = dict.fromkeys((torch.chunk, torch.Tensor.chunk), _chunks)
 _PARTS |= dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _sections)
 _PARTS |= dict.fromkeys((torch.split, torch.Tensor.split), _pieces)
+"""From a function to one of the same arguments, which returns NotImplemented where torch is to do it."""

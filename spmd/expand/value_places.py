@@ -60,7 +60,7 @@ class ValuePlaces:
         if (found := _unknown_in(x, index)) is None:
             return NotImplemented
         items, at, dim = found
-        part, rest = self._places(x, dim, items[at], 1, "an index"), _with(items, at, 0)
+        part, rest = self._places(x, dim, items[at], 1, "an index"), (*items[:at], 0, *items[at + 1 :])
         found = self._get(part, rest)
         found = part[rest] if found is NotImplemented else found
         self._got.append((x, items, found, part))
@@ -74,7 +74,7 @@ class ValuePlaces:
             if given is x and got is value and _are_one(its, items):
                 self._writes.written_back(given, copy)
         place = _first(x, dim, items[at], 1, "an index").reshape(1)
-        part, rest = x.index_select(dim, place), _with(items, at, 0)
+        part, rest = x.index_select(dim, place), (*items[:at], 0, *items[at + 1 :])
         if self._set(part, rest, value) is NotImplemented:
             part[rest] = value
         x.index_copy_(dim, place, part)
@@ -164,10 +164,6 @@ def _dims_of(item: Any) -> int | None:
     if isinstance(item, torch.Tensor):
         return item.ndim if item.dtype in (torch.bool, torch.uint8) else 1
     return None
-
-
-def _with(items: tuple, at: int, item: Any) -> tuple:
-    return (*items[:at], item, *items[at + 1 :])
 
 
 def _at_value(what: str, instead: str) -> NotImplementedError:
