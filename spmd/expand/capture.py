@@ -15,7 +15,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -70,6 +70,7 @@ from spmd.expand.trace_errors import explained
 from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
 from spmd.expand.user_code import ended_in_user_code
+from spmd.expand.variables import Place
 from spmd.expand.views import View, share_elements, views_of
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
@@ -438,6 +439,49 @@ def _read_numbers(graph: fx.Graph, inputs: tuple[Slot | Argument, ...], kept: Ke
     return {name: several for name, several in found.items() if several}
 
 
+class _StandIns(NamedTuple):
+    """What a step is given in a trace.
+
+    given: values of the trace, by input. wrapped: what the step sees of them. new: of these, what is in the place of
+    the tensors of the state. first: the state that optimisers make first. numbers: of these, what stands for numbers
+    and for tensors in arguments and attributes, by path. own: what users have set on tensors of the state.
+    """
+
+    given: dict[Slot | Argument, Any]
+    wrapped: dict[Slot | Argument, Any]
+    new: Tensors
+    first: Tensors
+    numbers: dict[str, Any]
+    own: dict[Slot, dict[str, Any]]
+
+
+class _Before(NamedTuple):
+    """What is there before a step runs in a trace: to be compared with, and to be put back."""
+
+    counters: dict[str, Place]
+    counts: dict[str, Any]
+    others: Others
+    attributes: Attributes
+    constants: dict[str, Hashable]
+    plain: Any
+    python: PythonState
+
+
+class _Ran(NamedTuple):
+    """What a step has done in a trace. arguments: as they were. passed: as the step was given them, and left them.
+    written: those that it wrote into. after: the tensors of the state. counted: the counters that it set. new_state:
+    what says which new state of optimisers counts."""
+
+    result: Any
+    arguments: dict[str, Any]
+    passed: dict[str, Any]
+    written: list[Argument]
+    after: Tensors
+    attributes: SetByStep
+    counted: dict[str, Any]
+    new_state: Tensors
+
+
 @dataclass
 class _FlatFunction:
     """The function that make_fx runs, from flat tensors to flat tensors. Other return values go into its fields.
@@ -476,7 +520,7 @@ class _FlatFunction:
     stepped: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.origins = Origins.of(self.state.modules, type(self).__call__.__code__)
+        self.origins = Origins.of(self.state.modules, type(self)._called.__code__)
         self.normalise = Normalise(self.phases, self.origins)
         self.blocks = Blocks(self.state, self.origins, self.phases, self.normalise.numbering)
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
@@ -484,72 +528,105 @@ class _FlatFunction:
         self.own: Tensors = {}
 
     def __call__(self, flat_inputs: list) -> list:
-        flat_inputs = _torch.with_more_inputs(flat_inputs, self.more, _torch.proxy_mode().tracer)
+        given = self._given(flat_inputs)
+        with _torch.quick_functional_mode():
+            there = self._stand_ins(given)
+            with self.state.swap(there.new, there.numbers):
+                ran = self._run(there)
+                with _torch.no_function_modes():
+                    self._check_state(ran.after)
+        return self._outputs_of(there, ran)
+
+    def _given(self, flat_inputs: list) -> dict[Slot | Argument, Any]:
+        """The values of the trace by input, also those that make_fx was not told of."""
+        tracer = _torch.proxy_mode().tracer
+        values = _torch.with_more_inputs(flat_inputs, self.more, tracer)
         self.sizes.track()
-        nodes = _torch.walked(_torch.proxy_mode().tracer.graph).find_nodes(op="placeholder")
+        nodes = _torch.walked(tracer.graph).find_nodes(op="placeholder")
         of_counts = {n: self.names[i] for n, i in zip(nodes, self.inputs, strict=True) if i in self.names}
         self.counts = EqualCounts(of_counts)
-        with _torch.quick_functional_mode():
-            given = dict(zip(self.inputs, flat_inputs, strict=True))
-            for slot, note in self.note.items():
-                note(given[slot])
-            wrapped = _wrapped(given)
+        return dict(zip(self.inputs, values, strict=True))
+
+    def _stand_ins(self, given: dict[Slot | Argument, Any]) -> _StandIns:
+        for slot, note in self.note.items():
+            note(given[slot])
+        wrapped = _wrapped(given)
+        with _torch.no_function_modes():
+            new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
+        own, self.own = self._give_attributes(new), dict(new)
+        numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
+        first = {slot: new.pop(slot) for slot in self.first}
+        return _StandIns(given, wrapped, new, first, numbers, own)
+
+    def _run(self, there: _StandIns) -> _Ran:
+        """Run the step in the trace. What it does to Python objects is noted, and taken back."""
+        paths = {id(p): path for path, p in self.state.parameters().items()}
+        before = self._before(there)
+        steps = FirstSteps(self.state.optimizers, paths, there.first)
+        skipped = SkippedSteps(self.state.optimizers, steps.give)
+        before.python.replace({id(x): there.new[slot] for slot, x in self._replaced().items()})
+        arguments = _with_leaves(self.args, there.numbers)
+        passed = closed(arguments)
+        try:
+            result = self._called(passed, steps, skipped)
+            written = self._written(there.given, there.wrapped)
             with _torch.no_function_modes():
-                new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
-            own, self.own = self._give_attributes(new), dict(new)
-            numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
-            first = {slot: new.pop(slot) for slot in self.first}
-            with self.state.swap(new, numbers):
-                counters = self.state.counters
-                counts = {path: place.value for path, place in counters.items()}
-                paths = {id(p): path for path, p in self.state.parameters().items()}
-                others = Others(self.state)
-                given_attributes = {path: wrapped[Argument(path)] for path in self.attributes.tensors}
-                held = self.attributes.put(given_attributes, self.state)
-                steps, gradients = FirstSteps(self.state.optimizers, paths, first), GivenGradients()
-                skipped = SkippedSteps(self.state.optimizers, steps.give)
-                with _torch.no_function_modes():
-                    constants, plain = self.state.constants(), all_numbers(self.state)
-                    held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
-                    python = PythonState(self.state.submodules(), self._around(own), held_by_optimizers)
-                python.replace({id(x): new[slot] for slot, x in self._replaced().items()})
-                arguments = _with_leaves(self.args, numbers)
-                passed = closed(arguments)
-                try:
-                    with contextlib.ExitStack() as within:
-                        for mode in self._modes(steps, skipped, gradients):
-                            within.enter_context(mode)
-                        result = self.call(passed)
-                    self.unmade, self.stepped = frozenset(steps.left), tuple(sorted(steps.stepped))
-                    self.ignores_gradients = gradients.ignored(self.state.parameters().values())
-                    written = self._written(given, wrapped)
-                    with _torch.no_function_modes():
-                        after = self.state.tensors()
-                        new_attributes = SetByStep.between(held, Attributes.of(self.state), self.state)
-                    self._check_slots(after)
-                    _check_attributes(new, own)
-                    python.replace({id(new[slot]): x for slot, x in self._replaced().items()})
-                    counted = self._counted(counts)
-                    check_constant(plain, self.state, python)
-                    self._note_changes(constants, python, numbers, new_attributes)
-                    python.check_around()
-                    others.put_back(new_attributes.places)
-                except BaseException:
-                    others.put_all_back()
-                    raise
-                finally:
-                    python.restore()
-                    self.state.counters = counters
-                with _torch.no_function_modes():
-                    self._check_state(after)
-        changed = {name: x for name, x in opened(passed).items() if differs(arguments[name], x)}
-        buffers = self._other_buffers(after)
-        changed |= new_attributes.trees | counted | {slot.path: x for slot, x in buffers.items()}
-        there = {i: x for i, x in wrapped.items() if isinstance(i, Argument)} | self._unreplaced(after)
-        homes = {slot: x for slot, x in after.items() if slot not in buffers}
-        homes |= {i: self.own[i] for i in buffers if _torch.from_functional(self.own[i]) is not given[i]}
-        homes |= skipped.new_state | self.new_numbers | {i: wrapped[i] for i in written}
-        return self._flat_outputs(opened(result), changed, there, homes)
+                after = self.state.tensors()
+                attributes = SetByStep.between(before.attributes, Attributes.of(self.state), self.state)
+            counted = self._checked(there, before, after, attributes)
+            before.others.put_back(attributes.places)
+        except BaseException:
+            before.others.put_all_back()
+            raise
+        finally:
+            before.python.restore()
+            self.state.counters = before.counters
+        return _Ran(result, arguments, passed, written, after, attributes, counted, skipped.new_state)
+
+    def _before(self, there: _StandIns) -> _Before:
+        """Give the modules their attributes, and note what is there."""
+        counters = self.state.counters
+        counts = {path: place.value for path, place in counters.items()}
+        others = Others(self.state)
+        given_attributes = {path: there.wrapped[Argument(path)] for path in self.attributes.tensors}
+        held = self.attributes.put(given_attributes, self.state)
+        with _torch.no_function_modes():
+            constants, plain = self.state.constants(), all_numbers(self.state)
+            held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
+            python = PythonState(self.state.submodules(), self._around(there.own), held_by_optimizers)
+        return _Before(counters, counts, others, held, constants, plain, python)
+
+    def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
+        """What the step returns. Notes which optimisers have made a step, and whether gradients were asked for."""
+        gradients = GivenGradients()
+        with contextlib.ExitStack() as within:
+            for mode in self._modes(steps, skipped, gradients):
+                within.enter_context(mode)
+            result = self.call(passed)
+        self.unmade, self.stepped = frozenset(steps.left), tuple(sorted(steps.stepped))
+        self.ignores_gradients = gradients.ignored(self.state.parameters().values())
+        return result
+
+    def _checked(self, there: _StandIns, before: _Before, after: Tensors, attributes: SetByStep) -> dict[str, Any]:
+        """The counters that the step has set. Notes what else it has changed; raises for what no program does."""
+        self._check_slots(after)
+        _check_attributes(there.new, there.own)
+        before.python.replace({id(there.new[slot]): x for slot, x in self._replaced().items()})
+        counted = self._counted(before.counts)
+        check_constant(before.plain, self.state, before.python)
+        self._note_changes(before.constants, before.python, there.numbers, attributes)
+        before.python.check_around()
+        return counted
+
+    def _outputs_of(self, there: _StandIns, ran: _Ran) -> list:
+        changed = {name: x for name, x in opened(ran.passed).items() if differs(ran.arguments[name], x)}
+        buffers = self._other_buffers(ran.after)
+        changed |= ran.attributes.trees | ran.counted | {slot.path: x for slot, x in buffers.items()}
+        was_there = {i: x for i, x in there.wrapped.items() if isinstance(i, Argument)} | self._unreplaced(ran.after)
+        homes = {slot: x for slot, x in ran.after.items() if slot not in buffers}
+        homes |= {i: self.own[i] for i in buffers if _torch.from_functional(self.own[i]) is not there.given[i]}
+        homes |= ran.new_state | self.new_numbers | {i: there.wrapped[i] for i in ran.written}
+        return self._flat_outputs(opened(ran.result), changed, was_there, homes)
 
     def _modes(
         self, steps: FirstSteps, skipped: SkippedSteps, gradients: GivenGradients
