@@ -17,9 +17,10 @@ from workers import Pool
 FUNCTIONS = {name: x for name, x in vars(torch).items() if callable(x) and not name.startswith("_")}
 
 LONG = (
-    "expand/test_blocks", "cli/test_demo.py", "tensor/test_sweep.py", "comm/test_adjoint.py",
-    "tensor/eager/test_dispatch.py", "tensor/test_oracle.py", "sim/test_ways.py", "tensor/test_fuzz.py",
-    "cli/test_calibrate.py", "docs/",
+    "expand/test_blocks", "expand/test_loops.py", "expand/test_loop_fuzz.py", "expand/choose/test_budget.py",
+    "expand/test_changes.py", "cli/test_demo.py", "parallel/test_context_parallel.py", "comm/test_adjoint.py",
+    "expand/test_wild.py", "expand/test_random_sessions.py", "tensor/test_sweep.py", "tensor/eager/test_dispatch.py",
+    "tensor/test_oracle.py", "sim/test_ways.py", "tensor/test_fuzz.py", "cli/test_calibrate.py", "docs/",
 )  # fmt: skip
 """Files with tests of many seconds. They come first, so that none of them is left to one core at the end; first of all
 those of stamped blocks, which a process in which much has run before may not stamp."""
