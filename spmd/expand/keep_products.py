@@ -49,14 +49,14 @@ _OURS = {torch.ops.spmd.linear.default: aten.linear.default, torch.ops.spmd.matm
 
 
 def _kept_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if not is_kept_as_one_op("linear", input, weight):
+    if not is_kept_as_one_op("linear", input, weight) or input.shape[-1] != weight.shape[1]:
         return aten.linear.default.decompose(input, weight, bias)
     out = torch.ops.spmd.linear(input, weight)
     return out if bias is None else out + bias
 
 
 def _kept_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    batches = x.ndim > 1 < y.ndim and is_kept_as_one_op("matmul", x, y)
+    batches = x.ndim > 1 < y.ndim and is_kept_as_one_op("matmul", x, y) and x.shape[-1] == y.shape[-2]
     return torch.ops.spmd.matmul(x, y) if batches else aten.matmul.default.decompose(x, y)
 
 

@@ -135,3 +135,13 @@ def test_in_inference_mode_products_are_those_of_one_device(dim):
         step = spmd.compile(products, mesh, inputs={"x": [Shard(dim)], "batch": [Shard(dim)]})
         for found, wanted in zip(step(*given), products(*given), strict=True):
             assert torch.equal(found.full_tensor().reconcile(), wanted)
+
+
+def test_in_inference_mode_programs_of_other_batches_are_found():
+    """That the rows have as many columns as the weight is a condition of the capture: it was looked for with others."""
+    layer, batches = nn.Linear(4, 4).double(), [torch.rand(rows, 4, dtype=torch.float64) for rows in (2, 6, 6, 5)]
+    want = [layer(x).detach() * 2 for x in batches]
+    with spmd.LocalTensorMode(4), torch.inference_mode():
+        step = spmd.compile(lambda layer, x: layer(x) * 2, spmd.init_device_mesh("cpu", (4,)), inputs={"x": [Shard(0)]})
+        found = [step(layer, x).full_tensor().reconcile() for x in batches]
+    torch.testing.assert_close(found, want)
