@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd._torch import pytree
 from spmd.comm import transport
 from spmd.comm.listen import is_heard, tell_of_program
 from spmd.expand.capture import Argument, Captured
@@ -135,11 +134,11 @@ class BoundProgram:
     def run(
         self, state: State, tensors: Tensors, leaves: dict[str, Any], given: Mapping[str, Any],
         numbers: dict[str, float], made: frozenset[Slot] = frozenset(),
-    ) -> Any:  # fmt: skip
+    ) -> list[Any]:  # fmt: skip
         """Run the program on this rank's blocks, and write the new state back. leaves: these blocks of what is in
         arguments and attributes. given: what is there itself. made: state that was made for this call.
 
-        Returns what the function returns, and the arguments that it changes, by name.
+        Returns the leaves of what the function gives.
         """
         flat = [self._input_value(i, tensors, leaves, numbers) for i in self.captured.inputs]
         for slot in [s for s in tensors if s.kind == "grad" and s not in self.read]:
@@ -169,7 +168,7 @@ class BoundProgram:
                 values[i] = view.shown(base)
         for i, first in self.captured.same.items():
             values[i] = values[first].detach() if i in self.captured.detached else values[first]
-        return pytree.tree_unflatten(values, self.captured.tree)
+        return values
 
     def execute(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What the rank's code gives for these inputs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from spmd._torch import pytree
 from spmd.expand.capture import Captured
 from spmd.expand.closed_over import Search
+from spmd.expand.containers import AROUND, There, shared
 from spmd.expand.counters import Names, counters_of
 from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
@@ -20,7 +21,7 @@ from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, modul
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
 from spmd.expand.named_values import PlainValues, named_values
-from spmd.expand.objects import opened, write_back
+from spmd.expand.objects import with_containers
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
@@ -39,16 +40,18 @@ from spmd.tensor.spec import Spec, spec_of_value
 class Call:
     """A call: its arguments by name, the state and the plain arguments in them, and the specs of all tensors.
 
-    given: the arguments as they came. named: the same with objects that hold tensors opened. leaves: what is in them,
-    and the tensors in attributes of modules. around: the guards of Python values. reads: where the state and what it
-    depends on were found. was_in_place: whether nothing of the state had to be made or moved. wanted_with_counted: what
-    a library is asked for (`Wanted`) where the capture for the call has found numbers that change.
+    given: the arguments as they came. named: the same with objects that hold tensors opened. containers: those in each.
+    leaves: what is in them, and the tensors in attributes of modules. around: the guards of Python values. reads: where
+    the state and what it depends on were found. was_in_place: whether nothing of the state had to be made or moved.
+    wanted_with_counted: what a library is asked for (`Wanted`) where the capture for the call has found numbers that
+    change.
 
     Making this changes nothing. `place_state` and `placed_leaves` then place the tensors as their specs say.
     """
 
     given: dict[str, Any]
     named: dict[str, Any]
+    containers: dict[str, list[Any]]
     state: State
     tensors: Tensors
     specs: dict[Slot, Spec]
@@ -69,7 +72,8 @@ class Call:
     ) -> Call:  # fmt: skip
         """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others.
         counted: numbers that were found to change, besides those that the code says."""
-        named = opened(arguments)
+        both = {name: with_containers(x) for name, x in arguments.items()}
+        named, containers = ({name: each[i] for name, each in both.items()} for i in (0, 1))
         state = State.of(named, around)
         state.counters = counters_of(state, around, counted)
         tensors = state.tensors()
@@ -80,7 +84,8 @@ class Call:
         specs = state_specs(state, tensors, table, first)
         leaf_specs = {k: input_spec(k, v, table.mesh, placements_for(inputs, [k])) for k, v in given.items()}
         attributes = Attributes.of(state)
-        call = cls(arguments, named, state, tensors, specs, attributes, leaves, leaf_specs, table, {}, (), around)
+        found = tensors, specs, attributes, leaves, leaf_specs
+        call = cls(arguments, named, containers, state, *found, table, {}, (), around)
         call.look_around(unread_attributes)
         call.leave_out(unread)
         return call
@@ -101,6 +106,8 @@ class Call:
         owners = *state.submodules(), *state.optimizers.values(), *state.objects.values()
         self.search.note_kinds({*map(type, owners), *self.search.classes})
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
+        if one := shared(self.containers | dict(self.attributes.containers)):
+            read["containers that are one"] = one
         self.around = tuple((guards | read).items())
 
     def _held_values(self) -> dict[str, Any]:
@@ -269,18 +276,32 @@ class Call:
         """The plain arguments, with this rank's block in place of each tensor."""
         return {k: block_of(v, self.leaf_specs[k]) if k in self.leaf_specs else v for k, v in self.leaves.items()}
 
-    def write_back(self, changed: dict[str, Any]) -> None:
-        """Give arguments, by name, attributes of modules and counters, by path, what the step has changed."""
+    def give(self, captured: Captured, leaves: Sequence[Any]) -> Any:
+        """Give arguments, attributes and counters what the step has changed, and return what it returns. leaves: of
+        all that."""
+        outcome = captured.outcome
+        there = {place: self.container(place) for place in outcome.places}
+        changed, done = outcome.keep(leaves, there)
         self.state.set_counters(changed)
-        others = {path: new for path, new in changed.items() if path not in self.state.counters}
-        for name, new in others.items():
-            if not is_attribute(name):
-                write_back(self.given[name], new)
+        others = {
+            path: new for path, new in changed.items() if is_attribute(path) and path not in self.state.counters
+        }  # fmt: skip
         places = self.places_of_buffers(others)
-        set_attributes(self.state, {k: tree for k, tree in others.items() if is_attribute(k) and k not in places})
+        set_attributes(self.state, {path: new for path, new in others.items() if path not in places})
         for path, several in places.items():
             for own, name in several:
                 own[name] = others[path]
+        return outcome.returned(leaves, there, done)
+
+    @property
+    def known_containers(self) -> dict[str, list[Any]]:
+        """Those in the arguments, and those around the step, by path."""
+        return self.containers | {f"{AROUND}{name}": [x] for name, x in reversed(self.search.boxes)}
+
+    def container(self, place: There) -> Any:
+        """The container that is at a place before the step."""
+        known = {**self.attributes.constant, **self.attributes.containers, **self.known_containers}
+        return known[place.path][place.number]
 
     def places_of_buffers(self, changed: Iterable[str]) -> dict[str, list[tuple[dict, str]]]:
         """Where the buffers are, by path, among what a step changes."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
+from spmd.expand.containers import AROUND, Before, Containers, Copies, Outcome, There, is_filled
 from spmd.expand.counters import CountersFound, all_numbers, check_constant, is_number_or_symbol
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
@@ -51,7 +53,7 @@ from spmd.expand.module_attributes import (
     leaves_of,
 )
 from spmd.expand.nodes import line_of
-from spmd.expand.objects import NAMED, PLAIN, closed, differs, opened
+from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.origins import Origins
 from spmd.expand.outside import changed_outside
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
@@ -76,6 +78,9 @@ from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
 
+Opened = tuple[Any, Sequence[Any]]
+"""A value with its objects opened, and the containers in it."""
+
 
 @dataclass(frozen=True)
 class Argument:
@@ -93,8 +98,9 @@ class Captured:
 
     inputs: one `Slot` or `Argument` for each placeholder, and `Draws` last if the function draws random numbers.
     outputs: for each output its `Slot`, the index of a leaf of the return value, or the `Argument` that it is written
-    into. leaves, tree: the flattened return value, with None in place of tensors, and its structure: of the pair of
-    what the function returns and what it changes, arguments by name and attributes of modules by path. same: the leaves
+    into. leaves, tree: the flattened return value, with None in place of tensors, and its structure: of what the
+    function returns, what it changes, arguments by name and attributes of modules by path, and containers that it has
+    written besides. identities: of the containers among these, as in `Before.numbers`. same: the leaves
     that are the tensor of an earlier leaf, with that one. given: the leaves that are a tensor that the function has
     been given, with its place. detached: of both, those that share all of its memory, and are another tensor, as what
     `detach` gives. views: the leaves that show a part of another leaf, or of
@@ -119,6 +125,7 @@ class Captured:
     tree: Any
     symbols: _torch.Symbols
     fixed: dict[str, float]
+    identities: Mapping[int, There | int] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
     detached: tuple[int, ...] = ()
@@ -188,6 +195,11 @@ class Captured:
         return replace(self, fixed=self.fixed | self.assumed.sized(numbers), sizes=sizes, views=views)
 
     @functools.cached_property
+    def outcome(self) -> Outcome:
+        """What the function gives, to be made of its leaves."""
+        return Outcome(self.tree, self.identities)
+
+    @functools.cached_property
     def written(self) -> tuple[Argument, ...]:
         """The tensors in arguments and in attributes that the function writes into."""
         return tuple([where for where in self.outputs if isinstance(where, Argument)])
@@ -228,11 +240,13 @@ def capture(
     first: FirstState | None = None,
     stamp_blocks: bool = True,
     apart: Apart | None = None,
+    containers: Containers | None = None,
 ) -> Captured:
     """Trace `call(args)`, which calls fn with the named arguments. mesh: the mesh of the functions of blocks in fn.
 
     first: the state that optimisers would make, if they made it now: where they do, it is an input of the graph.
     stamp_blocks: as in `spmd.compile`. apart: tensors of the state that are not one number, though they may be equal.
+    containers: those in each argument, of which args are copies, and those that are found around the step.
 
     The arguments, and the modules and optimisers among them, are unchanged afterwards.
 
@@ -245,7 +259,9 @@ def capture(
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
-    captured = _capture_first(fn, args, call, state, mesh, apart, first or {}, stamp_blocks)
+    if containers is None:
+        containers = {name: with_containers(x)[1] for name, x in args.items()}
+    captured = _capture_first(fn, args, call, state, mesh, apart, containers, first or {}, stamp_blocks)
     for path in captured.grown:
         if path.rpartition(".")[0] in state.objects:
             raise changed_outside(search_of(fn, state.holders), path)
@@ -258,7 +274,7 @@ def capture(
             undo.enter_context(attributes_set(state, last.attributes))
             constants = state.constants()
             try:
-                last = _capture_once(fn, args, call, state, mesh, apart, {}, stamp_blocks)
+                last = _capture_once(fn, args, call, state, mesh, apart, containers, {}, stamp_blocks)
             except CountersFound:  # what was set to a number now is one that changes, from the next call on
                 return captured
             undo.enter_context(made(last.changes))
@@ -289,7 +305,7 @@ def _capture_first(fn: Callable, *given: Any) -> Captured:
 
 def _capture_once(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, mesh: DeviceMesh | None, apart: Apart | None,
-    first: FirstState, stamp_blocks: bool,
+    containers: Containers, first: FirstState, stamp_blocks: bool,
 ) -> Captured:  # fmt: skip
     """A trace with sizes and floats as symbols. What cannot be one is a plain number."""
     leaves = [*named_leaves(args), *((path, place.value) for path, place in state.counters.items())]
@@ -300,7 +316,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, apart, first, static)
+            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, apart, containers, first, static)
             captured = with_stamps(trace, fn, state, stamp_blocks)
         except Exception as error:
             if not static and not _ints(to_fix):
@@ -334,7 +350,7 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
 
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    apart: Apart | None, first: FirstState, static: str,
+    apart: Apart | None, containers: Containers, first: FirstState, static: str,
     stamped: Callable[[EqualCounts], contextlib.AbstractContextManager], blocks: Mapping[int, Structure],
 ) -> Captured:  # fmt: skip
     """fixed: floats that are no symbols. static: why sizes are none; empty where they are symbols. blocks: the equal
@@ -350,14 +366,14 @@ def _traced(
     begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
     names = {slot: name for name, several in kept.items() for slot in several}
     flat = _FlatFunction(
-        call, args, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
+        call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
     gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of = flat.outputs, flat.leaves, flat.tree
-    one = flat.same, flat.given, tuple(flat.detached), flat.views
+    one = flat.identities, flat.same, flat.given, tuple(flat.detached), flat.views
     made = tuple(i for i in inputs if i in first)
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
@@ -462,19 +478,34 @@ class _Before(NamedTuple):
     counts: dict[str, Any]
     others: Others
     attributes: Attributes
+    copies: Copies
     constants: dict[str, Hashable]
     plain: Any
     python: PythonState
 
 
-class _Ran(NamedTuple):
-    """What a step has done in a trace. arguments: as they were. passed: as the step was given them, and left them.
-    written: those that it wrote into. after: the tensors of the state. counted: the counters that it set. new_state:
-    what says which new state of optimisers counts."""
+class _Given(NamedTuple):
+    """What a step has given. now: what it has left in its arguments. filled: the containers that it was given and has
+    written. arguments: as they were. inside: the containers that were in them. held: all that it was given."""
 
-    result: Any
+    result: Opened
+    now: dict[str, Opened]
+    filled: list[Opened]
     arguments: dict[str, Any]
-    passed: dict[str, Any]
+    inside: dict[str, Sequence[Any]]
+    held: Before
+
+    @property
+    def changed(self) -> dict[str, Opened]:
+        """The arguments that are not what they were."""
+        return {name: x for name, x in self.now.items() if _is_changed(x, self.arguments[name], self.inside[name])}
+
+
+class _Ran(NamedTuple):
+    """What a step has done in a trace. written: the tensors that it wrote into. after: those of the state. counted: the
+    counters that it set. new_state: what says which new state of optimisers counts."""
+
+    given: _Given
     written: list[Argument]
     after: Tensors
     attributes: SetByStep
@@ -491,6 +522,7 @@ class _FlatFunction:
 
     call: Callable
     args: dict[str, Any]
+    containers: Containers
     state: State
     attributes: Attributes
     slots: Tensors
@@ -505,6 +537,7 @@ class _FlatFunction:
     outputs: tuple = ()
     leaves: tuple = ()
     tree: Any = None
+    identities: dict[int, There | int] = field(default_factory=dict)
     same: dict[int, int] = field(default_factory=dict)
     given: dict[int, Slot | Argument] = field(default_factory=dict)
     detached: list[int] = field(default_factory=list)
@@ -566,13 +599,17 @@ class _FlatFunction:
         skipped = SkippedSteps(self.state.optimizers, steps.give)
         before.python.replace({id(x): there.new[slot] for slot, x in self._replaced().items()})
         arguments = _with_leaves(self.args, there.numbers)
-        passed = closed(arguments)
+        passed = {name: before.copies.of(x, self.containers[name]) for name, x in arguments.items()}
+        inside = {name: with_containers(x)[1] for name, x in passed.items()}
+        around = {path: x for path, x in self.containers.items() if path.startswith(AROUND)}
+        held = Before(inside | dict(before.attributes.containers), {**before.attributes.constant, **around})
         try:
             result = self._called(passed, steps, skipped)
             written = self._written(there.given, there.wrapped)
             with _torch.no_function_modes():
                 after = self.state.tensors()
                 attributes = SetByStep.between(before.attributes, Attributes.of(self.state), self.state)
+                given_back = with_containers(result), *_given_to(passed, held)  # before all is put back
             counted = self._checked(there, before, after, attributes)
             before.others.put_back(attributes.places)
         except BaseException:
@@ -581,7 +618,8 @@ class _FlatFunction:
         finally:
             before.python.restore()
             self.state.counters = before.counters
-        return _Ran(result, arguments, passed, written, after, attributes, counted, skipped.new_state)
+        given = _Given(*given_back, arguments, inside, held)
+        return _Ran(given, written, after, attributes, counted, skipped.new_state)
 
     def _before(self, there: _StandIns) -> _Before:
         """Give the modules their attributes, and note what is there."""
@@ -589,12 +627,13 @@ class _FlatFunction:
         counts = {path: place.value for path, place in counters.items()}
         others = Others(self.state)
         given_attributes = {path: there.wrapped[Argument(path)] for path in self.attributes.tensors}
-        held = self.attributes.put(given_attributes, self.state)
+        copies = Copies()
+        held = self.attributes.put(given_attributes, self.state, copies)
         with _torch.no_function_modes():
             constants, plain = self.state.constants(), all_numbers(self.state)
             held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
             python = PythonState(self.state.submodules(), self._around(there.own), held_by_optimizers)
-        return _Before(counters, counts, others, held, constants, plain, python)
+        return _Before(counters, counts, others, held, copies, constants, plain, python)
 
     def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
         """What the step returns. Notes which optimisers have made a step, and whether gradients were asked for."""
@@ -619,14 +658,15 @@ class _FlatFunction:
         return counted
 
     def _outputs_of(self, there: _StandIns, ran: _Ran) -> list:
-        changed = {name: x for name, x in opened(ran.passed).items() if differs(ran.arguments[name], x)}
+        set_to = ran.attributes.trees
+        changed = ran.given.changed | {path: (x, ran.attributes.containers[path]) for path, x in set_to.items()}
         buffers = self._other_buffers(ran.after)
-        changed |= ran.attributes.trees | ran.counted | {slot.path: x for slot, x in buffers.items()}
+        changed |= {path: (x, ()) for path, x in (ran.counted | {i.path: x for i, x in buffers.items()}).items()}
         was_there = {i: x for i, x in there.wrapped.items() if isinstance(i, Argument)} | self._unreplaced(ran.after)
         homes = {slot: x for slot, x in ran.after.items() if slot not in buffers}
         homes |= {i: self.own[i] for i in buffers if _torch.from_functional(self.own[i]) is not there.given[i]}
         homes |= ran.new_state | self.new_numbers | {i: there.wrapped[i] for i in ran.written}
-        return self._flat_outputs(opened(ran.result), changed, was_there, homes)
+        return self._flat_outputs(ran.given.result, changed, ran.given.filled, ran.given.held, was_there, homes)
 
     def _modes(
         self, steps: FirstSteps, skipped: SkippedSteps, gradients: GivenGradients
@@ -768,10 +808,20 @@ class _FlatFunction:
                 )
         return found
 
-    def _flat_outputs(self, result: Any, changed: dict[str, Any], there: Mapping[Any, Any], homes: Tensors) -> list:
-        """there: the tensors of arguments, attributes and state. homes: what is written into these, and new state."""
-        leaves, self.tree = pytree.tree_flatten((result, changed))
-        returned = len(pytree.tree_leaves(result))
+    def _flat_outputs(
+        self, result: Opened, changed: dict[str, Opened], written: list[Opened], before: Before,
+        there: Mapping[Any, Any], homes: Tensors,
+    ) -> list:  # fmt: skip
+        """written: the containers that the step was given and has written. before: all of these. there: the tensors of
+        arguments, attributes and state. homes: what is written into these, and new state."""
+        kept = {id(x) for _, inside in changed.values() for x in inside}
+        written = [each for each in written if id(each[1][0]) not in kept]
+        values = result[0], {path: x for path, (x, _) in changed.items()}, [x for x, _ in written]
+        leaves, self.tree = pytree.tree_flatten(values)
+        returned = len(pytree.tree_leaves(result[0]))
+        parts = result[1], *(inside for _, inside in changed.values()), *(inside for _, inside in written)
+        parts = [[()], parts[0], [()], *parts[1 : 1 + len(changed)], [()], *parts[1 + len(changed) :]]
+        self.identities = before.numbers([x for part in parts for x in part])
         traced = self._new_leaves(leaves, returned, there)
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
         if type(foreign) is Told:
@@ -826,6 +876,7 @@ class _FlatFunction:
                 if (i in self.given and not given.has(x)) or (i in self.same and not first.has(x)):
                     self.detached.append(i)
                 first.meet(x, i, instead=kept.parts(x) and i >= returned)
+        self._take_kept(leaves, found, returned, kept)
         for i in (i for i in found if isinstance(leaves[i], torch.Tensor) and i not in self.given):
             given = given_back if i < returned else kept
             others = [j for j in first.parts(leaves[i]) if j != i and j in found and j not in self.given]
@@ -834,6 +885,21 @@ class _FlatFunction:
             if i < returned and kept.parts(leaves[i]):
                 self.copies.add(i)
         return found
+
+    def _take_kept(self, leaves: list[Any], found: list[int], returned: int, kept: _Met) -> None:
+        """Let what is returned of the memory of state, which would be a copy, be what an attribute is set to, where
+        that is the same tensor, or shows the same."""
+        set_to = _Met()
+        for j, x in enumerate(leaves[returned:], returned):
+            if isinstance(x, torch.Tensor) and kept.parts(x):
+                set_to.meet(x, j)
+        for i in [i for i in found if i < returned and i not in self.given and isinstance(leaves[i], torch.Tensor)]:
+            if set_to.shows(leaves[i]):
+                found.remove(i)
+                self.same[i] = set_to.find(leaves[i])
+                if not set_to.has(leaves[i]):
+                    self.detached.append(i)
+        self.same = _in_order(self.same, self.detached)
 
     def finish(self, graph: fx.Graph) -> None:
         """Complete the graph of the trace by what was noted beside it. Raises where that says that it is wrong."""
@@ -864,7 +930,7 @@ class _FlatFunction:
         return isinstance(base, Argument) and base.path not in self.attributes.tensors
 
     def _sharing(self, one: int, other: Any, line: str) -> str:
-        result, changed = pytree.tree_unflatten(range(self.tree.num_leaves), self.tree)
+        result, changed, _ = pytree.tree_unflatten(range(self.tree.num_leaves), self.tree)
         names = {number: path for path, number in named_leaves({"result": result})}
         names |= {number: at for path, tree in changed.items() for at, number in leaves_of(path, tree)}
         one, other = (names.get(each, str(each)) for each in (one, other))
@@ -878,6 +944,37 @@ class _FlatFunction:
         output = graph.output_node()
         others = iter(output.args[0])
         output.args = ([next(others) if node is None else node for node in self.nodes],)
+
+
+def _given_to(arguments: dict[str, Any], before: Before) -> tuple[dict[str, Opened], list[Opened]]:
+    """What a step has left in its arguments, by name, and in the containers that it has written."""
+    written = before.written()
+    for x in written:
+        if not is_filled(x):
+            raise RuntimeError(
+                f"the step writes into a {type(x).__name__}, which its program could not; let it make a new one, or "
+                "keep what changes in a list, a dict or an object"
+            )
+    return {name: with_containers(x) for name, x in arguments.items()}, [with_containers(x) for x in written]
+
+
+def _is_changed(now: Opened, before: Any, containers: Sequence[Any]) -> bool:
+    """Whether an argument holds anything else than it did. before: its tree. containers: those that were in it."""
+    tree, inside = now
+    return differs(before, tree) or not all(map(is_, inside, containers))
+
+
+def _in_order(same: Mapping[int, int], detached: Collection[int]) -> dict[int, int]:
+    """Leaves with the ones that they are, so that each stands behind the one that it is. Others of its memory
+    (`detached`) come first: they are made of one that is none of these."""
+
+    def of(i: int, passes: bool) -> int:
+        while i in same and (passes or i not in detached):
+            i = same[i]
+        return i
+
+    found = {i: of(same[i], i in detached) for i in same}
+    return dict(sorted(found.items(), key=lambda each: each[0] not in detached))
 
 
 def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:

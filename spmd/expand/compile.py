@@ -38,7 +38,6 @@ from spmd.expand.kept.notation import CannotKeep
 from spmd.expand.kept.rank_code import place_of_code
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.local_map import tracing_lock
-from spmd.expand.objects import closed
 from spmd.expand.outside import unchanged
 from spmd.expand.passes.passes import Pass
 from spmd.expand.places.table import Sharding
@@ -277,11 +276,11 @@ class CompiledStep:
         if self._check_every and calls % self._check_every == 0:
             check_equal(self._call_title, self.mesh, call.leaves, call.tensors)
         blocks, given = call.placed_leaves(), call.given_tensors
-        result, changed = bound.run(call.state, call.tensors, blocks, given, call.numbers, made)
-        call.write_back(changed)
+        leaves = bound.run(call.state, call.tensors, blocks, given, call.numbers, made)
+        result = call.give(bound.captured, leaves)
         if is_known and not self._check_every:
             self._expect_again(bound, call, args, kwargs)
-        return closed(result)
+        return result
 
     def _expect_again(self, bound: BoundProgram, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         """Note what a call has found out: the next may be the same one."""
@@ -435,7 +434,7 @@ class CompiledStep:
             optimizers = only_optimizers(call.state.optimizers, name)
             with tracing_lock, optimizers, around, attributes as unread:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)
-                how = self.mesh, call.first, self._stamp_blocks, self._captures.apart
+                how = self.mesh, call.first, self._stamp_blocks, self._captures.apart, call.known_containers
                 captured = capture(self.fn, call.named, run, call.state, *how)
             self._leave_out_unread(call, captured)
             self._attributes = self._attributes.after(names, unread)

@@ -12,6 +12,7 @@ before the call, and plays a role by its shape alone. What is neither read nor s
     self.a = self.b = x + 1                     one new tensor
     self.mean.mul_(0.9)                         written into the tensor itself, which is placed as a buffer is
     self.last = self.mean[-1]                   a view of it behind the call, too (`views`)
+    self.k = self.l                             gives both the list that is there (`containers`)
 
 Left out, and errors: what holds parameters or modules beside tensors, and what a step sets to something without them,
 or to a parameter or buffer.
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +32,9 @@ from torch import nn
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.assigned import functions_of
+from spmd.expand.containers import Containers, Copies
 from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
-from spmd.expand.objects import NAMED, PLAIN, Counted, closed, opened, twins, with_counted, write_back
+from spmd.expand.objects import NAMED, PLAIN, Counted, node, opened, twins, with_containers, with_counted
 from spmd.expand.outside import line_naming
 from spmd.expand.state import State, named_leaves
 from spmd.expand.variables import Place
@@ -58,32 +61,40 @@ class Attribute(NamedTuple):
 
 @dataclass(frozen=True)
 class Attributes:
-    """The attributes that hold tensors, by path. trees: what they hold, opened. tensors: each tensor once,
-    under its first path. shared: the paths of those that several attributes hold."""
+    """The attributes that hold tensors, by path. trees: what they hold, opened. containers: those in each, in order.
+    tensors: each tensor once, under its first path. shared: the paths of those that several attributes hold. constant:
+    the containers in attributes without tensors."""
 
     by_path: dict[str, Attribute]
     trees: dict[str, Any]
+    containers: Containers
     tensors: dict[str, torch.Tensor]
     shared: frozenset[str]
+    constant: Containers
 
     @classmethod
     def of(cls, state: State) -> Attributes:
         """Those of the modules, optimisers and objects of a state, as they are now."""
         own = {id(x) for x in (*state.parameters().values(), *state.buffers().values())}
-        known: dict[int, Any] = {}
+        known: dict[int, tuple[Any, list[Any]]] = {}
         counted = _counted(state)
         apart = {id(x) for x in state.objects.values()}  # their attributes are looked at by themselves
         found: dict[str, Attribute] = {}
         trees: dict[str, Any] = {}
+        containers: dict[str, list[Any]] = {}
+        constant: dict[str, list[Any]] = {}
         for path, owner in _each_once(state.owners()):
             for name, value in state.attributes_of(owner).items():
                 if isinstance(value, NEVER) or (apart and not apart.isdisjoint(map(id, pytree.tree_leaves(value)))):
                     continue
                 if id(value) not in known:
                     known[id(value)] = _with_tensors(value, own, counted)
-                if (tree := known[id(value)]) is not None:
-                    each = Attribute(f"{path}.{name}", owner, name)
-                    found[each.path], trees[each.path] = each, tree
+                each = Attribute(f"{path}.{name}", owner, name)
+                tree, inside = known[id(value)]
+                if tree is not None:
+                    found[each.path], trees[each.path], containers[each.path] = each, tree, inside
+                elif inside:
+                    constant[each.path] = inside
         first: dict[int, str] = {}
         tensors: dict[str, torch.Tensor] = {}
         shared: set[str] = set()
@@ -93,7 +104,7 @@ class Attributes:
                     shared.add(first[id(x)])
                 else:
                     first[id(x)], tensors[leaf_path] = leaf_path, x
-        return cls(found, trees, tensors, frozenset(shared))
+        return cls(found, trees, containers, tensors, frozenset(shared), constant)
 
     @property
     def places(self) -> frozenset[tuple[int, str]]:
@@ -108,21 +119,23 @@ class Attributes:
             found.setdefault(id(each.owner), {})[each.name] = guard_of(self.trees[path], lambda x: first[id(x)])
         return found
 
-    def put(self, new: Mapping[str, torch.Tensor], state: State) -> Attributes:
+    def put(self, new: Mapping[str, torch.Tensor], state: State, copies: Copies) -> Attributes:
         """Put other tensors in the place of those of these paths, in copies of what holds them, and count in these.
         Returns the new attributes."""
         by_id = {id(x): new[path] for path, x in self.tensors.items()}
-        copies: dict[int, Any] = {}
-        for path, each in self.by_path.items():
-            if id(each.value) not in copies:
-                copies[id(each.value)] = closed(pytree.tree_map(lambda x: by_id.get(id(x), x), self.trees[path]))
-        before = {id(each.value): (each.value, self.trees[path]) for path, each in self.by_path.items()}
-        for each in self.by_path.values():
-            vars(each.owner)[each.name] = copies[id(each.value)]
-        count_in(state, [(value, copies[key], tree) for key, (value, tree) in before.items()])
+        made = [
+            (each, each.value, copies.of(tree, self.containers[path], lambda x: by_id.get(id(x), x)), tree)
+            for (path, each), tree in zip(self.by_path.items(), self.trees.values(), strict=True)
+        ]
+        for each, _, copy, _ in made:
+            vars(each.owner)[each.name] = copy
+        count_in(state, [(value, copy, tree) for _, value, copy, tree in made])
         counted = _counted(state)
-        trees = {path: with_counted(each.value, opened(each.value), counted) for path, each in self.by_path.items()}
-        return Attributes(self.by_path, trees, {path: new[path] for path in self.tensors}, self.shared)
+        both = {path: with_containers(each.value) for path, each in self.by_path.items()}
+        trees = {path: with_counted(self.by_path[path].value, tree, counted) for path, (tree, _) in both.items()}
+        containers = {path: inside for path, (_, inside) in both.items()}
+        tensors = {path: new[path] for path in self.tensors}
+        return Attributes(self.by_path, trees, containers, tensors, self.shared, self.constant)
 
 
 def _counted(state: State) -> dict[tuple[int, Any], str]:
@@ -163,20 +176,21 @@ def _each_once(owners: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return list(found.values())
 
 
-def _with_tensors(value: Any, own: set[int], counted: Mapping[tuple[int, Any], str]) -> Any:
-    """What an attribute holds, opened, if that is tensors and plain values; None for anything else.
+def _with_tensors(value: Any, own: set[int], counted: Mapping[tuple[int, Any], str]) -> tuple[Any, list[Any]]:
+    """What an attribute holds, opened, if that is tensors and plain values, or None for anything else; and the
+    containers there, of which there may be some, too, where it is plain values alone.
 
     own: the parameters and buffers, by identity, which have places of their own. counted: the paths of numbers that the
     step counts, by where they are, in whose places is `Counted`.
     """
-    tree = opened(value)
+    tree, containers = with_containers(value)
     tree = with_counted(value, tree, counted) if counted and tree is not value else tree
     leaves = pytree.tree_leaves(tree)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     plain = all(isinstance(x, (*PLAIN, *NAMED)) or _torch.is_symbol(x) for x in leaves)
-    if not tensors or not plain or any(id(x) in own or isinstance(x, nn.Parameter) for x in tensors):
-        return None
-    return tree
+    if not plain or any(id(x) in own or isinstance(x, nn.Parameter) for x in tensors):
+        return None, []
+    return tree if tensors else None, containers
 
 
 # ---- what a step sets -------------------------------------------------------------------------
@@ -184,10 +198,12 @@ def _with_tensors(value: Any, own: set[int], counted: Mapping[tuple[int, Any], s
 
 @dataclass(frozen=True)
 class SetByStep:
-    """What a step has set. trees: the attributes that hold other tensors now, opened, by path. changed: those where
-    more than the tensors is new. places: where tensors were before or are now."""
+    """What a step has set. trees: the attributes that hold other tensors or containers now, opened, by path.
+    containers: those in each. changed: those where more than these is new. places: where tensors were before or are
+    now."""
 
     trees: dict[str, Any]
+    containers: Containers
     changed: tuple[str, ...]
     places: frozenset[tuple[int, str]]
 
@@ -203,15 +219,17 @@ class SetByStep:
             _check_counted(path, old, tree)
             if path not in before.by_path or guard_of(tree) != guard_of(old):
                 changed.append(path)
-            elif _same_tensors(old, tree):
+            elif _same_tensors(old, tree) and all(map(is_, after.containers[path], before.containers[path])):
                 continue
             trees[path] = tree
         alone = {path for path in changed if path not in before.by_path and isinstance(trees[path], torch.Tensor)}
-        return cls(trees, tuple(x for x in changed if x not in alone), before.places | after.places)
+        containers = {path: after.containers[path] for path in trees}
+        return cls(trees, containers, tuple(x for x in changed if x not in alone), before.places | after.places)
 
     def stand_ins(self) -> dict[str, Any]:
-        """The same trees with tensors without values of their own."""
-        return {path: pytree.tree_map(_stand_in, tree) for path, tree in self.trees.items()}
+        """The same trees with tensors without values of their own. One container is one node of theirs."""
+        copies = Copies(node)
+        return {path: copies.of(tree, self.containers[path], _stand_in) for path, tree in self.trees.items()}
 
 
 def _taken_out(of: Attribute, state: State) -> str:
@@ -294,9 +312,9 @@ def _with_owners(state: State, new: Mapping[str, Any]) -> list[tuple[dict[str, A
 
 
 def set_attributes(state: State, new: Mapping[str, Any]) -> None:
-    """Give the attributes of these paths, opened, to the modules. Containers that they are in stay the same ones."""
-    for own, name, tree in _with_owners(state, new):
-        own[name] = write_back(own.get(name), tree)
+    """Give the modules attributes by path."""
+    for own, name, value in _with_owners(state, new):
+        own[name] = value
 
 
 @contextlib.contextmanager
@@ -304,7 +322,8 @@ def attributes_set(state: State, new: Mapping[str, Any]) -> Iterator[None]:
     """Inside, modules have these attributes."""
     places = _with_owners(state, new)
     before, counters = [(own, dict(own)) for own, _, _ in places], state.counters
-    copies = [(own.get(name), closed(tree), tree) for own, name, tree in places]
+    copied = Copies()
+    copies = [(own.get(name), copied.of(*with_containers(tree)), tree) for own, name, tree in places]
     for (own, name, _), (_, copy, _) in zip(places, copies, strict=True):
         own[name] = copy
     count_in(state, copies)

@@ -109,7 +109,20 @@ def opened(tree: Any) -> Any:
     >>> pytree.tree_leaves(opened([Batch(torch.ones(2)), 3]))
     [tensor([1., 1.]), 3]
     """
-    return pytree.tree_map(lambda leaf: _opened(leaf, MAX_DEPTH, set()), tree)
+    return with_containers(tree)[0]
+
+
+def with_containers(tree: Any) -> tuple[Any, list[Any]]:
+    """The tree with its objects opened, and what is in it but for leaves: the lists, dicts, tuples and objects that
+    these are copies of, one for each node, in the order of torch's trees.
+
+    >>> a = [torch.ones(2)]
+    >>> tree, containers = with_containers({"a": a, "b": a})
+    >>> tree["a"] is tree["b"], [x is a for x in containers]
+    (False, [False, True, True])
+    """
+    containers: list[Any] = []
+    return _opened(tree, MAX_DEPTH, frozenset(), containers), containers
 
 
 def holds_state(x: Any, depth: int = 3) -> bool:
@@ -130,20 +143,38 @@ def _few(x: Any) -> list[Any]:
     return [x]
 
 
-def _opened(x: Any, depth: int, inside: set[int]) -> Any:
+def _opened(x: Any, depth: int, inside: frozenset[int], containers: list[Any]) -> Any:
+    if (kind := kind_of_node(x)) is not None:
+        containers.append(x)
+        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(x)
+        return node(kind, context, [_opened(each, depth, inside, containers) for each in children])
     if isinstance(x, CLOSED) or not hasattr(x, "__dict__") or not depth or id(x) in inside or holds_state(x):
         return x
     if hides(type(x)):  # it is more than its attributes, as a functools.partial is
         return x
-    within = inside | {id(x)}
-
-    def parts(of: dict) -> dict:
-        return {k: pytree.tree_map(lambda leaf: _opened(leaf, depth - 1, within), part) for k, part in of.items()}
-
-    attributes, items = parts(vars(x)), parts(_items(x))
+    before, within = len(containers), inside | {id(x)}
+    containers.append(x)
+    attributes, items = (
+        {k: _opened(part, depth - 1, within, containers) for k, part in of.items()} for of in (vars(x), items_of(x))
+    )
     leaves = pytree.tree_leaves([*attributes.values(), *items.values()])
-    plain = all(isinstance(leaf, (*PLAIN, *NAMED)) or _torch.is_symbol(leaf) for leaf in leaves)
-    return Opened(x, attributes, items) if plain else x
+    if all(isinstance(leaf, (*PLAIN, *NAMED)) or _torch.is_symbol(leaf) for leaf in leaves):
+        return Opened(x, attributes, items)
+    del containers[before:]
+    return x
+
+
+def kind_of_node(x: Any) -> Any:
+    """Under which class torch's trees know how to take a value apart; None for a leaf."""
+    kind = type(x)
+    if kind in pytree.SUPPORTED_NODES:
+        return kind
+    return pytree.namedtuple if issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+
+
+def node(kind: Any, context: Any, children: list[Any]) -> Any:
+    """A node of such a tree: a container, or an `Opened`."""
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
 
 
 CONTAINERS = (OrderedDict, dict, list)
@@ -155,7 +186,8 @@ def _container(x: Any) -> type:
     return next((kind for kind in CONTAINERS if isinstance(x, kind)), object)
 
 
-def _items(x: Any) -> dict[Any, Any]:
+def items_of(x: Any) -> dict[Any, Any]:
+    """What an object contains besides its attributes, by key or by place."""
     kind = _container(x)
     if kind is list:
         return dict(enumerate(list.copy(x)))
@@ -180,8 +212,14 @@ def closed(tree: Any) -> Any:
 def _closed(x: Any) -> Any:
     if not isinstance(x, Opened):
         return x
-    made = _like(x.like)
-    fill(made, x)
+    attributes, items = ({key: closed(value) for key, value in of.items()} for of in (x.attributes, x.items))
+    return object_of(x.like, attributes, items)
+
+
+def object_of(like: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> Any:
+    """Another object of the class of this one, with these attributes and items."""
+    made = _like(like)
+    fill(made, attributes, items)
     return made
 
 
@@ -197,12 +235,12 @@ def _like(x: Any) -> Any:
         return copy.copy(x)
 
 
-def fill(target: Any, x: Opened) -> None:
-    """Give an object the attributes and items of an opened one."""
+def fill(target: Any, attributes: dict[str, Any], items: dict[Any, Any]) -> None:
+    """Give an object these attributes and items."""
     own = vars(target)
     own.clear()
-    own.update({name: closed(value) for name, value in x.attributes.items()})
-    _set_items(target, {key: closed(value) for key, value in x.items.items()})
+    own.update(attributes)
+    _set_items(target, items)
 
 
 # ---- arguments that the step changes ----------------------------------------------------------
@@ -211,45 +249,11 @@ def fill(target: Any, x: Opened) -> None:
 def differs(before: Any, after: Any) -> bool:
     """Whether two trees have other structures or other leaves; leaves are compared by identity."""
     (old, was), (new, now) = pytree.tree_flatten(before), pytree.tree_flatten(after)
-    return was != now or any(x is not y and not _equal_numbers(x, y) for x, y in zip(old, new, strict=True))
+    return was != now or any(x is not y and not equal_numbers(x, y) for x, y in zip(old, new, strict=True))
 
 
-def _equal_numbers(x: Any, y: Any) -> bool:
+def equal_numbers(x: Any, y: Any) -> bool:
     return type(x) is type(y) and isinstance(x, (bool, int, float, complex, str, bytes)) and x == y
-
-
-def write_back(target: Any, new: Any) -> Any:
-    """Give an argument of the caller the contents that the step gave it. Objects that it contains stay the same ones.
-
-    >>> counts = {"seen": [1]}
-    >>> seen = counts["seen"]
-    >>> write_back(counts, {"seen": [1, 2]}) is counts and counts["seen"] is seen, seen
-    (True, [1, 2])
-    """
-    if isinstance(new, Counted):
-        return target
-    if isinstance(new, Opened) and type(target) is type(new.like):
-        own, attributes = vars(target), new.attributes
-        values = {name: write_back(own.get(name), value) for name, value in attributes.items()}
-        had = _items(target)
-        items = {key: write_back(had.get(key), value) for key, value in new.items.items()}
-        own.clear()
-        own.update(values)
-        _set_items(target, items)
-        return target
-    if type(target) is dict and type(new) is dict:
-        values = {key: write_back(target.get(key), value) for key, value in new.items()}
-        target.clear()
-        target.update(values)
-        return target
-    if type(target) is list and type(new) is list:
-        target[:] = [write_back(old, x) for old, x in zip(target, new, strict=False)] + [
-            closed(x) for x in new[len(target) :]
-        ]
-        return target
-    if type(target) is tuple and type(new) is tuple and len(target) == len(new):
-        return tuple([write_back(old, x) for old, x in zip(target, new, strict=True)])
-    return closed(new)
 
 
 # ---- numbers in them that a step counts --------------------------------------------------------

@@ -28,7 +28,7 @@ class Results:
 
     def __init__(self, captured: Captured, outputs: Placed) -> None:
         tree = captured.tree
-        result, changed = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
+        result, changed, _ = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)
         kept = {path: each for path, each in changed.items() if is_attribute(path)}
         one = captured.same
         inner = [(path, number) for at, each in kept.items() for path, number in leaves_of(at, each)]

@@ -6,13 +6,14 @@ buffers that a step sets to other tensors.
     model.mask = another                            set by the user between calls
 
 They are read anew at each call. What is there has to be alike: tensors of the same specs in containers of the same
-structure, the same ones of them one tensor, and no other values. What the step sets is written as the long way does it.
+structure, the same ones of them one tensor and one container, and no other values. What the step sets is written as the
+long way does it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +21,20 @@ from torch import nn
 
 from spmd._torch import pytree
 from spmd.expand.again.given import likeness
+from spmd.expand.containers import There, is_constant
 from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
 from spmd.expand.module_attributes import Attributes
-from spmd.expand.objects import Counted, opened, write_back
+from spmd.expand.objects import Counted, with_containers
 from spmd.expand.reads import Reads
 from spmd.tensor.spec import spec_of_value
 
 
 class Place:
-    """Where an attribute is, or a buffer: a dict and a name in it. tree: what was there, opened. set_to: where the
-    leaves of what the step sets it to are among those of what it gives; None if it does not set it."""
+    """Where an attribute is, or a buffer: a dict and a name in it. tree: what was there, opened."""
 
-    def __init__(self, own: dict, name: str, tree: Any, set_to: Any = None) -> None:
-        self.own, self.name, self._set_to = own, name, set_to
+    def __init__(self, path: str, own: dict, name: str, tree: Any) -> None:
+        self.path, self.own, self.name = path, own, name
         leaves, self._structure = pytree.tree_flatten(tree)
         self._is_tensor = isinstance(tree, torch.Tensor)
         self._alike = list(map(_alike, leaves))
@@ -41,25 +42,19 @@ class Place:
         counts = any(isinstance(x, Counted) for x in leaves)
         self._counting = list(_boxes(self.own.get(self.name))) if counts else []  # numbers are looked for in these
 
-    def tensors(self) -> list[torch.Tensor] | None:
-        """Those that are there now; None where that is not alike."""
+    def tensors(self, containers: list[Any]) -> list[torch.Tensor] | None:
+        """Those that are there now; None where that is not alike. Containers are added to those that are given."""
         value = self.own.get(self.name)
         if self._is_tensor:
             return [value] if self._alike[0](value) else None
         if self._counting and not all(x is y for x, y in itertools.zip_longest(_boxes(value), self._counting)):
             return None
-        leaves, structure = pytree.tree_flatten(opened(value))
+        tree, inside = with_containers(value)
+        leaves, structure = pytree.tree_flatten(tree)
         if structure != self._structure or not all([same(x) for same, x in zip(self._alike, leaves, strict=True)]):
             return None
+        containers += inside
         return [leaves[i] for i in self._tensors]
-
-    def set(self, leaves: list[Any]) -> None:
-        """Set it, if the step does, as the long way does it."""
-        if type(self._set_to) is int:
-            self.own[self.name] = leaves[self._set_to]
-        elif self._set_to is not None:
-            tree = pytree.tree_map(leaves.__getitem__, self._set_to)
-            self.own[self.name] = write_back(self.own.get(self.name), tree)
 
 
 def _alike(x: Any) -> Callable[[Any], bool]:
@@ -89,11 +84,14 @@ class Held:
     """The attributes that are read anew at each call. paths: those of their tensors, each once, in order."""
 
     def __init__(
-        self, places: list[Place], found: list[str], others: Iterable[torch.Tensor], read: Collection[str], writes: bool
+        self, places: list[Place], found: list[str], others: Iterable[torch.Tensor], read: Collection[str],
+        writes: bool, changed: Collection[str], containers: Boxes,
     ) -> None:  # fmt: skip
         """found: the paths of the tensors in these places. read: of these, what programs read or write. writes: whether
-        the step writes into what it is given."""
+        the step writes into what it is given. changed: the places that the step sets, by path."""
         self._places, self._others, self._writes = places, list(others), writes
+        self._set = [place for place in places if place.path in changed]
+        self.containers = containers
         self._ids = frozenset(map(id, self._others))
         self.paths = list(dict.fromkeys(found))
         self._read = [i for i, path in enumerate(self.paths) if path in read]
@@ -101,48 +99,58 @@ class Held:
 
     @classmethod
     def of(
-        cls, attributes: Attributes, changed: Mapping[str, Any], others: Iterable[torch.Tensor], read: Collection[str],
-        writes: bool, buffers: Mapping[str, Sequence[tuple[dict, str]]],
+        cls, attributes: Attributes, changed: Collection[str], others: Iterable[torch.Tensor], read: Collection[str],
+        writes: bool, buffers: Mapping[str, Sequence[tuple[dict, str]]], given: Sequence[Any],
+        there: Mapping[There, Any],
     ) -> Held | None:  # fmt: skip
-        """Those that are tensors themselves, those that the step sets, and those that share tensors with these. None
-        where it sets what it did not have. changed: the places of the leaves of what it sets, by path. others: tensors
-        of the state, which no attribute may be. buffers: those that the step sets, with where they are."""
+        """Those that are tensors themselves, those that the step sets, and those that share tensors or containers with
+        these. None where it sets what it did not have. changed: what it sets, by path. others: tensors of the state,
+        which no attribute may be. buffers: those that the step sets, with where they are. given: the containers in the
+        arguments. there: those that are to be found for what the step gives, which may be in attributes, too."""
         first = {id(x): path for path, x in attributes.tensors.items()}
         inside = {
             path: [first[id(x)] for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
             for path, tree in attributes.trees.items()
         }
+        boxes = {path: [id(x) for x in each if not is_constant(x)] for path, each in attributes.containers.items()}
+        of_others = {id(x) for x in (*given, *there.values())}
         alone = {path for path, x in attributes.trees.items() if isinstance(x, torch.Tensor)}
-        taken = _sharing(inside, alone | changed.keys())
+        alone |= {path for path, several in boxes.items() if not of_others.isdisjoint(several)}
+        taken = _sharing({path: [*inside[path], *boxes[path]] for path in inside}, alone | set(changed))
         named = ((attributes.by_path[path], path) for path in taken)
-        places = [Place(vars(of.owner), of.name, attributes.trees[path], changed.get(path)) for of, path in named]
+        places = [Place(path, vars(of.owner), of.name, attributes.trees[path]) for of, path in named]
         found = [each for path in taken for each in inside[path]]
         fixed = [attributes.tensors[path] for path in attributes.tensors.keys() - found]
-        if not changed.keys() <= attributes.by_path.keys() | buffers.keys():
+        if not set(changed) <= attributes.by_path.keys() | buffers.keys():
             return None
         for path, several in buffers.items():
-            places += [Place(own, name, own[name], changed[path]) for own, name in several]
+            places += [Place(path, own, name, own[name]) for own, name in several]
             found += [path] * len(several)
-        return cls(places, found, [*others, *fixed], read, writes)
+        held = [x for path in taken for x in attributes.containers[path]]
+        untaken = [x for path in boxes.keys() - set(taken) for x in boxes[path]]
+        return cls(places, found, [*others, *fixed], read, writes, changed, Boxes([*held, *given], untaken, there))
 
     def leave_out_of(self, reads: Reads) -> None:
         """Let what is in them change, of what was noted."""
         reads.leave_out([(place.own, place.name) for place in self._places])
         reads.forget([box for place in self._places for box in _boxes(place.own.get(place.name))])
 
-    def tensors(self, arguments: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """All that are there now, by `paths`; None where that is not alike. arguments: those that are tensors."""
+    def read(self, arguments: list[torch.Tensor], given: list[Any]) -> tuple[list[torch.Tensor], list[Any]] | None:
+        """All tensors that are there now, by `paths`, and all containers; None where that is not alike. arguments:
+        those that are tensors. given: the containers in them."""
         found: list[torch.Tensor] = []
+        containers: list[Any] = []
         for place in self._places:
-            if (inside := place.tensors()) is None:
+            if (inside := place.tensors(containers)) is None:
                 return None
             found += inside
+        containers += given
         if self._which is not None:
             several, found = found, [found[self._which.index(i)] for i in range(len(self.paths))]
             if not all([x is found[i] for x, i in zip(several, self._which, strict=True)]):
                 return None
         ids = set(map(id, found))
-        if len(ids) < len(found) or not ids.isdisjoint(self._ids):
+        if len(ids) < len(found) or not ids.isdisjoint(self._ids) or not self.containers.are_alike(containers):
             return None
         given = list(map(id, arguments))
         if not self._ids.isdisjoint(given) or (self._writes and not ids.isdisjoint(given)):
@@ -150,20 +158,51 @@ class Held:
         shared = _memories([*(found[i] for i in self._read), *arguments])
         if shared and not set(shared).isdisjoint(_memories(self._others)):
             return None
-        return None if self._writes and len(set(shared)) < len(shared) else found
+        return None if self._writes and len(set(shared)) < len(shared) else (found, containers)
 
-    def set(self, leaves: list[Any]) -> None:
-        """Set those that the step sets. leaves: of all that it gives."""
-        for place in self._places:
-            place.set(leaves)
+    def set(self, changed: Mapping[str, Any]) -> None:
+        """Set those that the step sets."""
+        for place in self._set:
+            place.own[place.name] = changed[place.path]
 
 
-def _sharing(inside: Mapping[str, list[str]], begin: Collection[str]) -> list[str]:
-    """The attributes to begin with, and all that have a tensor of these. inside: the tensors of each."""
-    taken, tensors = {path for path in begin if path in inside}, set[str]()
-    while more := {path for path in taken if not tensors.issuperset(inside[path])}:
-        tensors.update(x for path in more for x in inside[path])
-        taken |= {path for path, several in inside.items() if not tensors.isdisjoint(several)}
+class Boxes:
+    """Which containers are one in the attributes that are read anew, and in the arguments.
+
+    containers: those of a call, in order. others: the identities of those in other attributes, which stay what they
+    are. there: the containers that are to be found for what the step gives."""
+
+    def __init__(self, containers: Sequence[Any], others: Iterable[int], there: Mapping[There, Any]) -> None:
+        self._counted = [i for i, x in enumerate(containers) if not is_constant(x)]
+        self._which = _first_of(list(map(id, containers)), self._counted)
+        self._others = frozenset(others)
+        numbers = {id(x): i for i, x in reversed(list(enumerate(containers)))}
+        self._numbers = {place: numbers[id(x)] for place, x in there.items() if id(x) in numbers}
+        self._fixed = {place: x for place, x in there.items() if id(x) not in numbers}
+
+    def are_alike(self, containers: Sequence[Any]) -> bool:
+        """Whether the same ones of the containers of another call are one."""
+        if not self._counted:
+            return True
+        ids = list(map(id, containers))
+        return _first_of(ids, self._counted) == self._which and self._others.isdisjoint(ids)
+
+    def at(self, containers: Sequence[Any]) -> dict[There, Any]:
+        """Those that are to be found, of the containers of another call."""
+        return {place: containers[i] for place, i in self._numbers.items()} | self._fixed
+
+
+def _first_of(ids: list[int], counted: Iterable[int]) -> list[int]:
+    first: dict[int, int] = {}
+    return [first.setdefault(ids[i], i) for i in counted]
+
+
+def _sharing(inside: Mapping[str, list[Hashable]], begin: Collection[str]) -> list[str]:
+    """The attributes to begin with, and all that share what is in these. inside: what is in each."""
+    taken, known = {path for path in begin if path in inside}, set[Hashable]()
+    while more := {path for path in taken if not known.issuperset(inside[path])}:
+        known.update(x for path in more for x in inside[path])
+        taken |= {path for path, several in inside.items() if not known.isdisjoint(several)}
     return [path for path in inside if path in taken]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
-from spmd.expand.objects import NAMED, holds_state
+from spmd.expand.objects import NAMED, holds_state, with_containers
 from spmd.tensor.spec import spec_of_value
 
 BY_VALUE = (bool, str, bytes)
@@ -63,6 +63,12 @@ class Given:
         if self.tree is not None:
             places = pytree.tree_unflatten(places, self.tree)
         return tuple(places[: self.count]), dict(zip(self.names, places[self.count :], strict=True))
+
+    def containers(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+        """The containers in other arguments that are alike."""
+        if self.tree is None:
+            return []
+        return [x for each in (*args, *kwargs.values()) for x in with_containers(each)[1]]
 
     def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of other arguments, if they are alike."""

@@ -26,7 +26,7 @@ from torch import nn
 from spmd import _torch
 from spmd.expand.again.attributes import Held
 from spmd.expand.again.given import Given, likeness
-from spmd.expand.again.results import Made, builder, changed_by, picker
+from spmd.expand.again.results import Made, builder, picker
 from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram, write_into
 from spmd.expand.capture import Argument
@@ -34,6 +34,7 @@ from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of
 from spmd.expand.guards import flags_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
+from spmd.expand.module_attributes import is_attribute
 from spmd.expand.same_call import one_element
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.variables import Place
@@ -43,13 +44,14 @@ from spmd.tensor.spec import spec_of_value
 
 
 class Ready(NamedTuple):
-    """What a call that is made again has read: its arguments, its numbers, the gradients that are there, and the
-    tensors in attributes."""
+    """What a call that is made again has read: its arguments, its numbers, the gradients that are there, the tensors in
+    attributes, and the containers there and in arguments."""
 
     leaves: list[Any]
     numbers: list[float]
     gradients: list[Any]
     held: list[torch.Tensor]
+    containers: list[Any]
 
 
 Find = Callable[[Ready], torch.Tensor]
@@ -91,7 +93,8 @@ class Repeat:
         """buffers: those that the step sets to other tensors, which are among what is held."""
         held.leave_out_of(call.reads)
         self._held = held
-        self.bound, self._given, self._build = bound, given, builder(bound.captured.tree)
+        self.bound, self._given, self._outcome = bound, given, bound.captured.outcome
+        self._build = builder(self._outcome.result)
         self._surroundings, self._read = surroundings(), call.reads.snapshot()
         self._kept = Kept({slot: t for slot, t in call.tensors.items() if slot not in buffers}, bound)
         self._buffers = {slot: held.paths.index(slot.path) for slot in buffers}
@@ -200,7 +203,8 @@ class Repeat:
             return None
         if not all([alike(x) for alike, (x, _) in zip(self._attributes_alike, self._attributes, strict=True)]):
             return None
-        gradients, held = self._kept.gradients(), self._held.tensors([leaves[i] for i, _ in self._blocks])
+        given = self._given.containers(args, kwargs)
+        gradients, held = self._kept.gradients(), self._held.read([leaves[i] for i, _ in self._blocks], given)
         if gradients is None or held is None or not self._kept.are_as_before():
             return None
         numbers = self._numbers.copy()
@@ -216,7 +220,7 @@ class Repeat:
             numbers[i] = leaves[leaf]
         if not all(map(hold_one_number, self._equal)) or (self._decides and not self._decides_alike(numbers)):
             return None
-        return Ready(leaves, numbers, gradients, held)
+        return Ready(leaves, numbers, gradients, *held)
 
     def _decides_alike(self, numbers: list[float]) -> bool:
         known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
@@ -259,8 +263,10 @@ class Repeat:
             leaves[where] = leaves[first]
         for counter, i in self._counts:
             counter.set(leaves[i])
-        self._held.set(leaves)
-        return self._build(leaves)
+        there = self._held.containers.at(ready.containers)
+        changed, done = self._outcome.keep(leaves, there)
+        self._held.set(changed)
+        return self._build(leaves) if self._build else self._outcome.returned(leaves, there, done)
 
     def _inputs(self, ready: Ready, blocks: list[torch.Tensor]) -> Sequence[Any]:
         for p in self._freed:  # of the previous step; nothing reads it: free it now
@@ -296,17 +302,22 @@ def repeat_of(
 
     by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
     """
-    given, changed = Given(args, kwargs), changed_by(bound.captured.tree)
+    given, outcome = Given(args, kwargs), bound.captured.outcome
     if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
         return None
-    counts = {path: changed.pop(path) for path in call.state.counters if path in changed}
+    counts = {path: outcome.changed[path] for path in call.state.counters if path in outcome.changed}
+    changed = [path for path in outcome.changed if path not in counts and is_attribute(path)]
     buffers = {Slot("buffer", path): several for path, several in call.places_of_buffers(changed).items()}
     if not buffers.keys().isdisjoint((*bound.captured.outputs, *bound.captured.watched)):
         return None
     others = [x for slot, x in call.tensors.items() if slot not in buffers]
     places_of_buffers = {slot.path: several for slot, several in buffers.items()}
     writes = bool(bound.captured.written)
-    held = Held.of(call.attributes, changed, others, call.leaf_specs, writes, places_of_buffers)
+    there = {place: call.container(place) for place in outcome.places}
+    given_containers = given.containers(args, kwargs)
+    held = Held.of(
+        call.attributes, changed, others, call.leaf_specs, writes, places_of_buffers, given_containers, there
+    )  # fmt: skip
     if held is None or None in [likeness(x) for path, x in call.attributes.tensors.items() if path not in held.paths]:
         return None
     if not (are_in_place(call.tensors) and _is_plainly_stored(bound.captured.outputs, call.tensors)):

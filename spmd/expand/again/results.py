@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from spmd import _torch
-from spmd._torch import pytree
-from spmd.expand.objects import closed
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.eager.wrappers import wrap, wrapper
 from spmd.tensor.spec import Spec
@@ -36,25 +34,19 @@ class Made:
         return other
 
 
-def changed_by(tree: Any) -> dict[str, Any]:
-    """What a step changes, by path, with the places of the new values among the leaves of what it gives.
-
-    tree: the structure of the pair of what it returns, and what it changes.
-    """
-    return pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[1]
-
-
-def builder(tree: Any) -> Callable[[list[Any]], Any]:
-    """Makes what a step returns of its leaves. tree: as in `changed_by`."""
-    result = pytree.tree_unflatten(list(range(tree.num_leaves)), tree)[0]
+def builder(result: Any) -> Callable[[list[Any]], Any] | None:
+    """Makes what a step returns of its leaves; None where that takes longer. result: of an `Outcome`."""
     if type(result) is int:
         return lambda leaves: leaves[result]
-    if type(result) in (tuple, list) and all(type(x) is int for x in result):
-        kind = type(result)
-        return lambda leaves: kind([leaves[i] for i in result])
-    if type(result) is dict and all(type(x) is int for x in result.values()):
-        return lambda leaves: {key: leaves[i] for key, i in result.items()}
-    return lambda leaves: closed(pytree.tree_unflatten(leaves, tree)[0])
+    kind, context, places, identity = result
+    if identity is not None or not all(type(x) is int for x in places):
+        return None
+    if kind in (tuple, list):
+        return lambda leaves: kind([leaves[i] for i in places])
+    if kind is dict:
+        named = dict(zip(context, places, strict=True))
+        return lambda leaves: {key: leaves[i] for key, i in named.items()}
+    return None
 
 
 def picker(places: Sequence[int]) -> Callable[[Sequence], Sequence]:

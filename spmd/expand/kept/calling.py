@@ -2,7 +2,7 @@
 
     inputs: [Slot('parameter', 'model.up.weight', '', ''), ..., Argument(path='x'), Draws(count=2)]
     outputs: [0, Slot('parameter', 'model.up.weight', '', ''), ...]
-    tree: (Leaf(), {})
+    tree: (Leaf(), {}, []), identities: {}
     same: {2: 0}, given: {3: Argument(path='model.mask')}, views: {4: View(of=0, steps=((aten.select.int, 0, 1),))}
     names: {'n0': 'lr'}, conditions: ('n0 > 0.5',)
     kept: {'optimizer.step[model.up.weight]': (Slot(...), Slot(...))}, shared: ('optimizer.step[model.up.weight]',)
@@ -30,8 +30,8 @@ from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
 
 FIELDS = (
-    "inputs", "outputs", "leaves", "same", "given", "detached", "views", "fixed", "kept", "shared", "first",
-    "ignores_gradients", "stepped", "environment",
+    "inputs", "outputs", "leaves", "identities", "same", "given", "detached", "views", "fixed", "kept", "shared",
+    "first", "ignores_gradients", "stepped", "environment",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from spmd import _torch
 from spmd.comm.chunk import Packed
 from spmd.expand.capture import Argument, Draws
 from spmd.expand.choose.certificate import Certificate
+from spmd.expand.containers import There
 from spmd.expand.local_ops import LocalCount, LocalShape, UnlessEmpty, op_text
 from spmd.expand.objects import Counted
 from spmd.expand.passes.passes import (
@@ -76,7 +77,7 @@ VALUES = {
     for kind in (
         Argument, Draws, Certificate, LocalCount, LocalShape, UnlessEmpty, FullyShard, Places, MixedPrecision, Slot,
         Partial, Replicate, Shard, Draw, Recipe, Windows, HaloPlan, Plan, Step, Counts, Packed, Leaf, Branch,
-        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload, Counted, View,
+        FewerMoves, Chunks, NumbersLate, Buckets, Schedule, Overlap, FusedUpdates, Offload, Counted, View, There,
     )
 }  # fmt: skip
 """Frozen values that are written by their fields."""
