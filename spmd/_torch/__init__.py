@@ -194,13 +194,14 @@ from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, 
 from spmd._torch.read_numbers import Integer, ValueRead, asked_by_user, read_as_numbers
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
-from spmd._torch.sizes import Decision, SizeSymbols, is_unbacked
+from spmd._torch.sizes import Decision, SizeSymbols
 from spmd._torch.symbolic_math import OF_SYMBOLS, symbolic_math
 from spmd._torch.symbols import (
     SYMBOLS,
     Conditions,
     Symbols,
     is_symbol,
+    is_unbacked,
     known_value,
     number_now,
     size_key,

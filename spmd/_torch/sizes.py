@@ -199,8 +199,3 @@ def _says_not_0_or_1(expr: Any, answer: Any) -> bool:
     """Whether it was asked whether a number is 0 or 1, and it is not."""
     asked = type(expr).__name__ in ("Equality", "Unequality") and any(side in (0, 1) for side in expr.args)
     return asked and bool(answer) == (type(expr).__name__ == "Unequality")
-
-
-def is_unbacked(value: Any) -> bool:
-    """Whether a symbolic number is one that only the run knows."""
-    return isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.has_hint()

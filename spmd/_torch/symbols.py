@@ -118,6 +118,10 @@ def _like_input(grad: torch.Tensor, output_size: Any, input_size: Any, *_: Any) 
     return grad.new_empty(input_size)
 
 
+def _between(x: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x + weight * (end - x)
+
+
 def number_now(n: Any) -> Any:
     """The present value of a number that may be a symbol. Nothing is taken for granted: only choices may read it."""
     return n.node.hint if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else n
@@ -164,6 +168,7 @@ _READS_NUMBERS = {
 _READS_NUMBERS |= {getattr(torch.ops.aten, name).default: _interpolated for name in _INTERPOLATIONS}
 _READS_NUMBERS |= {getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in _INTERPOLATIONS}
 _READS_NUMBERS |= {
+    torch.ops.aten.lerp.Tensor: _between,
     torch.ops.aten._fft_c2c.default: _c2c, torch.ops.aten._fft_r2c.default: _r2c, torch.ops.aten._fft_c2r.default: _c2r,
 }  # fmt: skip
 """Ops whose shapes come from kernels in C++ that make numbers of symbols, with functions that give the shapes."""
@@ -377,7 +382,7 @@ def symbolic_min_max() -> Iterator[None]:
             if threading.get_ident() != thread or options:
                 return plain(*args, **options)
             items = list(args[0]) if len(args) == 1 else args
-            if any(isinstance(x, (torch.SymFloat, Integer)) for x in items):
+            if any(isinstance(x, (torch.SymFloat, Integer)) or is_unbacked(x) for x in items):
                 return functools.reduce(symbolic, items)
             return plain(items) if len(args) == 1 else plain(*args)
 
@@ -407,6 +412,11 @@ SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 def is_symbol(value: Any) -> bool:
     """Whether a value in a trace is a symbolic number."""
     return isinstance(value, SYMBOLS)
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a symbolic number is one that only the run knows."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.has_hint()
 
 
 # ---- conditions as text -----------------------------------------------------------------------

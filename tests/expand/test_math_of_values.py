@@ -17,6 +17,7 @@ NUMBERS = {
     "of a tensor": lambda x: math.sqrt(x),
     "of several": lambda x: math.log(x.item(), 2) + math.hypot(x.item(), 1) + math.pow(2, x.item()),
     "of a count": lambda x: math.log1p((x > 0).sum().item()),
+    "at least one": lambda x: x.sum() / max((x > 0.5).sum().item(), 1) + min(x.item(), 0.25, (x > 2).sum().item()),
     "of a tensor whose value is known": lambda x: [0.0] * int(math.sqrt(torch.tensor(9.0))),
     "back into a tensor": lambda x: x * math.tanh(x.item()),
 }

@@ -61,6 +61,7 @@ KEPT = {
     "powers of whole numbers": lambda x: torch.linalg.vander(torch.arange(x.shape[0])),
     "gradient": lambda x: torch.gradient(x, dim=0),
     "gradients": lambda x: torch.gradient(x, spacing=[0.5, 2.0], edge_order=2),
+    "lerp": lambda x: torch.lerp(x, x.flip(0), x[:, :1]) + x.clone().lerp_(x + 1, x[:, 0].view(-1, 1)),
     "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(1), 1) + x.take_along_dim(x.argsort(0), -2),
     "take_along_dim of one row": lambda x: torch.take_along_dim(x, torch.tensor([[0, 2, 1]]), 1),
     "take_along_dim of all": lambda x: torch.take_along_dim(x, x.flatten().argsort()),
