@@ -151,6 +151,7 @@ class BoundProgram:
             results[where] = value if spec is None else _as_output(where, value, spec, homes)
         new = {where: x for where, x in results.items() if isinstance(where, Slot)}
         self._update_state(state, tensors, new, made)
+        state.set_kept_by_optimizers(self.captured.first_kept)
         for name in self.captured.stepped:
             _torch.note_step(state.optimizers[name])
         put_changes(self.captured.changes)

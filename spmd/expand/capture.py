@@ -111,7 +111,8 @@ class Captured:
     (`equal_counts`). assumed: what the graph takes for granted about sizes. sizes: the values of their symbols, once
     they are known (`at`). first: inputs that optimisers make in their first step; they are to be made before the
     program runs. ignores_gradients: whether the graph is right for any gradients that earlier steps left. stepped: the
-    names of the optimisers that make a step.
+    names of the optimisers that make a step. first_kept: what optimisers keep from then on besides tensors, such as a
+    count of steps, by optimiser, number of the parameter, and key.
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
     tensors are others than before in number or kind. looped: the graph with equal rounds as a loop, if it has any.
@@ -137,6 +138,7 @@ class Captured:
     first: tuple[Slot, ...] = ()
     ignores_gradients: bool = False
     stepped: tuple[str, ...] = ()
+    first_kept: dict[tuple[str, Any, Any], Any] = field(default_factory=dict)
     is_stamped: bool = False
     environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -348,6 +350,10 @@ def _changed(before: dict[str, Hashable], now: dict[str, Hashable]) -> list[str]
     return [path for path in {**before, **now} if before.get(path) != now.get(path)]
 
 
+_KEPT = int, float, bool, str, type(None)
+"""The types of what a program may let an optimiser keep."""
+
+
 def _traced(
     fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
     apart: Apart | None, containers: Containers, first: FirstState, static: str,
@@ -377,8 +383,8 @@ def _traced(
     made = tuple(i for i in inputs if i in first)
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})
-    known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, bool(flat.blocks.kinds)
-    rest = environment, flat.set_attributes, flat.grown
+    known = *read, sizes.assumed(static), made, flat.ignores_gradients, flat.stepped, flat.first_kept
+    rest = bool(flat.blocks.kinds), environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
     last = *one, flat.changes, *known, *rest
     return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped)
@@ -481,6 +487,7 @@ class _Before(NamedTuple):
     copies: Copies
     constants: dict[str, Hashable]
     plain: Any
+    kept: Collection[Any]
     python: PythonState
 
 
@@ -551,6 +558,7 @@ class _FlatFunction:
     unmade: frozenset[Slot] = frozenset()
     ignores_gradients: bool = False
     stepped: tuple[str, ...] = ()
+    first_kept: dict[tuple[str, Any, Any], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self)._called.__code__)
@@ -631,9 +639,10 @@ class _FlatFunction:
         held = self.attributes.put(given_attributes, self.state, copies)
         with _torch.no_function_modes():
             constants, plain = self.state.constants(), all_numbers(self.state)
+            kept = self.state.kept_by_optimizers().keys()
             held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
             python = PythonState(self.state.submodules(), self._around(there.own), held_by_optimizers)
-        return _Before(counters, counts, others, held, copies, constants, plain, python)
+        return _Before(counters, counts, others, held, copies, constants, plain, kept, python)
 
     def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
         """What the step returns. Notes which optimisers have made a step, and whether gradients were asked for."""
@@ -653,6 +662,7 @@ class _FlatFunction:
         before.python.replace({id(there.new[slot]): x for slot, x in self._replaced().items()})
         counted = self._counted(before.counts)
         check_constant(before.plain, self.state, before.python)
+        self.first_kept = self._first_kept(before.kept)
         self._note_changes(before.constants, before.python, there.numbers, attributes)
         before.python.check_around()
         return counted
@@ -734,7 +744,8 @@ class _FlatFunction:
         self.set_attributes, self.grown = new.stand_ins(), new.changed
         with _torch.no_function_modes():
             before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
-        changed = _changed(before, now)
+        first = {f"{root}.state.{i}.{key}" for root, i, key in self.first_kept}
+        changed = [path for path in _changed(before, now) if path not in first]
         if not changed:
             return
         if elsewhere := [path for path in changed if not self.state.is_of_module(path)]:
@@ -742,6 +753,11 @@ class _FlatFunction:
         if assigned := assigned_tensor(self.state.named_submodules(), python, new.places):
             raise RuntimeError(assigned)
         self.changes = python.changes(new.places)
+
+    def _first_kept(self, before: Collection[tuple[str, Any, Any]]) -> dict[tuple[str, Any, Any], Any]:
+        """The plain values that optimisers keep for parameters, and did not keep before the step."""
+        kept = self.state.kept_by_optimizers().items()
+        return {at: x for at, x in kept if at not in before and type(at[1]) is int and type(x) in _KEPT}
 
     def _counted(self, before: dict[str, Any]) -> dict[str, Any]:
         """The counters that the step has set, with the new numbers. Puts those before in their place again."""

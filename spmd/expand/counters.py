@@ -3,6 +3,8 @@
     self.updates += 1                                    in a module, an optimiser, or an object around the step
     decay = min(0.99, (1 + self.updates) / (10 + self.updates))
 
+    state["step"] += 1                                   in what an optimiser keeps for a parameter, or for a group
+
 Such a number is an input of the program and a symbol, as an int among the arguments is, and what the step makes of it
 is a result. Branches on it are conditions of the program, as those on arguments.
 
@@ -28,7 +30,7 @@ from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MAKING, Search
 from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.python_state import PythonState
-from spmd.expand.state import IS_COUNTER, State, own_attributes
+from spmd.expand.state import IS_COUNTER, State, held_by, own_attributes
 from spmd.expand.variables import Place, assigned_variables
 
 KINDS = (int, float)
@@ -99,7 +101,7 @@ def _inner_names(known: Names, owners: Mapping[str, Any]) -> Names:
 
 def _steps(owner: Any, parts: list[str]) -> tuple:
     """The keys and places that lead to what is called so in what an owner holds; empty where there is no such thing."""
-    x, steps = vars(owner), []
+    x, steps = held_by(owner), []
     for at, part in enumerate(parts):
         if isinstance(x, types.MethodType):
             x = x.__self__
@@ -136,11 +138,20 @@ _THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__")}
 
 def _inside(module: Any, steps: tuple) -> Place | None:
     """The place of a number in what a module holds; None where there is none now."""
-    x: Any = vars(module)
+    x = _box(module, steps)
+    try:
+        return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _box(owner: Any, steps: tuple) -> Any:
+    """The container to which all steps but the last lead; None where there is none now."""
+    x: Any = held_by(owner)
     try:
         for step in steps[:-1]:
             x = _THROUGH[step](x) if step in _THROUGH else x[step]
-        return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
+        return x
     except (KeyError, IndexError, TypeError):
         return None
 
@@ -169,23 +180,31 @@ def numbers_of(owner: Any) -> dict[str, float]:
     return {name: x for name, x in own.items() if type(x) in KINDS and name not in OF_ALL_MODULES}
 
 
-def all_numbers(state: State) -> dict[tuple[str, str], float]:
-    """Those of all modules and optimisers, by path and name."""
-    return {(path, name): x for path, owner in _owners(state).items() for name, x in numbers_of(owner).items()}
+def all_numbers(state: State) -> dict[tuple[str, Any], float]:
+    """Those of all modules and optimisers, by path and name; and the numbers that optimisers keep for parameters, and
+    the ints that they keep for groups, by path and steps. Floats of groups are hyper-parameters."""
+    found = {(path, name): x for path, owner in _owners(state).items() for name, x in numbers_of(owner).items()}
+    kept = state.kept_by_optimizers().items()
+    found |= {(root, ("state", i, key)): x for (root, i, key), x in kept if type(x) in KINDS and type(i) is int}
+    for root, optimizer in state.optimizers.items():
+        for i, group in enumerate(optimizer.param_groups):
+            found |= {(root, ("param_groups", i, key)): x for key, x in group.items() if type(x) is int}
+    return found
 
 
 def _owners(state: State) -> dict[str, Any]:
     return state.named_submodules() | state.optimizers
 
 
-def check_constant(before: Mapping[tuple[str, str], float], state: State, python: PythonState) -> None:
+def check_constant(before: Mapping[tuple[str, Any], float], state: State, python: PythonState) -> None:
     """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number, or one in
     what modules hold."""
     owners = _owners(state)
     paths = {id(owner): path for path, owner in owners.items()}
     found: dict[str, frozenset[Any]] = {}
     for (path, name), old in before.items():
-        now = vars(owners[path]).get(name) if path in owners else None
+        steps = name if isinstance(name, tuple) else (name,)
+        now = (_box(owners[path], steps) or {}).get(steps[-1]) if path in owners else None
         if now is not old and is_number_or_symbol(now) and not _is_same(old, now):
             found[path] = found.get(path, frozenset()) | {name}
     for module, steps in python.numbers_set(is_number_or_symbol):

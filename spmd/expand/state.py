@@ -170,7 +170,8 @@ class State:
         """
         hyper = self.hyper_parameters()
         added = self._added_options()
-        constant = ((path, v) for path, v in hyper if not isinstance(v, torch.Tensor) and path not in added)
+        apart_from = added | self.counters.keys()
+        constant = ((path, v) for path, v in hyper if not isinstance(v, torch.Tensor) and path not in apart_from)
         found = {path: _constant_of(v, reads) for path, v in constant}
         of, counted, apart = of_tensors or {}, self.counted(), self.apart
         found |= {
@@ -208,7 +209,9 @@ class State:
                 note_optimizer(optimizer, reads, counted.get(id(optimizer), ()))
         for path, group in self.groups():
             found[f"{path}.params"] = tuple([path_of[id(p)] for p in group["params"]])
-        return found | {path: guard_key(v, reads=reads) for path, v in self._optimizer_constants()}
+        kept = self.kept_by_optimizers().items()
+        named = ((f"{root}.state.{i}.{key}", v) for (root, i, key), v in kept)
+        return found | {path: guard_key(v, reads=reads) for path, v in named if path not in self.counters}
 
     def counted(self) -> dict[int, list[str]]:
         """By object the names of its attributes that are counters."""
@@ -290,14 +293,16 @@ class State:
         last = {id(optimizer.state): root for root, optimizer in self.optimizers.items()}
         return [(root, self.optimizers[root]) for root in self.optimizers if root in last.values()]
 
-    def _optimizer_constants(self) -> tuple[tuple[str, Any], ...]:
-        return tuple(
-            (f"{root}.state.{i}.{key}", value)
-            for root, optimizer in self._keepers()
-            for i, kept in enumerate(optimizer.state.values())
-            for key, value in kept.items()
-            if not isinstance(value, torch.Tensor)
-        )
+    def kept_by_optimizers(self) -> dict[tuple[str, Any, Any], Any]:
+        """What optimisers keep besides tensors, such as a count of steps: by the optimiser, the number of the parameter,
+        as in torch's state dicts, and key. What is kept for no parameter is numbered by its place."""
+        found = {}
+        for root, optimizer in self._keepers():
+            params = {id(p): i for i, p in enumerate(_params_of(optimizer))}
+            for at, (p, kept) in enumerate(optimizer.state.items()):
+                i = params.get(id(p), f"other {at}")
+                found |= {(root, i, key): x for key, x in kept.items() if not isinstance(x, torch.Tensor)}
+        return found
 
     # ---- putting other tensors in place -----------------------------------------------------
     def install(self, new: Tensors) -> None:
@@ -337,6 +342,12 @@ class State:
         for path, place in self.counters.items():
             if path in new:
                 place.set(new[path])
+
+    def set_kept_by_optimizers(self, new: Mapping[tuple[str, Any, Any], Any]) -> None:
+        """Let optimisers keep what `kept_by_optimizers` has named so, for parameters."""
+        params = {root: _params_of(self.optimizers[root]) for root, _, _ in new}
+        for (root, i, key), value in new.items():
+            self.optimizers[root].state[params[root][i]][key] = value
 
     def places_of_buffers(self, paths: Collection[str]) -> dict[str, list[tuple[dict, str]]]:
         """Where modules have the buffers of these paths: several may have one."""
@@ -452,7 +463,26 @@ def note_optimizer(optimizer: Optimizer, reads: Reads, counted: Collection[str] 
                 guard_key(value, reads=reads)
     reads.box(optimizer.state)
     for kept in optimizer.state.values():
-        reads.box(kept)
+        if any(reads.is_changing(kept, key) for key in kept):
+            reads.keys(kept)
+            for key in kept:
+                reads.item(kept, key)
+        else:
+            reads.box(kept)
+
+
+def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def held_by(owner: Any) -> dict[str, Any]:
+    """The attributes of an object; of an optimiser with its state by the numbers of the parameters, and not by these,
+    which have stand-ins in a capture."""
+    own = vars(owner)
+    if not isinstance(owner, Optimizer):
+        return own
+    kept = {i: owner.state[p] for i, p in enumerate(_params_of(owner)) if p in owner.state}
+    return own | {"state": kept}
 
 
 def _step_of(own: dict[str, Any]) -> Any:
@@ -487,11 +517,8 @@ def _install_optimizer_state(
     root: str, optimizer: Optimizer, by_id: dict[int, Any], path_of: dict[int, str], new: Tensors
 ) -> None:
     """Key the state of the optimiser by the new parameters."""
-    others = {
-        path_of[id(p)]: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)}
-        for p, kept in optimizer.state.items()
-        if id(p) in path_of
-    }
+    entries = {path_of[id(p)]: kept for p, kept in optimizer.state.items() if id(p) in path_of}
+    others = {path: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)} for path, kept in entries.items()}
     of_none = {key: kept for key, kept in optimizer.state.items() if id(key) not in path_of}
     given: dict[str, dict[str, Any]] = {}
     for slot, t in new.items():
@@ -500,7 +527,9 @@ def _install_optimizer_state(
     optimizer.state.clear()
     for pid, path in path_of.items():
         if path in given or path in others:
-            optimizer.state[by_id[pid]] = {**given.get(path, {}), **others.get(path, {})}
+            entry = optimizer.state[by_id[pid]] = entries.get(path, {})  # the dict that it was: it may have counters
+            entry.clear()
+            entry.update({**given.get(path, {}), **others.get(path, {})})
     optimizer.state.update(of_none)
 
 

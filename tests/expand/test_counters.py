@@ -201,6 +201,34 @@ class Sharpness(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Restarted(torch.optim.Optimizer):
+    """Counts its steps as many papers' optimisers do: for each parameter, and for a group."""
+
+    def __init__(self, params, lr=0.1, every=3):
+        super().__init__(params, dict(lr=lr, every=every, rounds=0))
+
+    @property
+    def calls(self):
+        of_parameters = [x for kept in self.state.values() for x in (kept["step"], kept["scale"])]
+        return [self.param_groups[0]["rounds"], *of_parameters]
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["rounds"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if len(state) == 0:
+                    state["step"], state["scale"], state["kind"], state["mean"] = 0, 1.0, "mean", torch.zeros_like(p)
+                state["step"] += 1
+                state["scale"] *= 0.9
+                state["mean"].lerp_(p.grad, 0.5)
+                if state["step"] % group["every"] == 0:
+                    state["mean"].mul_(0.5)
+                rate = group["lr"] * state["scale"] / (1 - 0.5 ** state["step"]) / math.sqrt(group["rounds"])
+                p.sub_(state["mean"] * rate)
+
+
 def sharp(model, optimizer, x):
     optimizer.zero_grad()
     model(x).square().mean().backward()
@@ -229,7 +257,8 @@ def of_model(kind, make=lambda p: torch.optim.AdamW(p, lr=0.1), step=train):
 
     def seen():
         numbers = [x for m in model.modules() if isinstance(m, Linear) for x in (m.calls, m.scale)]
-        return list(model.parameters()), [*numbers, getattr(optimizer, "calls", 0)]
+        of_optimizer = getattr(optimizer, "calls", 0)
+        return list(model.parameters()), [*numbers, *(of_optimizer if type(of_optimizer) is list else [of_optimizer])]
 
     return Training(step, lambda f, x: f(model, optimizer, x), seen)
 
@@ -503,6 +532,7 @@ KINDS: dict[str, tuple[Callable[[], Training], int]] = {
     "a hook of an optimiser": (watched(lambda m, o, watch: o.register_step_pre_hook(watch.of_optimizer)), 2),
     "in what an optimiser holds": (of_slower, 2),
     "of classes": (of_class, 3),
+    "for each parameter": (lambda: of_model(Linear, Restarted), 5),
 }
 """What a user has, and the most captures of it."""
 
@@ -592,7 +622,7 @@ def test_calls_that_count_are_made_again_at_once(kind):
 
 @pytest.mark.parametrize(
     "kind", ["a count", "a branch", "a float", "set by code that is not read", "a trainer", "in what a module holds",
-     "beside tensors", "of classes", "in what an optimiser holds"]
+     "beside tensors", "of classes", "in what an optimiser holds", "for each parameter"]
 )  # fmt: skip
 def test_a_kept_step_counts_on(kind, tmp_path):
     """In another process nothing is captured, also where the code does not say what it counts."""
@@ -621,7 +651,7 @@ def test_a_second_start_with_a_cache_folder_captures_nothing(kind, tmp_path):
 
 ON_RANKS = (
     "a branch", "a trainer", "set by code that is not read", "in what a module holds", "beside tensors",
-    "in what an optimiser holds", "of classes", "by whole numbers",
+    "in what an optimiser holds", "of classes", "by whole numbers", "for each parameter",
 )  # fmt: skip
 
 

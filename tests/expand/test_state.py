@@ -191,7 +191,7 @@ def keep_a_count(model, optimizer):
         (freeze, "model.up.bias.requires_grad"),
         (set_flag, "optimizer.param_groups.0.maximize"),
         (set_attribute, "model.norm"),
-        (keep_a_count, "optimizer.state.0.calls"),
+        (keep_a_count, "optimizer.state.1.calls"),
     ],
     ids=lambda v: getattr(v, "__name__", ""),
 )
