@@ -33,6 +33,7 @@ from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.containers import AROUND, Before, Containers, Copies, Outcome, There, is_filled
 from spmd.expand.counters import CountersFound, all_numbers, check_constant, is_number_or_symbol
+from spmd.expand.cut_views import write_slices
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
 from spmd.expand.equal_counts import EqualCounts
@@ -448,6 +449,7 @@ def _cleaned(graph: fx.Graph, flat: _FlatFunction) -> tuple[Slot | Argument | Dr
     for number, node in enumerate(graph.find_nodes(op="placeholder"), start=1):
         node.name = f"arg0_{number}"  # whatever there was that the graph does not read: one program has one text
     fill_phases(graph)
+    write_slices(graph)
     read_late(graph)
     return (*inputs, *number_draws(graph))
 
