@@ -27,6 +27,7 @@ Every other module imports them from here, so that one place shows what a new ve
     simulated_distributed   torch.distributed in a simulation
     checkpoints             torch.distributed.checkpoint
     random_numbers          generators
+    versions                whether dicts were written to
 
     >>> import torch
     >>> from spmd import _torch
@@ -244,3 +245,4 @@ from spmd._torch.traces import (
     without_layouts,
 )
 from spmd._torch.updates import FUSED_STEPS, fused_adamw_
+from spmd._torch.versions import Unwritten, dict_behind

@@ -27,6 +27,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd import _torch
+
 LookUp = tuple[Callable[..., Any], Any]
 """A function and what it is called with, beside what it shall give where there is nothing."""
 
@@ -35,6 +37,7 @@ OF_ONE_CLASS = {dict, list, set, deque, OrderedDict, defaultdict}
 
 _NOTHING = object()
 _mro = attrgetter("__mro__")
+_parts_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class Reads:
@@ -44,6 +47,7 @@ class Reads:
         self.boxes: dict[int, Any] = {}
         self.keys_alone: set[int] = set()
         self.objects: dict[int, Any] = {}
+        self.functions: dict[int, types.FunctionType] = {}
         self.typed: dict[int, Any] = {}
         self.kinds: dict[int, type] = {}
         self._parted_kinds: set[int] = set()
@@ -138,7 +142,7 @@ class Reads:
 
     def function(self, fn: types.FunctionType) -> None:
         """What a function does: its code, its defaults and its attributes."""
-        self.look_ups += [(partial(getattr, fn), name) for name in ("__code__", "__defaults__", "__kwdefaults__")]
+        self.functions[id(fn)] = fn
         if fn.__kwdefaults__:
             self.box(fn.__kwdefaults__)
         self.object(fn)
@@ -165,35 +169,111 @@ class Reads:
 
 
 class Snapshot:
-    """What was noted, as it was when this was made."""
+    """What was noted, as it was when this was made.
+
+    Dicts to which nobody has written are not looked through, be they of modules, objects or classes. One that was
+    written to and holds what it held, as where a flag was set and taken back, is looked through from then on.
+    """
 
     def __init__(self, reads: Reads) -> None:
-        boxes = reads.boxes.values()
-        self._empty = [box for box in boxes if not box]
-        self._boxes = [box for box in boxes if box]
+        self._reads, self._busy = reads, frozenset[int]()
+        self._empty = [box for box in reads.boxes.values() if not box]
+        self._objects = list(reads.objects.values())
+        self._attributes = list(map(vars, self._objects))
+        others = (box for box in reads.boxes.values() if type(box) not in OF_ONE_CLASS)
+        self._typed = [*self._objects, *reads.typed.values(), *others]
+        self._types = list(map(type, self._typed))
+        self._kinds = list(reads.kinds.values())
+        self._mros = list(map(_mro, self._kinds))
+        self._functions = list(reads.functions.values())
+        self._of_functions = list(self._all_of_functions())
+        self._keyed = [(x, key, key(x)) for x, key in reads.by_key.values()]
+        self._part()
+
+    def _part(self) -> None:
+        """Part what is in dicts to which nobody writes from what has to be looked through."""
+        empty, quiet = set(map(id, self._empty)), dict[int, dict]()
+        parts = _Contents(self._reads), _Contents(self._reads)
+
+        def part(of: Any) -> _Contents:
+            behind = _torch.dict_behind(of)
+            if behind is None or id(behind) in self._busy:
+                return parts[0]
+            quiet[id(behind)] = behind
+            return parts[1]
+
+        for box in self._reads.boxes.values():
+            if id(box) not in empty:
+                part(box).add_box(box)
+        for kind in self._kinds:
+            part(vars(kind)).add_kind(kind)
+        for each in self._reads.look_ups:
+            part(_box_of(each)).add_look_up(each)
+        self._looked_through, self._told = (each.noted() for each in parts)
+        self._unwritten = _torch.Unwritten(quiet.values())
+
+    def _all_of_functions(self) -> chain:
+        return chain.from_iterable(map(_parts_of_function, self._functions))
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        return (
+            not any(self._empty)
+            and all(map(is_, self._all_of_functions(), self._of_functions))
+            and all(map(is_, map(type, self._typed), self._types))
+            and all(map(is_, map(vars, self._objects), self._attributes))
+            and all(map(is_, map(_mro, self._kinds), self._mros))
+            and self._looked_through.hold()
+            and (self._unwritten.are_so() or self._hold_though_written())
+            and all(key(x) == before for x, key, before in self._keyed)  # last: they may ask for what is noted above
+        )
+
+    def _hold_though_written(self) -> bool:
+        written = self._unwritten.written()
+        if not self._told.hold():
+            return False
+        self._busy |= set(map(id, written))
+        self._part()
+        return True
+
+
+class _Contents:
+    """What is in boxes and classes, and what look-ups give: all of it is compared."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._keys_alone, self._whole = reads.keys_alone, set(map(id, reads.whole_kinds()))
+        self._boxes: list[Any] = []
+        self._kinds: list[type] = []
+        self._look_ups: list[LookUp] = []
+
+    def add_box(self, box: Any) -> None:
+        self._boxes.append(box)
+
+    def add_kind(self, kind: type) -> None:
+        self._kinds.append(kind)
+
+    def add_look_up(self, each: LookUp) -> None:
+        self._look_ups.append(each)
+
+    def noted(self) -> _Contents:
+        """The same with what all of it is now."""
         self._lengths = list(map(len, self._boxes))
         self._named = [box for box in self._boxes if isinstance(box, dict) and {*map(type, box)} == {str}]
         named = set(map(id, self._named))
         self._others = [box for box in self._boxes if id(box) not in named]
         self._names = list(chain.from_iterable(self._named))
         self._keys = list(chain.from_iterable(self._others))
-        self._dicts = [box for box in self._boxes if isinstance(box, dict) and id(box) not in reads.keys_alone]
+        self._dicts = [box for box in self._boxes if isinstance(box, dict) and id(box) not in self._keys_alone]
         self._values = list(self._all_values())
-        self._kinds = list(reads.kinds.values())
-        self._mros = list(map(_mro, self._kinds))
         self._lengths_of_kinds = list(map(len, map(vars, self._kinds)))
-        self._of_kinds = [vars(kind) for kind in reads.whole_kinds()]
+        self._of_kinds = [vars(kind) for kind in self._kinds if id(kind) in self._whole]
         self._in_kinds = list(self._all_in_kinds())
-        self._objects = list(reads.objects.values())
-        self._attributes = list(map(vars, self._objects))
-        self._typed = [*self._objects, *reads.typed.values(), *(box for box in boxes if type(box) not in OF_ONE_CLASS)]
-        self._types = list(map(type, self._typed))
-        found = [(each, each[0](each[1], _NOTHING)) for each in reads.look_ups]
+        found = [(each, each[0](each[1], _NOTHING)) for each in self._look_ups]
         models = [(each, x) for each, x in found if isinstance(x, (nn.Module, Optimizer))]
         self._models = [(each, weakref.ref(x)) for each, x in models]
         others = [(each, x) for each, x in found if not isinstance(x, (nn.Module, Optimizer))]
-        self._keyed = [(x, key, key(x)) for x, key in reads.by_key.values()]
-        self._look_ups, self._found = [each for each, _ in others], [x for _, x in others]
+        self._asked, self._found = [each for each, _ in others], [x for _, x in others]
+        return self
 
     def _all_values(self) -> chain:
         return chain.from_iterable([box.values() for box in self._dicts])
@@ -201,23 +281,24 @@ class Snapshot:
     def _all_in_kinds(self) -> chain:
         return chain.from_iterable([own.values() for own in self._of_kinds])
 
-    def holds(self) -> bool:
-        """Whether all is as it was."""
+    def hold(self) -> bool:
+        """Whether all of it is as it was."""
         return (
-            not any(self._empty)
-            and list(map(len, self._boxes)) == self._lengths
+            list(map(len, self._boxes)) == self._lengths
             and all(map(is_, self._all_values(), self._values))
             and list(chain.from_iterable(self._named)) == self._names
             and all(map(is_, chain.from_iterable(self._others), self._keys))
-            and all(map(is_, map(type, self._typed), self._types))
-            and all(map(is_, map(vars, self._objects), self._attributes))
             and list(map(len, map(vars, self._kinds))) == self._lengths_of_kinds
             and all(map(is_, self._all_in_kinds(), self._in_kinds))
-            and all(map(is_, map(_mro, self._kinds), self._mros))
-            and all(map(is_, [get(key, _NOTHING) for get, key in self._look_ups], self._found))
-            and all(key(x) == before for x, key, before in self._keyed)
+            and all(map(is_, [get(key, _NOTHING) for get, key in self._asked], self._found))
             and all(get(key, _NOTHING) is model() for (get, key), model in self._models)
         )
+
+
+def _box_of(each: LookUp) -> Any:
+    """The dict in which something is looked up as any dict does it; None where it is found in another way."""
+    get, _ = each
+    return get.__self__ if isinstance(get, types.BuiltinMethodType) else None
 
 
 def _names_in(box: dict, without: frozenset[str]) -> tuple[str, ...]:

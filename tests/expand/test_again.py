@@ -17,16 +17,19 @@ from spmd.expand.compile import CompiledStep
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
 
+SCALE, RATE = 1.0, 1.0
+
+
 class Config:
     def __init__(self):
-        self.scales = [1.0, {"last": 2.0}]
+        self.scales = [SCALE, {"last": 2.0}]
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.up, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
-        self.act, self.config, self.rate = torch.tanh, Config(), 1.0
+        self.act, self.config, self.rate = torch.tanh, Config(), RATE
 
     def forward(self, x):
         return self.act(self.norm(self.up(x))) * self.config.scales[0] * self.rate * self.config.scales[1]["last"]
@@ -113,6 +116,12 @@ def replaced_state(model, optimizer):
     state["exp_avg"] = torch.full_like(state["exp_avg"], 0.125)
 
 
+def exchanged_state(model, optimizer):
+    """The attributes of two tensors, as `torch.utils.swap_tensors` exchanges them."""
+    one, two = optimizer.state[model.up.weight]["exp_avg"], optimizer.state[model.up.bias]["exp_avg"]
+    one.__dict__, two.__dict__ = two.__dict__, one.__dict__
+
+
 def no_state(model, optimizer):
     optimizer.state.clear()
 
@@ -184,6 +193,7 @@ NOTICED = {
     "another parameter": another_weight,
     "another layer": another_layer,
     "other state": replaced_state,
+    "exchanged state": exchanged_state,
     "no state": no_state,
     "a flag of a group": lambda m, o: o.param_groups[1].update(amsgrad=False, maximize=True),
     "other betas": lambda m, o: o.param_groups[0].update(betas=(0.5, 0.75)),
@@ -199,6 +209,29 @@ def test_what_has_changed_is_noticed(name):
     assert side.is_known()
     NOTICED[name](*side.ours)
     assert not side.is_known()
+
+
+def test_what_is_set_and_taken_back_is_looked_through():
+    """At each call, as by `model.eval()` for a look at a validation set: the calls are made at once, and a change that
+    stays is noticed."""
+    side = Side()
+    for _ in range(3):
+        for model, optimizer in (side.ours, side.alone):
+            model.eval()
+            model.rate, model.config.scales[0] = 5.0, 5.0
+            optimizer.param_groups[0]["maximize"] = True
+            model.train()
+            model.rate, model.config.scales[0] = RATE, SCALE
+            optimizer.param_groups[0]["maximize"] = False
+            Net.seen = object()
+            del Net.seen
+        side.call()
+        assert side.is_known()
+    assert side.long == 0
+    for change in (lambda m, o: m.norm.eval(), lambda m, o: setattr(m, "rate", 0.5), other_class):
+        change(*side.ours)
+        assert not side.is_known()
+        side = Side()
 
 
 OTHER_CALLS = {
