@@ -15,6 +15,8 @@ from torch.fx import _symbolic_trace
 from torch.nn.modules import module
 from torch.utils import _python_dispatch
 
+from spmd._torch.versions import Unwritten, dict_behind
+
 # A mode that sees every op below autograd.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
@@ -92,12 +94,12 @@ def flags_around() -> tuple:
     """What is set for this process that ops, or calls of modules, do differently: flags, threads, hooks on all modules.
     """
     hooks = [id(hook) for name in _HOOKS for hook in getattr(module, name, {}).values()]
-    return *flags(), torch.get_num_threads(), *hooks
+    return *flags(), *hooks
 
 
 def flags() -> list[Any]:
-    """What is set for this process that ops do differently, in the order of `FLAGS`."""
-    return [ask() for ask in _ASK]
+    """What is set around a call that ops do differently, in the order of `FLAGS`: by a block, or for this process."""
+    return [ask() for ask in _ASK]  # at each call of a compiled step: what is asked once a step takes 1 us to ask
 
 
 _FLAGS = (
@@ -107,9 +109,23 @@ _FLAGS = (
     "_get_cudnn_deterministic", "_get_cudnn_allow_tf32", "_get_mkldnn_enabled", "_get_nnpack_enabled",
     "_get_cublas_allow_tf32", "_get_float32_matmul_precision",
 )  # fmt: skip
-_THERE = [name for name in _FLAGS if hasattr(torch._C, name)]
-_ASK = [*(getattr(torch._C, name) for name in _THERE), torch.backends.mha.get_fastpath_enabled]
-FLAGS = (*(name.removeprefix("_get_").replace("_", " ") for name in _THERE), "fast path of attention")
+_MODES: dict[str, Callable[[], Any]] = {
+    "gradients": torch.is_grad_enabled, "inference mode": torch.is_inference_mode_enabled,
+    "autocast on cpu": functools.partial(torch.is_autocast_enabled, "cpu"),
+    "autocast on cuda": functools.partial(torch.is_autocast_enabled, "cuda"),
+    "dtype of autocast on cpu": functools.partial(torch.get_autocast_dtype, "cpu"),
+    "dtype of autocast on cuda": functools.partial(torch.get_autocast_dtype, "cuda"),
+    "default dtype": torch.get_default_dtype,
+}  # fmt: skip
+_OF_PROCESS = {
+    name.removeprefix("_get_").replace("_", " "): getattr(torch._C, name) for name in _FLAGS if hasattr(torch._C, name)
+}
+_OTHERS = {
+    "fast path of attention": functools.partial(vars(torch.backends.mha).get, "_is_fastpath_enabled"),
+    "number of threads": torch.get_num_threads,
+}
+_ASK_BY_NAME = _MODES | _OF_PROCESS | _OTHERS
+FLAGS, _ASK = tuple(_ASK_BY_NAME), list(_ASK_BY_NAME.values())
 _HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
     "_global_buffer_registration_hooks", "_global_parameter_registration_hooks", "_global_module_registration_hooks",
@@ -118,14 +134,16 @@ _HOOKS = (
 
 def function_modes() -> list[Any]:
     """The modes of torch functions that are on, but for those that only listen (`only_listens`)."""
-    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    if not (count := torch._C._len_torch_function_stack()):
+        return []
+    modes = map(torch._C._get_function_stack_at, range(count))
     return [mode for mode in modes if not getattr(mode, "only_listens", False)]
 
 
 def hooks_of_all() -> dict[str, dict]:
     """The hooks that users have put on all modules and on the steps of all optimisers, by the tables of torch's that
     have any, and how these are called."""
-    if not any(_EACH):  # asked at each call
+    if not any(_OF_HOOKS):
         return {}
     known = {i for table in _TABLES.values() for i, x in table.items() if _is_users_hook(x)}
     theirs = {name: {i: x for i, x in table.items() if i in known} for name, table in _TABLES.items()}
@@ -143,22 +161,38 @@ _TABLES = {
     if name.startswith("_global_") and isinstance(table, dict)
 }
 """Hooks by number. Where a table says how they are called, it may have numbers of hooks that are no more."""
-_EACH = tuple(_TABLES.values())
+_OF_HOOKS = tuple([table for name, table in _TABLES.items() if name.endswith("_hooks")])
 
 
 def replaced_functions() -> dict[str, Any]:
     """The functions of torch.nn.functional and the methods of tensors that somebody has replaced since spmd was
     imported, by name."""
-    if [*_OF_FUNCTIONAL.values()] == _FUNCTIONS and [*_OF_TENSORS.values()] == _METHODS:  # by identity, in C
-        return {}
-    now = {of: {name: x for name, x in own.items() if callable(x)} for of, own in _OF_TORCH.items()}
-    return {f"{of}.{name}": x for of, own in now.items() for name, x in own.items() if _KNOWN[of].get(name) is not x}
+    return _replaced.found()
 
 
-_OF_FUNCTIONAL, _OF_TENSORS = vars(torch.nn.functional), vars(torch.Tensor)
-_OF_TORCH = {"torch.nn.functional": _OF_FUNCTIONAL, "torch.Tensor": _OF_TENSORS}
-_KNOWN = {of: dict(own) for of, own in _OF_TORCH.items()}
-_FUNCTIONS, _METHODS = (list(own.values()) for own in _KNOWN.values())
+class _Replaced:
+    """Functions of torch's, as they were. They are looked through again where somebody has written among them."""
+
+    def __init__(self, places: dict[str, Any]) -> None:
+        self._places = {name: dict_behind(place) for name, place in places.items()}
+        self._known = {name: dict(own) for name, own in self._places.items()}
+        self._look()
+
+    def _look(self) -> None:
+        self._unwritten = Unwritten(self._places.values())
+        now = {of: {name: x for name, x in own.items() if callable(x)} for of, own in self._places.items()}
+        self._found = {
+            f"{of}.{name}": x for of, own in now.items() for name, x in own.items()
+            if self._known[of].get(name) is not x
+        }  # fmt: skip
+
+    def found(self) -> dict[str, Any]:
+        if not self._unwritten.are_so():
+            self._look()
+        return self._found
+
+
+_replaced = _Replaced({"torch.nn.functional": vars(torch.nn.functional), "torch.Tensor": vars(torch.Tensor)})
 
 
 # ---- Dynamo -----------------------------------------------------------------------------------

@@ -305,28 +305,19 @@ def in_order_of_hooks(hooks: Any, places: dict[int, int] | None = None) -> Any:
     return {places.setdefault(number, len(places)): hook for number, hook in hooks.items()}
 
 
-def modes_guard() -> tuple:
-    """The guard of the modes around a call: gradients, inference mode, autocast and the default dtype."""
-    casts = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-    )
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), casts, torch.get_default_dtype()
-
-
 def flags_guard() -> tuple:
     """The guards of what is set around a call, in the order of `FLAGS`: modes, torch's flags, and hooks on all modules
     and optimisers."""
-    modes = [(type(mode), guard_key(vars(mode))) for mode in _torch.function_modes()]
-    hooks, replaced = _torch.hooks_of_all(), _torch.replaced_functions()
+    modes, hooks, replaced = _torch.function_modes(), _torch.hooks_of_all(), _torch.replaced_functions()
     return (
-        *modes_guard(), *_torch.flags(), torch.get_num_threads(), tuple(modes) if modes else (),
+        *_torch.flags(), tuple([(type(mode), guard_key(vars(mode))) for mode in modes]) if modes else (),
         _hooks_guard(hooks) if hooks else (), guard_key(replaced) if replaced else (),
     )  # fmt: skip
 
 
 FLAGS = (
-    "gradients", "inference mode", "autocast", "default dtype", *_torch.FLAGS, "number of threads",
-    "modes of torch functions", "hooks on all modules and optimisers", "functions of torch that were replaced",
+    *_torch.FLAGS, "modes of torch functions", "hooks on all modules and optimisers",
+    "functions of torch that were replaced",
 )  # fmt: skip
 
 

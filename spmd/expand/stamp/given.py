@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, modes_guard
+from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
 from spmd.expand.modules import buffers_of, modules_of, parameters_of
 from spmd.expand.stamp.parts import metadata
 from spmd.expand.stamp.repeats import Structure, guard_now
@@ -55,7 +55,7 @@ class Given:
             return None
         if None in nodes or any(_is_known(x, tracer) for x in (*tensors, *buffers)):
             return None
-        around = modes_guard(), _torch.modes_around(), _torch.flags_around(), _pattern(nodes)
+        around = _torch.modes_around(), _torch.flags_around(), _pattern(nodes)
         kind = structure, repr(tree), kinds, own, *around
         return cls(module, structure, path, tuple(leaves), tree, tensors, buffers, nodes, torch.is_grad_enabled(), kind)
 
