@@ -31,7 +31,7 @@ from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram, write_into
 from spmd.expand.capture import Argument
 from spmd.expand.draws import Draws
-from spmd.expand.given_specs import block_of
+from spmd.expand.given_specs import block_of, blocks_like
 from spmd.expand.guards import flags_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.module_attributes import is_attribute
@@ -106,8 +106,10 @@ class Repeat:
         counters = {path: _Counter.of_place(place) for path, place in call.state.counters.items()}
         self._counters = [(at[path], counter) for path, counter in counters.items()]
         self._counts = [(counters[path], i) for path, i in counts.items()]
-        self._equal = [[call.tensors[slot] for slot in several] for several in bound.captured.equal.values()]
+        places = {slot: i for i, slot in enumerate(self._kept.slots)}
+        self._equal = [picker([places[slot] for slot in several]) for several in bound.captured.equal.values()]
         self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
+        self._decided: list[float] | None = None
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self._classes = list(map(type, call.objects.values()))
         self._small = list(one_element(call.tensors, call.specs))
@@ -120,7 +122,10 @@ class Repeat:
         _added: the gradients that the program reads, by the place of their parameter.
         """
         captured, known = self.bound.captured, list(self._kept.slots)
-        self._blocks = [(paths[path], spec) for path, spec in call.leaf_specs.items() if path in paths]
+        self._blocks = [
+            (paths[path], blocks_like(call.leaves[path], spec))
+            for path, spec in call.leaf_specs.items() if path in paths
+        ]  # fmt: skip
         # They are cut at each call, as arguments are: somebody may write into them.
         moving: dict[Any, int] = {
             Argument(path): i for i, path in enumerate(self._held.paths) if path in call.leaf_specs
@@ -218,13 +223,26 @@ class Repeat:
                 return None
         for i, leaf in self._arguments:
             numbers[i] = leaves[leaf]
-        if not all(map(hold_one_number, self._equal)) or (self._decides and not self._decides_alike(numbers)):
+        if not self._hold_one_number() or (self._decides and not self._decides_alike(numbers)):
             return None
         return Ready(leaves, numbers, gradients, *held)
 
+    def _hold_one_number(self) -> bool:
+        """Whether the tensors that are to hold one number each do. As they are: a view that had to be copied is not
+        brought up to date, for which it would send."""
+        known = self._kept.known_blocks
+        return all([hold_one_number(several(known)) for several in self._equal])
+
     def _decides_alike(self, numbers: list[float]) -> bool:
+        if self._decided is not None and all(map(is_, numbers, self._decided)):
+            return True
+        captured = self.bound.captured
         known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
-        return self.bound.captured.decides_alike(known)
+        if not captured.decides_alike(known):
+            return False
+        if not self._deciding and not captured.environment:  # the numbers alone decide
+            self._decided = numbers.copy()
+        return True
 
     def is_over(self) -> bool:
         """Whether a module or an optimiser of the call is no more."""
@@ -273,7 +291,7 @@ class Repeat:
             p.grad = None
         values = [*blocks, *(ready.gradients[i]._current_block for i in self._added)]
         del ready.gradients[:]
-        values += [block_of(ready.leaves[i], spec) for i, spec in self._blocks]
+        values += [block_like(ready.leaves[i]) for i, block_like in self._blocks]
         values += [block_of(x, spec) for x, spec in self._attributes]
         values += [block_of(ready.held[i], spec) for i, spec in self._moving]
         values += ready.numbers

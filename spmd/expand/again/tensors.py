@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter, is_
 from typing import Any
 
@@ -29,40 +30,69 @@ class Kept:
         self.parameters = {slot.path: t for slot, t in self.slots.items() if slot.kind == "parameter"}
         self._trained = list(self.parameters.values())
         flagged = [t for slot, t in self.slots.items() if slot.kind != "optimizer"]  # no gradient gets to its state
-        self._asked = [(of, each, list(map(of, each))) for of, each in (
-            (_spec, self.all), (_flag, flagged), (_memory, self.all), (_hooks, self._trained),
-            (_later_hooks, self._trained),
-        )]  # fmt: skip
-        self._dicts = [vars(t) for slot, t in self.slots.items() if slot.kind in ("parameter", "buffer")]
-        self._lengths = list(map(len, self._dicts))
+        self._flags = _noted((_flag, flagged), (_hooks, self._trained), (_later_hooks, self._trained))
+        self._places = _noted((_spec, self.all), (_memory, self.all))
+        self._modules = [t for slot, t in self.slots.items() if slot.kind in ("parameter", "buffer")]
+        self._lengths = self._lengths_now()
         self._shared = [i for i, t in enumerate(self.all) if t._memory is not None]
         self._gradients = [_expected(tensors, path, p, bound) for path, p in self.parameters.items()]
         self._any_gradients = all(each is ANY for each in self._gradients)
+        self._note_attributes()
+
+    def _note_attributes(self) -> None:
+        """Note that the attributes are right as they are now: as long as nobody sets one, the blocks are these."""
+        self._dicts = list(map(vars, self.all))
+        self._unwritten = _torch.Unwritten(self._dicts)
+        self.known_blocks = list(map(_block, self.all))
+
+    def _lengths_now(self) -> list[int]:
+        """How many attributes tensors of modules have, which users may give some."""
+        return list(map(len, map(vars, self._modules)))
 
     def are_as_before(self) -> bool:
         """Whether the tensors have the placements, flags, views, hooks and attributes that they had."""
+        with _torch.without_torch_function():  # a third of the time
+            are_unwritten = all(map(is_, map(vars, self.all), self._dicts)) and self._unwritten.are_so()
+            return _are_same(self._flags) and (are_unwritten or self._are_same_though_written())
+
+    def _are_same_though_written(self) -> bool:
         try:
-            with _torch.without_torch_function():  # a third of the time
-                same = all([all(map(is_, map(of, each), found)) for of, each, found in self._asked])
+            same = _are_same(self._places) and self._lengths_now() == self._lengths
         except AttributeError:  # one is no DTensor any more
             return False
-        same = same and list(map(len, self._dicts)) == self._lengths
-        return same and all(self.all[i]._copy is None for i in self._shared)
+        if not same or any([self.all[i]._copy is not None for i in self._shared]):
+            return False
+        self._note_attributes()
+        return True
 
     def blocks(self) -> list[torch.Tensor]:
-        """This rank's blocks, up to date."""
-        found = list(map(_block, self.all))
+        """This rank's blocks, up to date, where the tensors are as before."""
+        if not self._shared:
+            return self.known_blocks
+        found = self.known_blocks.copy()
         for i in self._shared:
             found[i] = self.all[i]._current_block
         return found
 
     def gradients(self) -> list[Any] | None:
-        """The gradients that are there, by parameter, if the program is right for them."""
+        """The gradients that are there, by parameter, if the program is right for them; none where it is for any."""
+        if self._any_gradients:
+            return []
         with _torch.without_torch_function():
             found = list(map(_grad, self._trained))
-        if not self._any_gradients and not all(map(_is_expected, found, self._gradients)):
-            return None
-        return found
+        return found if all(map(_is_expected, found, self._gradients)) else None
+
+
+Noted = list[tuple[Callable[[torch.Tensor], Any], list[torch.Tensor], list[Any]]]
+"""What is asked of tensors, and what it was."""
+
+
+def _noted(*asked: tuple[Callable[[torch.Tensor], Any], list[torch.Tensor]]) -> Noted:
+    return [(of, each, list(map(of, each))) for of, each in asked]
+
+
+def _are_same(asked: Noted) -> bool:
+    return all([all(map(is_, map(of, each), found)) for of, each, found in asked])
 
 
 def are_in_place(tensors: Tensors) -> bool:
