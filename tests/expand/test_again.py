@@ -292,6 +292,22 @@ def test_other_data_behind_a_parameter_is_read():
         side.call()
 
 
+def writes_into_one(data):
+    data["x"].add_(1.0)
+    return data["y"].sum()
+
+
+def test_two_arguments_that_have_become_one_are_noticed():
+    """Where the step writes into one of them: the long way says that the write would not be seen in the other."""
+    step = spmd.compile(writes_into_one, line())
+    x, y = (spmd.distribute_tensor(X.clone(), line(), [Shard(0)]) for _ in "xy")
+    for _ in range(3):
+        step({"x": x, "y": y})
+    assert step._repeats[0].ready(({"x": x, "y": y},), {}) is not None
+    with pytest.raises(ValueError, match=r"y shares memory with .*x, which the step writes"):
+        step({"x": x, "y": x})
+
+
 def test_arguments_that_are_distributed_are_not_made_views_of():
     """A call with them leaves them as they were, so that it can be made again."""
     step = spmd.compile(lambda x: (x * 2).sum(), line())

@@ -153,7 +153,9 @@ class Held:
         if len(ids) < len(found) or not ids.isdisjoint(self._ids) or not self.containers.are_alike(containers):
             return None
         given = list(map(id, arguments))
-        if not self._ids.isdisjoint(given) or (self._writes and not ids.isdisjoint(given)):
+        if not self._ids.isdisjoint(given):
+            return None
+        if self._writes and (not ids.isdisjoint(given) or len(set(given)) < len(given)):
             return None
         shared = _memories([*(found[i] for i in self._read), *arguments])
         if shared and not set(shared).isdisjoint(_memories(self._others)):
