@@ -129,6 +129,7 @@ from spmd._torch.groups import (
 from spmd._torch.identity import become, declared, obstacles, shows_what_is_held, user_attributes
 from spmd._torch.modes import (
     FLAGS,
+    Around,
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,

@@ -15,7 +15,7 @@ from torch.fx import _symbolic_trace
 from torch.nn.modules import module
 from torch.utils import _python_dispatch
 
-from spmd._torch.versions import Unwritten, dict_behind
+from spmd._torch.versions import Unwritten, dict_behind, version_of
 
 # A mode that sees every op below autograd.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
@@ -186,6 +186,10 @@ class _Replaced:
             if self._known[of].get(name) is not x
         }  # fmt: skip
 
+    def versions(self) -> list[Callable[[], int]]:
+        """What tells whether somebody has written among them."""
+        return [functools.partial(version_of, place) for place in self._places.values()]
+
     def found(self) -> dict[str, Any]:
         if not self._unwritten.are_so():
             self._look()
@@ -193,6 +197,22 @@ class _Replaced:
 
 
 _replaced = _Replaced({"torch.nn.functional": vars(torch.nn.functional), "torch.Tensor": vars(torch.Tensor)})
+
+
+class Around:
+    """Flags, replaced functions, modes of functions and hooks of all around a call, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._known = [ask() for ask in _SWEEP]
+        self._is_bare = not (torch._C._len_torch_function_stack() or any(_OF_HOOKS))
+
+    def is_so(self) -> bool:
+        """Whether they still are. False also where it takes longer to say: where there are modes or hooks, or somebody
+        has written among the functions."""
+        return self._is_bare and [ask() for ask in _SWEEP] == self._known
+
+
+_SWEEP = [*_ASK, torch._C._len_torch_function_stack, functools.partial(any, _OF_HOOKS), *_replaced.versions()]
 
 
 # ---- Dynamo -----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from types import MappingProxyType
 from typing import Any
 
-from torch._C._dynamo.guards import dict_version
+from torch._C._dynamo.guards import dict_version as version_of
 
 
 def dict_behind(box: Any) -> dict | None:
@@ -33,12 +33,12 @@ class Unwritten:
 
     def __init__(self, dicts: Iterable[dict]) -> None:
         self._dicts = list(dicts)
-        self._versions = list(map(dict_version, self._dicts))
+        self._versions = list(map(version_of, self._dicts))
 
     def are_so(self) -> bool:
         """Whether they are as they were."""
-        return list(map(dict_version, self._dicts)) == self._versions
+        return list(map(version_of, self._dicts)) == self._versions
 
     def written(self) -> list[dict]:
         """Those to which somebody has written."""
-        return [x for x, before in zip(self._dicts, self._versions, strict=True) if dict_version(x) != before]
+        return [x for x, before in zip(self._dicts, self._versions, strict=True) if version_of(x) != before]

@@ -202,7 +202,7 @@ class Repeat:
     def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
         """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed."""
         leaves = self._given.leaves(args, kwargs)
-        if leaves is None or surroundings() != self._surroundings or not self._read.holds():
+        if leaves is None or not self._surroundings.are_so() or not self._read.holds():
             return None
         if not all([type(of()) is kind for of, kind in zip(self._objects.values(), self._classes, strict=True)]):
             return None
@@ -361,6 +361,25 @@ def _is_found_plainly(state: State) -> bool:
 WHERE_TENSORS_ARE = ("named_parameters", "named_buffers", "named_modules", "modules", "parameters")
 
 
-def surroundings() -> tuple:
-    """The modes and flags around a call that its program depends on."""
-    return flags_guard(), deterministic.is_on()
+def surroundings() -> Surroundings:
+    """The modes and flags around a call that its program depends on, as they are now."""
+    return Surroundings(flags_guard(), deterministic.is_on())
+
+
+class Surroundings:
+    """What was around a call."""
+
+    def __init__(self, flags: tuple, is_deterministic: bool) -> None:
+        self._flags, self._is_deterministic = flags, is_deterministic
+        self._around = _torch.Around()
+
+    def are_so(self) -> bool:
+        """Whether it is around this one, too."""
+        if deterministic.is_on() is not self._is_deterministic:
+            return False
+        if self._around.is_so():
+            return True
+        if flags_guard() != self._flags:
+            return False
+        self._around = _torch.Around()
+        return True
