@@ -370,6 +370,65 @@ def test_several_sizes_and_flags_in_turns():
     assert side.long == 0
 
 
+def scaled(model, optimizer, scaler, x, y):
+    optimizer.zero_grad()
+    loss = ((model(x) - y) ** 2).mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach()
+
+
+def test_a_step_with_a_scaler_is_made_again():
+    """Also where it skips a step and lowers the scale, and where it raises it."""
+    step = spmd.compile(scaled, line())
+    sides = [(*begin(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)) for _ in "ab"]
+    with mock.patch.object(CompiledStep, "_run_anew", autospec=True, side_effect=CompiledStep._run_anew) as anew:
+        for i in range(12):
+            batch = BATCH[0] * (float("inf") if i == 6 else 1 + i), BATCH[1]
+            got, want = step(*sides[0], *batch), scaled(*sides[1], *batch)
+            torch.testing.assert_close(got.full_tensor(), want, rtol=1e-12, atol=0, equal_nan=True)
+            (model, _, scaler), (alone, _, other) = sides
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-12, atol=1e-14)
+            assert scaler.get_scale() == other.get_scale()
+            anew.reset_mock() if i < 4 else anew.assert_not_called()
+    sides[0][2].set_growth_factor(4.0)  # a number of the scaler's, as a rate
+    sides[1][2].set_growth_factor(4.0)
+    for _ in range(3):
+        step(*sides[0], *BATCH), scaled(*sides[1], *BATCH)
+    assert sides[0][2].get_scale() == sides[1][2].get_scale()
+
+
+class Batch:
+    def __init__(self, x, more, weight, kind):
+        self.x, self.more, self.weight, self.kind = x, {"more": more}, weight, kind
+
+
+def of_object(batch):
+    x = batch.x + batch.more["more"] * batch.weight
+    return x.sum() * getattr(batch, "factor", 1.0) if batch.kind == "sum" else x.mean()
+
+
+def test_arguments_that_are_objects():
+    """New ones at each call: tensors and numbers may change, and nothing else."""
+    step, of = spmd.compile(of_object, line()), lambda i, kind="sum": Batch(X + i, X * i, 0.5 + i, kind)
+    for i in range(3):
+        torch.testing.assert_close(step(of(i)).full_tensor(), of_object(of(i)))
+    known = step._repeats[0]
+    assert known.ready((of(5),), {}) is not None
+    torch.testing.assert_close(step(of(5)).full_tensor(), of_object(of(5)))
+    others = [of(5, "mean"), of(5), of(5), of(5), of(5)]
+    others[1].factor = 3.0
+    others[2].more["other"] = X
+    others[3].x = X[:4]
+    others[4].__class__ = type("Other", (Batch,), {})
+    for other in others:
+        assert known.ready((other,), {}) is None
+    for other in others[:2]:
+        torch.testing.assert_close(step(other).full_tensor(), of_object(other))
+
+
 def structured(data, scales, flag):
     return {"sum": data["x"] + data["more"][0] * scales[1], "twice": data["x"] * 2, "flag": flag, "n": scales[0]}
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
-from spmd.expand.objects import NAMED, holds_state, with_containers
+from spmd.expand.objects import NAMED, holds_state, opened, with_containers
 from spmd.tensor.spec import spec_of_value
 
 BY_VALUE = (bool, str, bytes)
@@ -47,12 +47,16 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
 
 
 class Given:
-    """The arguments of a call, flattened. tree: their structure; None where all of them are leaves."""
+    """The arguments of a call, flattened, with their objects opened. tree: their structure; None where all of them are
+    leaves."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
         self.count, self.names = len(args), tuple(kwargs)
         given = [*args, *kwargs.values()]
         leaves, tree = pytree.tree_flatten(given)
+        self._opens = None in map(likeness, leaves)
+        if self._opens:
+            leaves, tree = pytree.tree_flatten(opened(given))
         self.tree = None if len(given) == len(leaves) and all(map(is_, given, leaves)) else tree
         self._alike = [likeness(x) for x in leaves]
         self.can_repeat = None not in self._alike
@@ -76,7 +80,7 @@ class Given:
             return None
         found = [*args, *kwargs.values()]
         if self.tree is not None:
-            found, tree = pytree.tree_flatten(found)
+            found, tree = pytree.tree_flatten(opened(found) if self._opens else found)
             if tree != self.tree:
                 return None
         return found if all([alike(x) for alike, x in zip(self._alike, found, strict=True)]) else None
