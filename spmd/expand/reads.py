@@ -35,6 +35,9 @@ LookUp = tuple[Callable[..., Any], Any]
 OF_ONE_CLASS = {dict, list, set, deque, OrderedDict, defaultdict}
 """Classes whose objects cannot get another class."""
 
+CALLS_UNTIL_SETTLED = 256
+"""To part what is told by numbers from what is looked through takes as long as some ten calls do."""
+
 _NOTHING = object()
 _mro = attrgetter("__mro__")
 _parts_of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -172,11 +175,11 @@ class Snapshot:
     """What was noted, as it was when this was made.
 
     Dicts to which nobody has written are not looked through, be they of modules, objects or classes. One that was
-    written to and holds what it held, as where a flag was set and taken back, is looked through from then on.
+    written to and holds what it held, as where a flag was set and taken back, is looked through at the next calls.
     """
 
     def __init__(self, reads: Reads) -> None:
-        self._reads, self._busy = reads, frozenset[int]()
+        self._reads, self._busy, self._calls = reads, frozenset[int](), 0
         self._empty = [box for box in reads.boxes.values() if not box]
         self._objects = list(reads.objects.values())
         self._attributes = list(map(vars, self._objects))
@@ -217,7 +220,7 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Whether all is as it was."""
-        return (
+        same = (
             not any(self._empty)
             and all(map(is_, self._all_of_functions(), self._of_functions))
             and all(map(is_, map(type, self._typed), self._types))
@@ -227,6 +230,16 @@ class Snapshot:
             and (self._unwritten.are_so() or self._hold_though_written())
             and all(key(x) == before for x, key, before in self._keyed)  # last: they may ask for what is noted above
         )
+        if same and self._busy:
+            self._settle()
+        return same
+
+    def _settle(self) -> None:
+        """After some calls, see whether somebody still writes: a model may have been set to evaluate once an epoch."""
+        self._calls += 1
+        if self._calls == CALLS_UNTIL_SETTLED:
+            self._calls, self._busy = 0, frozenset()
+            self._part()
 
     def _hold_though_written(self) -> bool:
         written = self._unwritten.written()

@@ -12,6 +12,7 @@ from torch import nn, optim
 
 import spmd
 from spmd import Shard
+from spmd.expand import reads
 from spmd.expand.compile import CompiledStep
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
@@ -232,6 +233,20 @@ def test_what_is_set_and_taken_back_is_looked_through():
         change(*side.ours)
         assert not side.is_known()
         side = Side()
+
+
+def test_what_was_once_written_is_looked_through_for_some_calls(monkeypatch):
+    monkeypatch.setattr(reads, "CALLS_UNTIL_SETTLED", 5)
+    side, seen = Side(), []
+    read = side.step._repeats[0]._read
+    for i in range(8):
+        if i == 2:
+            side.ours[0].eval().train()
+        assert side.is_known()
+        seen.append(len(read._busy) > 0)
+    assert seen == [False, False, True, True, True, True, False, False]
+    side.ours[0].norm.eval()
+    assert not side.is_known()
 
 
 OTHER_CALLS = {
