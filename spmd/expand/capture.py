@@ -885,9 +885,11 @@ class _FlatFunction:
             if _torch.is_symbol(x):
                 found.append(i)
             elif isinstance(x, torch.Tensor):
-                if (given.has(x) and (i >= returned or not first.has(x))) or (given.shows(x) and not first.has(x)):
+                was_met = first.shows(x) and not (first.find(x) < returned <= i and kept.parts(x))
+                is_met = was_met and first.has(x)
+                if (given.has(x) and (i >= returned or not is_met)) or (given.shows(x) and not is_met):
                     self.given[i] = given.find(x)
-                elif first.shows(x) and not (first.find(x) < returned <= i and kept.parts(x)):
+                elif was_met:
                     self.same[i] = first.find(x)
                 if i not in self.same and (i < returned or i not in self.given):
                     found.append(i)
@@ -911,12 +913,14 @@ class _FlatFunction:
         for j, x in enumerate(leaves[returned:], returned):
             if isinstance(x, torch.Tensor) and kept.parts(x):
                 set_to.meet(x, j)
-        for i in [i for i in found if i < returned and i not in self.given and isinstance(leaves[i], torch.Tensor)]:
-            if set_to.shows(leaves[i]):
-                found.remove(i)
-                self.same[i] = set_to.find(leaves[i])
-                if not set_to.has(leaves[i]):
-                    self.detached.append(i)
+        copies = [i for i in found if i < returned and (i not in self.given or i in self.detached)]
+        for i in [i for i in copies if isinstance(leaves[i], torch.Tensor) and set_to.shows(leaves[i])]:
+            found.remove(i)
+            self.given.pop(i, None)
+            self.detached = [j for j in self.detached if j != i or not set_to.has(leaves[i])]
+            self.same[i] = set_to.find(leaves[i])
+            if not set_to.has(leaves[i]) and i not in self.detached:
+                self.detached.append(i)
         self.same = _in_order(self.same, self.detached)
 
     def finish(self, graph: fx.Graph) -> None:

@@ -73,10 +73,21 @@ def views_of(bases: Mapping[int, Sequence[Any]], nodes: Mapping[Any, fx.Node]) -
     for leaf, others in bases.items():
         ways = {_key(nodes[base]): base for base in reversed(others)}
         chain = _chain(nodes[leaf])
-        at = [i for i, node in enumerate(chain) if i and _key(node) in ways]
+        met = [(i, ways[key]) for i, node in enumerate(chain) if (key := _key(node)) in ways]
+        at = [i for i, base in met if i or _is_first(base, leaf)]
         if at and not any(isinstance(x, fx.Node) for step in _steps(chain[: at[-1]]) for x in _flat(step[1:])):
             found[leaf] = View(ways[_key(chain[at[-1]])], _steps(chain[: at[-1]]))
-    return found
+    return dict(sorted(found.items(), key=lambda each: _depth(each[0], found)))
+
+
+def _is_first(base: Any, leaf: int) -> bool:
+    """Whether of two that are one value, as `x` and `x[:]`, this is the one that the other is a view of."""
+    return type(base) is not int or base < leaf
+
+
+def _depth(leaf: Any, found: Mapping[int, View]) -> int:
+    """How many views are to be made before what is at a leaf."""
+    return 1 + _depth(found[leaf].of, found) if leaf in found else 0
 
 
 def _operand(node: fx.Node) -> fx.Node | None:
