@@ -126,9 +126,10 @@ def compile(
     their code reads nothing else than that of those two. The graph is the same but for the order of independent ops,
     captured faster. False captures each call.
 
-    What is one tensor on one device is one behind the call, in attributes, containers and results; so is `x` and
-    `x.detach()` one memory, and a view of a part of `x` is a view of it. But what fn returns of parameters, buffers and
-    gradients, or of an argument that is no DTensor, is a copy: it keeps its numbers in later calls.
+    What is one tensor, or one list, dict, tuple or object of tensors, on one device is one behind the call, in
+    attributes, containers and results; so is `x` and `x.detach()` one memory, and a view of a part of `x` is a view of
+    it. But what fn returns of parameters, buffers and gradients, or of an argument that is no DTensor, is a copy: it
+    keeps its numbers in later calls.
 
     Placements are given by axis name, `{"tp": Shard(0)}`, or as a list in mesh order. Returns a `CompiledStep`. Its
     first call turns parameters, buffers and optimiser state into DTensors; tensors that fn returns come back as such.
