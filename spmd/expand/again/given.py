@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
-from spmd.expand.objects import NAMED, holds_state, opened, with_containers
+from spmd.expand.objects import NAMED, holds_state, kind_of_node, opened, with_containers
 from spmd.tensor.spec import spec_of_value
 
 BY_VALUE = (bool, str, bytes)
@@ -46,6 +46,14 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
     return None
 
 
+def _add_containers(x: Any, found: list[Any]) -> None:
+    """Add the containers of torch's trees in a value, as `with_containers` gives them where there are no objects."""
+    if (kind := kind_of_node(x)) is not None:
+        found.append(x)
+        for each in pytree.SUPPORTED_NODES[kind].flatten_fn(x)[0]:
+            _add_containers(each, found)
+
+
 class Given:
     """The arguments of a call, flattened, with their objects opened. tree: their structure; None where all of them are
     leaves."""
@@ -69,10 +77,16 @@ class Given:
         return tuple(places[: self.count]), dict(zip(self.names, places[self.count :], strict=True))
 
     def containers(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-        """The containers in other arguments that are alike."""
+        """The containers in other arguments that are alike, and the objects among these that are opened."""
         if self.tree is None:
             return []
-        return [x for each in (*args, *kwargs.values()) for x in with_containers(each)[1]]
+        given = *args, *kwargs.values()
+        if self._opens:
+            return [x for each in given for x in with_containers(each)[1]]
+        found: list[Any] = []
+        for each in given:
+            _add_containers(each, found)
+        return found
 
     def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of other arguments, if they are alike."""
