@@ -74,7 +74,7 @@ from spmd.expand.traced_calls import TracedCalls
 from spmd.expand.traced_ops import Normalise
 from spmd.expand.user_code import ended_in_user_code
 from spmd.expand.variables import Place
-from spmd.expand.views import View, share_elements, views_of
+from spmd.expand.views import View, common_base, share_elements, views_of
 from spmd.mesh import DeviceMesh
 from spmd.tensor.recipes import stream
 from spmd.tensor.rules.decompositions import decompositions
@@ -913,14 +913,13 @@ class _FlatFunction:
         for j, x in enumerate(leaves[returned:], returned):
             if isinstance(x, torch.Tensor) and kept.parts(x):
                 set_to.meet(x, j)
-        copies = [i for i in found if i < returned and (i not in self.given or i in self.detached)]
+        firsts = {i: self.same.get(i, i) for i in range(returned)}
+        copies = [i for i, first in firsts.items() if first not in self.given or first in self.detached]
         for i in [i for i in copies if isinstance(leaves[i], torch.Tensor) and set_to.shows(leaves[i])]:
-            found.remove(i)
             self.given.pop(i, None)
-            self.detached = [j for j in self.detached if j != i or not set_to.has(leaves[i])]
+            self.detached = [j for j in self.detached if j != i] + [i] * (not set_to.has(leaves[i]))
             self.same[i] = set_to.find(leaves[i])
-            if not set_to.has(leaves[i]) and i not in self.detached:
-                self.detached.append(i)
+        found[:] = [i for i in found if i not in self.same]
         self.same = _in_order(self.same, self.detached)
 
     def finish(self, graph: fx.Graph) -> None:
@@ -939,13 +938,33 @@ class _FlatFunction:
         nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
         nodes |= zip(self.outputs, output.args[0], strict=True)
         self.views = views_of(self.bases, nodes)
-        for i, others in self.bases.items():
-            for j in others if i not in self.views and i not in self.copies else ():
-                if j not in self.views and share_elements(nodes[i], nodes[j]):
-                    raise RuntimeError(self._sharing(i, j, line_of(nodes[i])))
+        for base in dict.fromkeys(self._base_of_both(*pair, nodes) for pair in self._overlapping(nodes)):
+            self._give_too(base, nodes)
         kept = [i for i in self.outputs if i not in self.views or self._may_be_plain(self.views[i].of)]
         self.outputs, values = tuple(kept), [nodes[i] for i in kept]
         output.args = (values,)
+
+    def _overlapping(self, nodes: Mapping[Any, fx.Node]) -> list[tuple[int, Any]]:
+        """The results with common elements of which neither is a view of something else."""
+        alone = [i for i in self.bases if i not in self.views and i not in self.copies]
+        pairs = ((i, j) for i in alone for j in self.bases[i] if j not in self.views)
+        return [(i, j) for i, j in pairs if share_elements(nodes[i], nodes[j])]
+
+    def _base_of_both(self, one: int, other: Any, nodes: Mapping[Any, fx.Node]) -> fx.Node:
+        """The value that two of these are views of. Raises where there is none, or where one is written into what the
+        step was given, which has a memory of its own."""
+        base = common_base(nodes[one], nodes[other]) if type(other) is int else None
+        if base is None:
+            raise RuntimeError(self._sharing(one, other, line_of(nodes[one])))
+        return base
+
+    def _give_too(self, base: fx.Node, nodes: dict[Any, fx.Node]) -> None:
+        """Let the graph give a value that the step does not give, of which it gives views."""
+        number = len(self.leaves)
+        self.leaves, self.outputs = (*self.leaves, None), (*self.outputs, number)
+        nodes[number] = base
+        self.bases = {i: [*others, number] for i, others in self.bases.items()}
+        self.views = views_of(self.bases, nodes)
 
     def _may_be_plain(self, base: Any) -> bool:
         """Whether something is a tensor of the caller's that is no DTensor, of which a result is a copy."""

@@ -8,7 +8,8 @@ all writes, a view is made anew from the value that its base has then. The step'
 value of the base, and these are done to the DTensor of the base when the program has run.
 
 Tensors of one memory without a common element, as the pieces of a `chunk`, have memories of their own behind the call:
-nobody can tell. Where elements are common, and neither is a view of the other, it is an error.
+nobody can tell. Where elements are common, and neither is a view of the other, as of `h[1:]` and `h[:-1]`, the program
+also gives what both are views of.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import fx
 from spmd import _torch
 from spmd.expand.cleaning import RETURNS_OPERAND
 from spmd.expand.sizes.size import Size, evaluated
+from spmd.tensor.call import TensorMeta
 
 aten = torch.ops.aten
 
@@ -116,6 +118,13 @@ def _key(node: fx.Node) -> Hashable:
     """What views that were made twice of one value in the same way have in common."""
     chain = _chain(node)
     return chain[-1], str(_steps(chain[:-1]))
+
+
+def common_base(one: fx.Node, other: fx.Node) -> fx.Node | None:
+    """The tensor that two values are views of, which shows all of their memory; None where there is none."""
+    its = {_key(node) for node in _chain(other)}
+    tensors = (node for node in reversed(_chain(one)) if isinstance(node.meta.get("val"), (torch.Tensor, TensorMeta)))
+    return next((node for node in tensors if node.op != "placeholder" and _key(node) in its), None)
 
 
 def share_elements(one: fx.Node, other: fx.Node) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import spmd
-from spmd import LocalTensorMode, Shard
+from spmd import LocalTensorMode, Replicate, Shard
 from tests.tensor.single import every_rank
 
 
@@ -241,7 +241,7 @@ class _Draw:
         )).replace("given", "model.k")  # fmt: skip
 
 
-_STATE = {"buf", "table", "up", "given"}
+_STATE = {"buf", "table", "up"}
 """What is returned of these is a copy."""
 
 
@@ -274,6 +274,11 @@ class Session:
 
     def call(self, step: Any, i: int, n: int) -> None:
         self.handles += [step(self.model, ROWS[:n] + i, self.given)]
+
+    def place_given(self, mesh: Any) -> None:
+        """Let the tensors that are given be DTensors, of which a step returns no copies."""
+        for i, x in enumerate(self.given):
+            self.given[i] = spmd.distribute_tensor(x, mesh, [Replicate(), Replicate()])
 
     def hold(self) -> None:
         self.handles += [self.model.k, self.model.d, self.model.d["y"], self.model.a, self.model.m, self.model.buf]
@@ -322,6 +327,7 @@ def seen(aliases: Aliases, folder: Path) -> Seen:
     alone, ours = Session(aliases), Session(aliases)
     with LocalTensorMode(4):
         mesh = spmd.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        ours.place_given(mesh)
         step = spmd.compile(ours.step, mesh, inputs={"x": {"dp": Shard(0)}}, params={"up.weight": {"tp": Shard(0)}})
         with torch.inference_mode() if aliases.mode == "inference" else torch.no_grad():
             return _seen(aliases, alone, ours, step, folder)

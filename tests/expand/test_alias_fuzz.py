@@ -54,6 +54,15 @@ CASES = {
     "two views of one part": by_hand(
         'model.d["y"][:] = [model.m.diagonal(), model.m.diagonal()]', result="(model.m.view(-1)[4:8], model.d)"
     ),
+    "two views of one part, in a list that is returned": by_hand(
+        "model.l[:] = [model.n.t()[2], model.n.t()[2]]", result="(model.l[::-1], )"
+    ),
+    "parts of a value that nobody keeps": by_hand(
+        "model.k = [y[1], y.t()[1]]", "model.a = h[:]", result="(y.view(-1)[:4], y.detach()[:, 1], model.k[0])"
+    ),
+    "a list that is returned twice, and a view of what it has": by_hand(
+        "model.d.update(x=model.k[0][:])", result="[model.k] * 2"
+    ),
     "a view of all": by_hand("model.box.t = held.l[1][:]", result="[model.box.t, model.b]"),
     "a row of a weight, kept and returned": by_hand(
         "model.box.t = model.up.weight.detach()[0]", "model.k = [model.box.t, model.b]", result="[model.k[0]]"
