@@ -56,9 +56,9 @@ from spmd.expand.module_attributes import (
 from spmd.expand.nodes import line_of
 from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.origins import Origins
-from spmd.expand.outside import changed_outside
+from spmd.expand.outside import changed_outside, line_naming
 from spmd.expand.phases import Phases, fill_phases, mark_gradient, new_values_noted
-from spmd.expand.python_state import Contents, PythonState, made, variables_of
+from spmd.expand.python_state import Contents, PythonState, all_boxes, made, variables_of
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.lift import lift_sizes
@@ -373,7 +373,7 @@ def _traced(
     begin, more = [*values[:1], *values[len(slots) :]] if slots else values, values[1 : len(slots)]
     names = {slot: name for name, several in kept.items() for slot in several}
     flat = _FlatFunction(
-        call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
+        fn, call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
     gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
@@ -529,6 +529,7 @@ class _FlatFunction:
     more: inputs behind the first one, which make_fx is not told of.
     """
 
+    fn: Callable
     call: Callable
     args: dict[str, Any]
     containers: Containers
@@ -620,7 +621,7 @@ class _FlatFunction:
                 after = self.state.tensors()
                 attributes = SetByStep.between(before.attributes, Attributes.of(self.state), self.state)
                 given_back = with_containers(result), *_given_to(passed, held)  # before all is put back
-            counted = self._checked(there, before, after, attributes)
+            counted = self._checked(there, before, held, after, attributes)
             before.others.put_back(attributes.places)
         except BaseException:
             before.others.put_all_back()
@@ -657,7 +658,9 @@ class _FlatFunction:
         self.ignores_gradients = gradients.ignored(self.state.parameters().values())
         return result
 
-    def _checked(self, there: _StandIns, before: _Before, after: Tensors, attributes: SetByStep) -> dict[str, Any]:
+    def _checked(
+        self, there: _StandIns, before: _Before, held: Before, after: Tensors, attributes: SetByStep
+    ) -> dict[str, Any]:
         """The counters that the step has set. Notes what else it has changed; raises for what no program does."""
         self._check_slots(after)
         _check_attributes(there.new, there.own)
@@ -666,6 +669,7 @@ class _FlatFunction:
         check_constant(before.plain, self.state, before.python)
         self.first_kept = self._first_kept(before.kept)
         self._note_changes(before.constants, before.python, there.numbers, attributes)
+        self._check_parted(held, before.attributes)
         before.python.check_around()
         return counted
 
@@ -760,6 +764,26 @@ class _FlatFunction:
         """The plain values that optimisers keep for parameters, and did not keep before the step."""
         kept = self.state.kept_by_optimizers().items()
         return {at: x for at, x in kept if at not in before and type(at[1]) is int and type(x) in _KEPT}
+
+    def _check_parted(self, before: Before, held: Attributes) -> None:
+        """Raise where the step shares a container between an attribute with tensors and one without, or writes one that
+        is shared so: the trace has a copy for the one, and none for the other. held: the attributes of the trace."""
+        named = [(path, i, x) for path, several in self.attributes.containers.items() for i, x in enumerate(several)]
+        plain = {id(x): path for path, several in self.attributes.constant.items() for x in several}
+        of_both = {id(x): path for path, _, x in named if id(x) in plain}
+        written = {id(held.containers[path][i]): path for path, i, x in named if id(x) in of_both}
+        paths = [written[id(x)] for x in before.written() if id(x) in written]
+        for box, new in self.changes:
+            inside = (x for each in (new.values() if isinstance(new, dict) else new) for x in all_boxes(each))
+            paths += [place.path for x in inside if (place := before.copied(x)) is not None]
+            paths += [of_both[id(box)]] if id(box) in of_both else []
+        if paths:
+            names = {path.rpartition(".")[2] for path in (paths[0], *(plain[x] for x in of_both))}
+            line = line_naming(search_of(self.fn, self.state.holders).functions, names)
+            raise RuntimeError(
+                f"the step writes or sets a list or dict that is in {paths[0]} and in an attribute without tensors, and"
+                f" its program would part the two; give each its own{line}"
+            )
 
     def _counted(self, before: dict[str, Any]) -> dict[str, Any]:
         """The counters that the step has set, with the new numbers. Puts those before in their place again."""

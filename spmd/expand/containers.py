@@ -118,7 +118,8 @@ class Copies:
 class Before:
     """The containers that a traced step is given: where each is, and what is in it then.
 
-    constant: further ones that the trace does not copy. What a step changes in these is no business of this."""
+    constant: further ones that the trace does not copy. What a step changes in these is no business of this.
+    """
 
     def __init__(self, given: Containers, constant: Containers) -> None:
         self._alive = given, constant
@@ -126,12 +127,16 @@ class Before:
         for path, several in (*given.items(), *constant.items()):
             for i, x in enumerate(several):
                 self._places.setdefault(id(x), There(path, i))
-        each = {id(x): x for several in given.values() for x in several}
-        self._contents = [(x, _contents(x)) for x in each.values()]
+        self._copies = {id(x): x for several in given.values() for x in several}
+        self._contents = [(x, _contents(x)) for x in self._copies.values()]
 
     def place(self, x: Any) -> There | None:
         """Where a container is; None for one that the step has made."""
         return self._places.get(id(x))
+
+    def copied(self, x: Any) -> There | None:
+        """The same of those that the trace has copied."""
+        return self._places[id(x)] if id(x) in self._copies else None
 
     def written(self) -> list[Any]:
         """Those that have other contents now."""

@@ -201,6 +201,11 @@ def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator
             yield from boxes(x, seen, depth - 1, (*steps, step))
 
 
+def all_boxes(value: Any) -> list[Container]:
+    """The containers that a value reaches, itself included, each once."""
+    return [box for _, box in boxes(value, set(), MAX_DEPTH)]
+
+
 _VALUES = frozenset(COMPARED_BY_VALUE)
 
 

@@ -7,8 +7,9 @@ from unittest import mock
 
 import pytest
 
+import spmd
 from spmd.expand.compile import CompiledStep
-from tests.expand.random_aliases import Aliases, seen
+from tests.expand.random_aliases import Aliases, Net, seen
 
 SEEDS = range(120)
 
@@ -81,8 +82,35 @@ def test_a_container_that_is_one_is_one(name, mode, tmp_path):
     assert not found.difference and not found.refused, found
 
 
-LONG = {"views of batches": 7}
-"""The calls made the long way: a row of a sharded batch is a copy that follows it, and is asked about each time."""
+def shares_a_plain_list(model, x):
+    model.names = model.parts["names"]
+    return model.up(x)
+
+
+def writes_a_plain_list(model, x):
+    model.parts["names"].append("c") if len(model.parts["names"]) < 3 else None
+    return model.up(x)
+
+
+def writes_its_other_name(model, x):
+    model.names.append("c") if len(model.names) < 3 else None
+    return model.up(x)
+
+
+@pytest.mark.parametrize("step", [shares_a_plain_list, writes_a_plain_list, writes_its_other_name])
+def test_a_list_that_is_in_attributes_with_tensors_and_without_is_refused(step):
+    """A capture has a copy of the one and not of the other."""
+    model = Net(share=False)
+    model.parts = {"x": model.a, "names": ["a", "b"]}
+    model.names = ["a"] if step is shares_a_plain_list else model.parts["names"]
+    compiled = spmd.compile(step, spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
+    with pytest.raises(RuntimeError, match=r"a list .*without tensors.*\n  at .*test_alias_fuzz\.py"):
+        compiled(model, model.m)
+    assert model.parts["names"] == ["a", "b"]
+
+
+LONG = {"views of batches": 7, "parts of a value that nobody keeps": 7, "a row of a weight, kept and returned": 7}
+"""The calls made the long way: a row of what is sharded is a copy that follows it, and is asked about each time."""
 
 
 @pytest.mark.parametrize("name", CASES)
