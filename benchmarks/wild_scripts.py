@@ -2,7 +2,7 @@
 
     SCRIPTS["gpt"]      Script(begin=gpt, step=gpt_step, batches=tokens)
 
-The steps are plain Python for one device. A script makes what its step is given before the batch, and six batches, of
+The steps are plain Python for one device. A script makes what its step is given before the batch, and batches, of
 which the last but one is short.
 """
 
@@ -29,7 +29,7 @@ class Script:
     begin: makes what the step gets before the batch; a scheduler among it stays outside of the step. batches: a batch
     by its size and a generator. schedule: called with what `begin` made, before each call but the first. draws: whether
     the step draws random numbers. tolerance: the difference that its own rounding allows. replicated: arguments of the
-    batch that are not sharded.
+    batch that are not sharded. sizes: of the batches.
     """
 
     begin: Callable[[], tuple]
@@ -39,6 +39,7 @@ class Script:
     draws: bool = False
     tolerance: float = 1e-10
     replicated: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = SIZES
 
 
 def images(n: int, g: torch.Generator) -> tuple:

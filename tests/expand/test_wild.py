@@ -14,7 +14,7 @@ try:
     import wild
 finally:
     sys.path.remove(BENCHMARKS)
-    for name in ("wild", "wild_scripts", "wild_papers", "_table"):
+    for name in ("wild", "wild_scripts", "wild_papers", "wild_more", "wild_own", "_table"):
         sys.modules.pop(name, None)
 
 CASES = {
