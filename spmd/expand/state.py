@@ -294,9 +294,8 @@ class State:
         return [(root, self.optimizers[root]) for root in self.optimizers if root in last.values()]
 
     def kept_by_optimizers(self) -> dict[tuple[str, Any, Any], Any]:
-        """What optimisers keep besides tensors, such as a count of steps: by the optimiser, the number of the parameter
-        as in torch's state dicts, and the key. What is kept for no parameter is numbered by its place.
-        """
+        """What optimisers keep besides tensors, such as a count of steps: by the optimiser, the number of the
+        parameter, as in torch's state dicts, and key. What is kept for no parameter is numbered by its place."""
         found = {}
         for root, optimizer in self._keepers():
             params = {id(p): i for i, p in enumerate(_params_of(optimizer))}
@@ -519,9 +518,7 @@ def _install_optimizer_state(
 ) -> None:
     """Key the state of the optimiser by the new parameters."""
     entries = {path_of[id(p)]: kept for p, kept in optimizer.state.items() if id(p) in path_of}
-    others = {
-        path: {k: v for k, v in kept.items() if not isinstance(v, torch.Tensor)} for path, kept in entries.items()
-    }
+    others = {path: _without_tensors(kept) for path, kept in entries.items()}
     of_none = {key: kept for key, kept in optimizer.state.items() if id(key) not in path_of}
     given: dict[str, dict[str, Any]] = {}
     for slot, t in new.items():
