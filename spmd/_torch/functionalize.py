@@ -132,6 +132,29 @@ def assignable_data() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def copied_deeply() -> Iterator[None]:
+    """Inside, `copy.deepcopy` of a functional tensor, as of a model that a step trains for a while, is a clone, a leaf
+    with memory of its own. Torch asks for the memory of what it copies."""
+
+    def copied(x: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if not x.is_leaf:
+            return torch.Tensor.__deepcopy__(x, memo)  # which says why it does not
+        if id(x) not in memo:
+            with torch.no_grad():
+                new = x.detach().clone()
+            if isinstance(x, torch.nn.Parameter):
+                new = as_parameter(new, x.requires_grad)
+            memo[id(x)] = new.requires_grad_(x.requires_grad)
+        return memo[id(x)]
+
+    FunctionalTensor.__deepcopy__ = copied
+    try:
+        yield
+    finally:
+        del FunctionalTensor.__deepcopy__
+
+
+@contextlib.contextmanager
 def gradients_seen(
     before_read: Callable[[torch.Tensor], None], after_write: Callable[[torch.Tensor], None]
 ) -> Iterator[None]:

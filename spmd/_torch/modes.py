@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -83,6 +84,26 @@ def modes_around() -> tuple[int, ...]:
 def untraced() -> contextlib.AbstractContextManager:
     """Inside, ops run on the data and no trace records them."""
     return _python_dispatch._disable_current_modes() if is_any_mode_on() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Inside, `torch.inference_mode` turns gradients off, and no more: a view of what was made outside of it cannot be
+    functionalised. One thread at a time may be inside; the others find it as it is, and so does who is in that mode."""
+    kind, thread = torch.inference_mode, threading.get_ident()
+    enter = kind.__enter__
+
+    def begin(self: torch.inference_mode) -> None:
+        if threading.get_ident() != thread or torch.is_inference_mode_enabled():
+            return enter(self)
+        self._inference_mode_context = torch.set_grad_enabled(not self.mode)  # to be left as torch leaves its own
+        return None
+
+    kind.__enter__ = begin
+    try:
+        yield
+    finally:
+        kind.__enter__ = enter
 
 
 def is_any_mode_on() -> bool:

@@ -122,6 +122,12 @@ def _between(x: torch.Tensor, end: torch.Tensor, weight: torch.Tensor) -> torch.
     return x + weight * (end - x)
 
 
+def _solved(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A solution of equations with the matrices of `by`, which lies column by column."""
+    batch = torch.broadcast_shapes(x.shape[:-2], by.shape[:-2])
+    return x.new_empty((*batch, x.shape[-1], x.shape[-2])).mT
+
+
 def number_now(n: Any) -> Any:
     """The present value of a number that may be a symbol. Nothing is taken for granted: only choices may read it."""
     return n.node.hint if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) else n
@@ -169,6 +175,8 @@ _READS_NUMBERS |= {getattr(torch.ops.aten, name).default: _interpolated for name
 _READS_NUMBERS |= {getattr(torch.ops.aten, f"{name}_backward").default: _like_input for name in _INTERPOLATIONS}
 _READS_NUMBERS |= {
     torch.ops.aten.lerp.Tensor: _between,
+    torch.ops.aten.cholesky_solve.default: lambda x, by, *_: _solved(x, by),
+    torch.ops.aten.linalg_solve_triangular.default: lambda by, x, **_: _solved(x, by),
     torch.ops.aten._fft_c2c.default: _c2c, torch.ops.aten._fft_r2c.default: _r2c, torch.ops.aten._fft_c2r.default: _c2r,
 }  # fmt: skip
 """Ops whose shapes come from kernels in C++ that make numbers of symbols, with functions that give the shapes."""
@@ -370,29 +378,39 @@ class Symbols:
 
 
 @contextlib.contextmanager
-def symbolic_min_max() -> Iterator[None]:
-    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch.
+def symbolic_builtins() -> Iterator[None]:
+    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch; and
+    `len` of a tensor is its first size.
 
-    One thread at a time may be inside; the others find `min` and `max` as they are.
+    One thread at a time may be inside; the others find these functions as they are.
     """
-    real, thread = (builtins.min, builtins.max), threading.get_ident()
+    real, thread = (builtins.min, builtins.max, builtins.len), threading.get_ident()
 
     def of_symbols(plain: Callable, symbolic: Callable) -> Callable:
         def run(*args: Any, **options: Any) -> Any:
             if threading.get_ident() != thread or options:
                 return plain(*args, **options)
-            items = list(args[0]) if len(args) == 1 else args
+            items = list(args[0]) if plain_len(args) == 1 else args
             if any(isinstance(x, (torch.SymFloat, Integer)) or is_unbacked(x) for x in items):
                 return functools.reduce(symbolic, items)
-            return plain(items) if len(args) == 1 else plain(*args)
+            return plain(items) if plain_len(args) == 1 else plain(*args)
 
         return run
 
+    plain_len = real[2]
+
+    def length(x: Any, /) -> Any:
+        if isinstance(x, torch.Tensor) and x.ndim and threading.get_ident() == thread:
+            n = x.shape[0]
+            return Integer(n.node) if isinstance(n, torch.SymInt) else n
+        return plain_len(x)
+
     builtins.min, builtins.max = of_symbols(real[0], torch.sym_min), of_symbols(real[1], torch.sym_max)
+    builtins.len = length
     try:
         yield
     finally:
-        builtins.min, builtins.max = real
+        builtins.min, builtins.max, builtins.len = real
 
 
 def symbolic_number(node: Any) -> Any:

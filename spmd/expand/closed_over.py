@@ -533,11 +533,15 @@ REFUSED = {
 """Optimisers that no program can hold, with the reason."""
 
 
+def _is_of_trace(optimizer: Optimizer) -> bool:
+    return all(isinstance(p, _torch.FunctionalTensor) for group in optimizer.param_groups for p in group["params"])
+
+
 @contextlib.contextmanager
 def only_optimizers(known: Held, what: str) -> Iterator[None]:
     """Inside, in this thread, a step of another optimiser is an error: its parameters are not those of the trace.
 
-    So is a step of one that no program can hold.
+    So is a step of one that no program can hold. One that the step itself has made trains tensors of the trace.
     """
     thread = threading.get_ident()
 
@@ -547,7 +551,7 @@ def only_optimizers(known: Held, what: str) -> Iterator[None]:
         if (why := REFUSED.get(type(optimizer))) is not None:
             name = type(optimizer).__name__
             raise NotImplementedError(f"{what} uses {name}, {why}{at_user_line(current_frames())}")
-        if not any(optimizer is other for other in known.values()):
+        if not any(optimizer is other for other in known.values()) and not _is_of_trace(optimizer):
             raise RuntimeError(
                 f"{what} calls the step of an optimiser ({type(optimizer).__name__}) that is not among its arguments, "
                 "and that its code does not name as a variable or an attribute; pass it as an argument"

@@ -1,7 +1,9 @@
-"""`ctc_loss` in a trace, where torch would read its lengths, or make a tensor of them in C++.
+"""Losses in a trace, where torch would read lengths or sizes, or make a tensor of them, in C++.
 
     F.ctc_loss(x, targets, (7, 6), (3, 2))    the loss of each sequence, divided by the length of its target; their mean
     F.ctc_loss(x, targets, lengths, wanted)   the same by ops that read the lengths where they run (`ctc_lengths`)
+    vmap(F.cross_entropy)(x, targets)         a masked sum; torch's rules for vmap make numbers of sizes, that of a
+                                              gather, too
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 
+from spmd import _torch
 from spmd.tensor.recipes import ctc_lengths
 
 NONE, MEAN, SUM = range(3)
@@ -37,6 +40,25 @@ def ctc_loss(
     return each.sum() if how == SUM else each
 
 
+def cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, size_average: bool | None = None,
+    ignore_index: int = -100, reduce: bool | None = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    """The loss of classes under vmap. NotImplemented elsewhere, and for what is more than an index of classes."""
+    more = weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0
+    both = isinstance(input, torch.Tensor) and isinstance(target, torch.Tensor)
+    mapped = both and any(_torch.is_functorch_wrapper(x) for x in (input, target))
+    if more or not mapped or reduction not in REDUCTIONS or target.is_floating_point() or input.ndim < 1:
+        return NotImplemented
+    dim = min(1, input.ndim - 1)
+    counts = target != ignore_index
+    classes = torch.arange(input.shape[dim], device=input.device).view(-1, *[1] * (input.ndim - 1 - dim))
+    each = -torch.where(counts.unsqueeze(dim) & (target.unsqueeze(dim) == classes), input.log_softmax(dim), 0).sum(dim)
+    if reduction == "none":
+        return each
+    return each.sum() / counts.sum() if reduction == "mean" else each.sum()
+
+
 def _each(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: torch.Tensor, target_lengths: torch.Tensor,
     blank: int, zero_infinity: bool,
@@ -51,3 +73,7 @@ def _each(
 
 def _are_numbers(lengths: Any) -> bool:
     return isinstance(lengths, Sequence) and all(type(n) is int for n in lengths)
+
+
+FUNCTIONS = {torch.nn.functional.cross_entropy: cross_entropy}
+"""From a function to one of the same arguments, which returns NotImplemented where torch is to do it."""

@@ -32,6 +32,26 @@ def linspace(start: Any, end: Any, steps: Any = None, **options: Any) -> Any:
     return torch.where(at < steps / 2, start + step * at, end - step * (steps - 1 - at))
 
 
+def logspace(start: Any, end: Any, steps: Any = None, base: float = 10.0, **options: Any) -> Any:
+    """A number to the powers of a linspace."""
+    powers = linspace(start, end, steps, **options)
+    return powers if powers is NotImplemented else base**powers
+
+
+def polar(abs: torch.Tensor, angle: torch.Tensor) -> Any:
+    """The complex numbers of their two parts."""
+    if not has_symbolic_size(abs, angle) or abs.dtype is not angle.dtype:
+        return NotImplemented
+    return complex_of(abs * angle.cos(), abs * angle.sin())
+
+
+def complex_of(real: torch.Tensor, imag: torch.Tensor) -> Any:
+    """The pairs of their parts, as complex numbers."""
+    if not has_symbolic_size(real, imag) or real.dtype is not imag.dtype:
+        return NotImplemented
+    return torch.view_as_complex(torch.stack(torch.broadcast_tensors(real, imag), -1))
+
+
 def kron(input: torch.Tensor, other: torch.Tensor) -> Any:
     """Each element of the first times all of the second."""
     if not has_symbolic_size(input, other):
@@ -114,7 +134,8 @@ def _differences(x: torch.Tensor, dim: int, step: float, edge_order: int) -> tor
 
 
 FUNCTIONS = {
-    torch.linspace: linspace, torch.kron: kron, torch.Tensor.kron: kron,
+    torch.linspace: linspace, torch.logspace: logspace, torch.polar: polar, torch.complex: complex_of,
+    torch.kron: kron, torch.Tensor.kron: kron,
     torch.vander: vander, torch.linalg.vander: linalg_vander, torch.gradient: gradient,
     torch.take_along_dim: take_along_dim, torch.Tensor.take_along_dim: take_along_dim,
 }  # fmt: skip

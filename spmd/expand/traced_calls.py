@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
-from spmd.expand import fourier, symbolic_sizes, value_sizes
+from spmd.expand import fourier, losses, symbolic_sizes, value_sizes
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
@@ -37,8 +37,9 @@ class TracedCalls(TorchFunctionMode):
     def __init__(self, writes: ConstrainedWrites) -> None:
         super().__init__()
         self._known = _by_function(
-            ValuePlaces(writes).functions, value_sizes.FUNCTIONS, symbolic_sizes.FUNCTIONS, fourier.FUNCTIONS, _PARTS
-        )
+            ValuePlaces(writes).functions, value_sizes.FUNCTIONS, symbolic_sizes.FUNCTIONS, fourier.FUNCTIONS,
+            losses.FUNCTIONS, _PARTS,
+        )  # fmt: skip
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -50,9 +50,29 @@ def tensor(*shape):
     return torch.linspace(-1.0, 2.0, torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
 
 
+def _solutions(a, x):
+    factor = torch.linalg.cholesky(a)
+    normal = torch.distributions.MultivariateNormal(torch.zeros_like(x[:, 0]), scale_tril=factor, validate_args=False)
+    solved = torch.linalg.solve_triangular(factor.expand(2, *a.shape), x, upper=False)
+    return [torch.cholesky_solve(x, factor), solved, normal.log_prob(x[:, 0])]
+
+
 KEPT = {
     "linspace": lambda x: x * torch.linspace(-1, 2.5, x.shape[0], dtype=x.dtype)[:, None],
     "linspace of floats": lambda x: x * torch.linspace(0, 1, steps=x.shape[0] * 2 + 1)[1::2, None],
+    "logspace": lambda x: x * torch.logspace(0, 1, x.shape[0], base=2.0, dtype=x.dtype)[:, None],
+    "polar": lambda x: torch.polar(x, x[:, :1]).real + torch.complex(x, x.flip(0)).abs(),
+    "len": lambda x: x[torch.arange(len(x)), 0].sum() / len(x) + x.new_ones(len(x), 2).sum() + x[: len(x)].sum(),
+    "constrain": lambda x: spmd.constrain(x * 2, {"dp": Shard(0)}).sum(0),
+    "losses under vmap": lambda x: [
+        torch.vmap(torch.func.grad(lambda a, i: F.cross_entropy(a, i)))(x, (x.argmax(1) + 1) % 4),
+        torch.vmap(lambda a, i: F.cross_entropy(a, i, ignore_index=1))(
+            x[:, None].expand(-1, 2, 4), torch.tensor([[1, 3]]).repeat(len(x), 1)
+        ),
+        torch.vmap(F.cross_entropy)(x[:, :, None] + torch.ones(1, 3), torch.full((x.shape[0], 4), 2)),
+    ],
+    "matrices": lambda x: _solutions(x @ x.T + 9 * torch.eye(x.shape[0], dtype=x.dtype), x),
+    "inference mode": lambda x: x * torch.inference_mode()(lambda: x[1:].detach().sum(0, keepdim=True)[None, 0])(),
     "kron": lambda x: torch.kron(x, x[:2, 0].reshape(2, 1)) + x.kron(torch.ones(2, 1, dtype=x.dtype)),
     "kron of other dims": lambda x: torch.kron(x[0], x),
     "vander": lambda x: torch.vander(x[:, 0], 4) + torch.vander(x[:, 1], 4, increasing=True),
@@ -151,6 +171,7 @@ def test_a_model_trains_on_any_sizes_without_another_capture():
 
 def test_ranks_on_threads_take_one_capture_each():
     """The ranks agree on the program of each size, and send what it says."""
+
     def step(x):
         return x.sum(0) / x.shape[0], x.shape[0] * 2
 
@@ -168,6 +189,7 @@ def test_ranks_on_threads_take_one_capture_each():
 
 def test_a_gradient_with_sizes_of_the_batch_is_that_of_a_parameter():
     """The gradient of positions has as many rows as the batch has patches, and a stride that depends on them."""
+
     def step(model, optimizer, x):
         n = x.shape[0]
         x = torch.cat([model["start"].expand(n, -1, -1), x.flatten(2).transpose(1, 2)], 1) + model["places"]
@@ -264,6 +286,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_sizes_are_captured_once(name):
     """Also on a batch smaller than the axis. The gradient is taken along."""
+
     def step(x):
         leaf = x.detach().requires_grad_()
         out = FUNCTIONS[name](leaf)

@@ -46,7 +46,8 @@ def constrain(x: torch.Tensor, placements: PlacementsByAxis) -> torch.Tensor:
     if mesh is None:
         return x
     constraint = Constraint.of(mesh, placements, "constrain")
-    constraint.spec(Spec.of(mesh, tuple(x.shape), x.dtype))  # raises before anything is sent
+    sizes = tuple(map(_torch.number_now, x.shape))  # in a capture they may be symbols
+    constraint.spec(Spec.of(mesh, sizes, x.dtype))  # raises before anything is sent
     return _Constrained.apply(x, constraint)
 
 
