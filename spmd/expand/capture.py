@@ -45,6 +45,7 @@ from spmd.expand.kept_numbers import Apart, Kept, kept_numbers, parted
 from spmd.expand.late_items import read_late
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.loops.roll import rolled
+from spmd.expand.masked import check_not_kept
 from spmd.expand.module_attributes import (
     Attributes,
     Others,
@@ -870,6 +871,7 @@ class _FlatFunction:
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
         if type(foreign) is Told:
             raise FrozenValue(foreign._what)
+        check_not_kept(foreign)
         if foreign is not None:
             raise TypeError(
                 f"the step returns a {type(foreign).__name__}; it may return tensors, numbers, strings, None, and "

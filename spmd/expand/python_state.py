@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH, items_of
+from spmd.expand.masked import check_not_kept
 from spmd.expand.told import Told
 
 Container = dict | list | set | deque
@@ -277,6 +278,7 @@ def _without_symbols(x: Any) -> Any:
             f"the step keeps in a module what {x._what} says, which its program would do at the first call alone; keep "
             "it between steps"
         )
+    check_not_kept(x)
     if not isinstance(x, tuple):
         return _torch.number_now(x)
     inside = [_without_symbols(each) for each in x]

@@ -21,7 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
-from spmd.expand import fourier, losses, symbolic_sizes, value_sizes
+from spmd.expand import fourier, losses, masked, symbolic_sizes, value_sizes
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
@@ -51,6 +51,8 @@ class TracedCalls(TorchFunctionMode):
                 raise FrozenValue(told._what)
             if _has_symbol(args[0]):
                 return _tensor(args[0], **_options(**kwargs))
+        if function in masked.FUNCTIONS and (out := masked.FUNCTIONS[function](*args)) is not NotImplemented:
+            return out
         for known in self._known.get(function, ()):
             if (out := known(*args, **kwargs)) is not NotImplemented:
                 return out

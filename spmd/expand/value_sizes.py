@@ -42,11 +42,12 @@ SIZED = {aten.bincount.default: bincount}
 """From an op to a function of the same arguments. The function returns NotImplemented where the size stays unknown."""
 
 
-def of_unknown_size(what: Any, instead: str) -> NotImplementedError:
-    """The error for what gives a tensor of a size that values decide. instead: what to write."""
+def of_unknown_size(what: Any, instead: str, at: str = "") -> NotImplementedError:
+    """The error for what gives a tensor of a size that values decide. instead: what to write. at: which line has asked
+    for it, if that is not the one that runs."""
     return NotImplementedError(
         f"{what}: the size of its result depends on values, which only the run knows; {instead}"
-        f"{at_user_line(current_frames())}"
+        f"{at or at_user_line(current_frames())}"
     )
 
 
