@@ -20,6 +20,7 @@ from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec,
 from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, module_guard, plain_number
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
+from spmd.expand.named_values import NOTHING as NOT_PLAIN
 from spmd.expand.named_values import PlainValues, named_values
 from spmd.expand.objects import with_containers
 from spmd.expand.places.slices import present_spec
@@ -119,7 +120,8 @@ class Call:
             if path in self.search.holding or path.startswith(roots):
                 own = self.state.attributes_of(x).items()
                 fixed = ((name, y) for name, y in own if not reads.is_changing(vars(x), name))
-                found |= {f"{path}.{name}": guard_key(plain.of(y)) for name, y in fixed}
+                values = ((name, plain.of(y)) for name, y in fixed)
+                found |= {f"{path}.{name}": guard_key(y) for name, y in values if y is not NOT_PLAIN}
         return found
 
     def count(self, counted: Names, unread_attributes: Names) -> None:

@@ -300,3 +300,40 @@ def test_what_is_no_value_is_not_read(text, why):
     """Nothing is evaluated."""
     with pytest.raises(ValueError, match=why):
         Reader(MESH).value(text)
+
+
+class Agent:
+    """Nets, optimisers and plain values in one object, which a step is given."""
+
+    def __init__(self):
+        self.net, self.rate, self.seen = nn.Linear(4, 4), 0.5, 0
+        self.optimizer = optim.Adam(self.net.parameters(), lr=0.1)
+
+    def train(self, x):
+        self.seen += 1
+        self.optimizer.zero_grad()
+        loss = (self.net(x) * self.rate).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def agent_step(agent, x):
+    return agent.train(x)
+
+
+def test_the_step_of_an_object_is_saved(tmp_path):
+    """What it holds that is no plain value, such as a module, has guards of its own."""
+
+    def trained(step):
+        agent = seeded(Agent)
+        return [every_rank(step(agent, torch.ones(8, 4))) for _ in range(3)]
+
+    with LocalTensorMode(4):
+        saved = spmd.compile(agent_step, MESH)
+        want = trained(saved)
+        saved.save(tmp_path / "step.spmd")
+        loaded = spmd.load_step(tmp_path / "step.spmd", agent_step, MESH)
+        with mock.patch.object(CompiledStep, "_capture_and_expand", refused):
+            got = trained(loaded)
+    assert same(got, want)
