@@ -191,8 +191,8 @@ def rainbow_step(online, target, optimizer, states, next_states, actions, return
         tz = returns.unsqueeze(1) + nonterminals * 0.9 * online.support.unsqueeze(0)
         b = (tz.clamp(min=low, max=high) - low) / delta
         lower, upper = b.floor().to(torch.int64), b.ceil().to(torch.int64)
-        lower -= ((upper > 0) & (lower == upper)).long()  # lower[mask] -= 1 has a size that values decide
-        upper += ((lower < (atoms - 1)) & (lower == upper)).long()
+        lower[(upper > 0) * (lower == upper)] -= 1
+        upper[(lower < (atoms - 1)) * (lower == upper)] += 1
         m = states.new_zeros(size, atoms)
         offset = torch.linspace(0, ((size - 1) * atoms), size).unsqueeze(1).expand(size, atoms).to(actions)
         m.view(-1).index_add_(0, (lower + offset).view(-1), (pns_a * (upper - b)).view(-1))
@@ -1105,7 +1105,7 @@ def masked_words_step(model, optimizer, ids, seen):
     replaced = torch.bernoulli(torch.full(labels.shape, 0.8)).bool() & masked
     inputs[replaced] = 11
     random = torch.bernoulli(torch.full(labels.shape, 0.5)).bool() & masked & ~replaced
-    inputs = torch.where(random, torch.randint(2, 11, labels.shape, dtype=torch.long), inputs)
+    inputs[random] = torch.randint(2, 11, labels.shape, dtype=torch.long)[random]
     logits, _ = model(inputs, seen)
     loss = F.cross_entropy(logits.view(-1, 12), labels.view(-1), ignore_index=-100)
     optimizer.zero_grad()

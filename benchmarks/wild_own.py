@@ -972,11 +972,11 @@ def gat_step(model, optimizer, x, edge_index, y, train_mask):
     model.train()
     optimizer.zero_grad()
     out = model(x, edge_index)
-    per_node = F.cross_entropy(out, y, reduction="none")
-    loss = (per_node * train_mask).sum() / train_mask.sum().clamp(min=1)
+    loss = F.cross_entropy(out[train_mask], y[train_mask])
     loss.backward()
     optimizer.step()
-    correct = ((out.argmax(dim=-1) == y) & ~train_mask).sum()
+    others = ~train_mask
+    correct = (out[others].argmax(dim=-1) == y[others]).sum()
     return loss.item(), correct
 
 
