@@ -46,8 +46,8 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
         )
     if isinstance(error, RuntimeError) and any(part in text for part in ASKS_FOR_MEMORY):
         return RuntimeError, (
-            "needs the memory of a tensor, as copy.deepcopy, torch.save and pointers do, and a traced one has none; "
-            "copy with x.clone(), and save after the step"
+            "needs the memory of a tensor, as torch.save and pointers do, and a traced one has none; copy with "
+            "x.clone(), and save after the step"
         )
     return None
 

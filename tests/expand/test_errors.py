@@ -169,7 +169,7 @@ def branches_on_the_loss(model, optimizer, x, y):
 
 
 def sizes_from_values(model, optimizer, x, y):
-    return x[y > 0].sum()
+    return x[y > 0].median()
 
 
 def fails_by_itself(model, optimizer, x, y):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import io
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -98,7 +98,7 @@ def looks_up(model, optimizer, x, y):
 
 
 def selects(model, optimizer, x, y):
-    return x[y > 0].sum()
+    return x[y > 0].median()
 
 
 def finds(model, optimizer, x, y):
@@ -186,9 +186,13 @@ def formats(model, optimizer, x, y):
     return f"{model(x).mean():.3f}"
 
 
-def copies_the_state(model, optimizer, x, y):
-    kept = copy.deepcopy(model.state_dict())
-    return kept["up.weight"] * 2
+def saves_the_state(model, optimizer, x, y):
+    torch.save(model.state_dict(), io.BytesIO())
+    return model(x).sum()
+
+
+def asks_for_a_pointer(model, optimizer, x, y):
+    return x.sum() if x.data_ptr() else y.sum()
 
 
 @torch.library.custom_op("test_untraceable::counted", mutates_args={"seen"})
@@ -261,7 +265,8 @@ TABLE = [
     (prints, RuntimeError, READS),
     (looks_up, RuntimeError, READS),
     (formats, RuntimeError, READS),
-    (copies_the_state, RuntimeError, r"needs the memory of a tensor, .* copy with x.clone\(\)"),
+    (saves_the_state, RuntimeError, r"needs the memory of a tensor, .* save after the step"),
+    (asks_for_a_pointer, RuntimeError, r"needs the memory of a tensor, .* copy with x.clone\(\)"),
     (notes_in_a_custom_op, NotImplementedError, "gives nothing, so its program would leave it out; let the op return"),
     (writes_in_a_custom_op, NotImplementedError, r"\(mutates_args\), .* let the op return the new values"),
     (selects, NotImplementedError, SIZE),
