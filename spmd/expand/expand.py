@@ -311,7 +311,7 @@ class _Expander:
             self.gathered.extend(body.gathered)
             return body
 
-        program = body_of(loop, specs, roles_in(loop, node.args, roles), write)
+        program = body_of(loop, specs, roles_in(node, roles), write)
         wanted = [spec for _, spec in program.inputs]
         program, moved = before_the_loop(program, loop.invariants, places)
         new = replace(loop, body=program, invariants=loop.invariants + len(moved))

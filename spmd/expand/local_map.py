@@ -21,9 +21,10 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -45,6 +46,7 @@ from spmd.tensor.annotations.block_function import (
     specs_of_blocks,
     traced_by,
 )
+from spmd.tensor.cache import frozen
 from spmd.tensor.call import Call
 from spmd.tensor.placement import REPLICATE
 from spmd.tensor.spec import Spec, spec_of
@@ -141,6 +143,16 @@ class LocalMapOp:
     scales: tuple[float, ...]
     grads: tuple[Spec, ...]
     settles: LocalMapOp | None = None
+
+    def does_as(self, other: LocalMapOp) -> bool:
+        """Whether another call does the same: its tensors are others, and all else is equal."""
+        return self._described == other._described
+
+    @cached_property
+    def _described(self) -> Hashable:
+        call = self.call
+        given = frozen(call.statics), call.ins, call.needs_grad, call.positions, call.tree
+        return call.function, *given, self.outs, self.differentiable, self.cotangents, self.scales, self.grads
 
     @property
     def __name__(self) -> str:

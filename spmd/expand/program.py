@@ -37,7 +37,7 @@ from spmd.expand.places.places import Places
 from spmd.expand.sent_by_blocks import sent_by
 from spmd.expand.timeline.alive import most_beside_inputs
 from spmd.expand.timeline.timeline import Timeline, timeline_of
-from spmd.expand.timeline.work import Work
+from spmd.expand.timeline.work import Work, given_back
 from spmd.expand.verify import verify_graph
 from spmd.mesh import DeviceMesh, MeshTopoInfo, as_rank
 from spmd.tensor.redistribute.bucket import Bucket
@@ -187,6 +187,11 @@ class Program:
     def beside_inputs(self) -> int:
         """The most bytes that are alive while it runs, beside its inputs."""
         return most_beside_inputs(self)
+
+    @cached_property
+    def given_back(self) -> tuple[int, ...]:
+        """Of the body of a loop: the outputs that are in the memory of inputs."""
+        return given_back(self)
 
     def timeline(self, topology: MeshTopoInfo | None = None) -> Timeline:
         """When the rank with the largest blocks computes, sends and waits, modelled on the mesh's topology or another.

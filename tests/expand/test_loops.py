@@ -17,7 +17,7 @@ import spmd
 from spmd import FullyShard, LocalTensorMode, Shard
 from spmd._torch import pytree
 from spmd.comm import C10dTransport
-from spmd.expand import write
+from spmd.expand import code, write
 from spmd.expand.code import code_for
 from spmd.expand.loops import roll
 from spmd.expand.loops.bound import BoundLoop
@@ -26,9 +26,18 @@ from spmd.expand.loops.unroll import unrolled
 from spmd.expand.program import Program
 from spmd.expand.regions import Region, with_compiled_regions
 from spmd.expand.verify import ProgramFault
+from spmd.expand.verify_bound import verify_bound
 from spmd.mesh import as_rank
 from tests.expand.side_by_side import gpt, seeded, tensors, values
 from tests.expand.test_memory import counted_beside
+from tests.expand.test_verify import (
+    FAULTS,
+    doubled_reduction,
+    doubled_reduction_that_nobody_reads,
+    dropped_last_reduction,
+    not_launched,
+    read_without_a_wait,
+)  # fmt: skip
 
 ROUNDS = 6
 
@@ -166,6 +175,17 @@ def of_unequal_parts(model, optimizer, x, y):
     return loss.detach()
 
 
+def of_rests(model, optimizer, x, y):
+    """What a micro-batch is cut from is shorter each time."""
+    optimizer.zero_grad()
+    n = len(x) // ROUNDS
+    for i in range(ROUNDS):
+        loss = F.mse_loss(model(x[i * n :][:n]), y[i * n :][:n])
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def counted(model, optimizer, x, y):
     """A number of the model is one more in each round."""
     optimizer.zero_grad()
@@ -237,13 +257,64 @@ def penalised(model, optimizer, x, y):
     return [each.detach() for each in penalties]
 
 
+def remembering(model, optimizer, x, y):
+    """Each round reads the one before the last."""
+    optimizer.zero_grad()
+    older, newer = torch.zeros_like(x[0]), torch.ones_like(x[0])
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        out = model(a)
+        F.mse_loss(out, b).backward()
+        older, newer = newer, older + out.detach().mean(0)
+    optimizer.step()
+    return older, newer
+
+
+def updated_each_round(model, optimizer, x, y):
+    """Several updates a call, each of a micro-batch, with clipped gradients."""
+    total = 0.0
+    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = total + loss.detach()
+    return total
+
+
+def updated_every_other(model, optimizer, x, y):
+    """An update for two micro-batches; what it clears are zeros, and the last one leaves gradients."""
+    losses = []
+    for i, (a, b) in enumerate(zip(x.chunk(2 * ROUNDS), y.chunk(2 * ROUNDS), strict=True)):
+        if not i % 2:
+            optimizer.zero_grad(set_to_none=False)
+        loss = F.mse_loss(model(a), b)
+        loss.backward()
+        losses.append(loss.detach())
+        if i % 2:
+            optimizer.step()
+    return torch.stack(losses)
+
+
+def numbered(model, optimizer, x, y):
+    """Numbers of Python that are others in each round."""
+    optimizer.zero_grad()
+    for i, (a, b) in enumerate(zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True)):
+        loss = F.mse_loss(model(a), b) * (0.5, 0.25, 2.0)[i % 3] / (i + 1)
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 STEPS = {
     "summed": (summed, Net), "listed": (listed, Net), "averaged": (averaged, Net), "weighted": (weighted, Net),
     "running": (running, Net),
     "carried": (carried, Net), "largest": (largest, Net), "updated inside": (updated_inside, Net),
-    "unequal parts": (of_unequal_parts, Net), "counted": (counted, Net),
+    "unequal parts": (of_unequal_parts, Net), "rests": (of_rests, Net), "counted": (counted, Net),
     "alternating": (alternating, Net), "adversarial": (adversarial, Adversaries), "penalised": (penalised, Net),
-    "several losses": (several_losses, Net),
+    "several losses": (several_losses, Net), "numbered": (numbered, Net),
+    "remembering": (remembering, Net), "updated each round": (updated_each_round, Net),
+    "updated every other": (updated_every_other, Net),
     "BatchNorm": (summed, lambda: Net(norm=nn.BatchNorm1d)), "dropout": (summed, lambda: Net(0.3)),
 }  # fmt: skip
 
@@ -318,6 +389,7 @@ def made(name: str, plan: str, **more) -> Program:
 
 AT_MOST = {
     "summed": 1.01, "listed": 1.01, "averaged": 1.01, "adversarial": 1.03, "penalised": 1.03, "several losses": 1.05,
+    "numbered": 1.01, "updated each round": 1.01,
 }  # fmt: skip
 """How much more may be sent or needed than without a loop: rounds of several passes move some hundred bytes a round of
 their own, which would go with others."""
@@ -464,29 +536,75 @@ def growing(model, optimizer, x, y):
     return out
 
 
-def remembering(model, optimizer, x, y):
-    """Each round reads the one before the last."""
-    optimizer.zero_grad()
-    older, newer = torch.zeros_like(x[0]), torch.ones_like(x[0])
-    for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
-        out = model(a)
-        F.mse_loss(out, b).backward()
-        older, newer = newer, older + out.detach().mean(0)
-    optimizer.step()
-    return older, newer
-
-
-@pytest.mark.parametrize("step, most", [(growing, 0), (remembering, 2)])
-def test_rounds_that_differ_stay_as_they_are(step, most):
-    """Two rounds may be a loop where what is read of the one before the last is from outside."""
-    with mock.patch.dict(STEPS, other=(step, Net)):
+def test_rounds_that_differ_stay_as_they_are():
+    with mock.patch.dict(STEPS, other=(growing, Net)):
         wanted = on_one_device("other")
         with LocalTensorMode(4):
             compiled_step = compiled("other", "2x2")
             found = trained(compiled_step, "other")
-            assert all(loop.times <= most for loop in loops(compiled_step.program))
+            assert not loops(compiled_step.program)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
+
+
+def test_two_rounds_are_one_where_the_one_before_the_last_is_read():
+    with mock.patch.dict(globals(), ROUNDS=12):
+        (loop,) = loops(made("remembering", "2x2"))
+    assert loop.times == 5
+
+
+def blocks(x, factor):
+    return x.tanh() * x * factor
+
+
+on_blocks = spmd.local_map(blocks, out_placements=[Shard(0)], in_placements=([Shard(0)], None))
+
+
+def mapping(function: Callable) -> Callable:
+    """A step whose rounds call a function."""
+
+    def mapped(model, optimizer, x, y):
+        optimizer.zero_grad()
+        for a, b in zip(x.chunk(ROUNDS), y.chunk(ROUNDS), strict=True):
+            F.mse_loss(function(model(a), 2.0), b).backward()
+        optimizer.step()
+
+    return mapped
+
+
+@pytest.mark.parametrize("plan", ["dp 4", "zero 3"])
+def test_rounds_may_call_functions_of_blocks(plan):
+    with mock.patch.dict(STEPS, blocks=(mapping(on_blocks), Net), one=(mapping(blocks), Net)):
+        wanted = on_one_device("one")
+        with LocalTensorMode(4):
+            step = compiled("blocks", plan)
+            found = trained(step, "blocks")
+            assert all(loops(program) for program in step.programs)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(of_all(a), b, rtol=1e-10, atol=1e-10)
+
+
+def updates(model, optimizer, x, y):
+    for a, b in zip(x.unflatten(0, (ROUNDS, -1)), y.unflatten(0, (ROUNDS, -1)), strict=True):
+        F.mse_loss(model(a), b).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_loop_updates_where_parameters_and_states_are(plan):
+    """Updates in rounds write into the memory of the parameters, and gradients do not live on: no more is needed."""
+    with mock.patch.dict(STEPS, other=(updates, Net)):
+        looped = made("other", plan)
+        with flat():
+            plain = made("other", plan)
+    assert loops(looped)
+    assert sum(c.nbytes for c in looped.collectives) == sum(c.nbytes for c in plain.collectives)
+    assert looped.memory().peak <= plain.memory().peak
+    with as_rank(0):
+        nodes = code_for(looped, (0,) * looped.mesh.ndim, C10dTransport()).module.graph.nodes
+    (loop,) = [n for n in nodes if isinstance(n.target, BoundLoop)]
+    assert not [n for n in loop.all_input_nodes if n.target is torch.ops.aten.clone.default]
 
 
 # ---- sizes ------------------------------------------------------------------------------------
@@ -573,6 +691,54 @@ def test_a_wrong_loop_is_a_fault(harm):
         program.verify()
 
 
+IN_BODIES = [dropped_last_reduction, doubled_reduction, doubled_reduction_that_nobody_reads]
+
+
+@pytest.mark.parametrize("change", IN_BODIES, ids=lambda change: change.__name__)
+def test_a_fault_in_a_body_is_named(change):
+    program = made("summed", "tp 4")
+    change(loop_of(program).target.body)
+    with pytest.raises(ProgramFault) as error:
+        program.verify()
+    assert error.value.fault == FAULTS[change], error.value
+
+
+def launched(graph) -> list[torch.fx.Node]:
+    return [n for n in graph.nodes if "move" in n.meta]
+
+
+def in_another_order(graph):
+    first, second = launched(graph)[-2:]
+    first.meta["move"], second.meta["move"] = second.meta["move"], first.meta["move"]
+
+
+def twice(graph):
+    first, (wait,) = launched(graph)[0], launched(graph)[0].users
+    with graph.inserting_after(wait):
+        again = graph.call_function(first.target, (wait, *first.args[1:]))
+        again.meta.update(first.meta)
+    with graph.inserting_after(again):
+        waited = graph.call_function(wait.target, (again,))
+    wait.replace_all_uses_with(waited, lambda user: user is not again)
+
+
+IN_CODE = {in_another_order: "launch", twice: "launch", not_launched: "launch", read_without_a_wait: "wait"}
+
+
+@pytest.mark.parametrize("change", IN_CODE, ids=lambda change: change.__name__)
+def test_a_fault_in_the_code_of_a_body_is_named(change):
+    program = made("summed", "tp 4")
+
+    def harmed(graph, of, *rest):
+        if of is loop_of(program).target.body:
+            change(graph)
+        verify_bound(graph, of, *rest)
+
+    with as_rank(0), mock.patch.object(code, "verify_bound", harmed), pytest.raises(ProgramFault) as error:
+        code_for(program, (0,), C10dTransport())
+    assert error.value.fault == IN_CODE[change], error.value
+
+
 # ---- memory -----------------------------------------------------------------------------------
 
 
@@ -583,7 +749,9 @@ def needed(name: str, plan: str) -> tuple[int, int]:
     return found
 
 
-NEEDED = [("summed", "2x2"), ("listed", "zero 3"), ("carried", "tp 4"), ("dropout", "dp 4")]
+NEEDED = [
+    ("summed", "2x2"), ("listed", "zero 3"), ("carried", "tp 4"), ("dropout", "dp 4"), ("updated each round", "zero 2"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, plan", NEEDED)

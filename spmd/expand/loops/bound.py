@@ -15,7 +15,7 @@ from torch import fx
 
 from spmd.expand.function import Function
 from spmd.expand.loops.loop import Loop
-from spmd.expand.passes.aliasing import memories
+from spmd.expand.passes.aliasing import memories, written_into
 from spmd.expand.verify_bound import written_by
 
 
@@ -51,9 +51,21 @@ class BoundLoop:
     def overwritten(self) -> tuple[int, ...]:
         """The operands, by their places, that a caller must not have in memory that others read: carried values that
         the body writes into, or gives back in the memory in which they came."""
-        first, graph = self.loop.invariants, self.module.graph
-        inputs = enumerate(graph.find_nodes(op="placeholder"))
-        places = {n: i for i, n in inputs if n.meta.get("spec") is not None}  # a number has no memory
+        first, graph, places = self.loop.invariants, self.module.graph, self._tensors
         found, values = memories(graph), [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
         bases = {found[n].base for n in (*chain.from_iterable(map(written_by, graph.nodes)), *values)}
         return tuple([i for n, i in places.items() if n in bases and first <= i < first + self.loop.carried])
+
+    @cached_property
+    def _tensors(self) -> dict[fx.Node, int]:
+        """The inputs of the body that are tensors, with their places. A number has no memory."""
+        inputs = enumerate(self.module.graph.find_nodes(op="placeholder"))
+        return {n: i for i, n in inputs if n.meta.get("spec") is not None}
+
+    @cached_property
+    def given_back(self) -> dict[int, int]:
+        """The results, by their places, that are what an operand was, in its memory: carried values into which the body
+        writes the next ones. With the places of these operands."""
+        first, values = self.loop.invariants, self.module.graph.output_node().args[0][: self.loop.carried]
+        into = {i: written_into(value) for i, value in enumerate(values) if isinstance(value, fx.Node)}
+        return {i: first + i for i, node in into.items() if self._tensors.get(node) == first + i}

@@ -80,6 +80,16 @@ class Loop:
         """
         return list(operands[self.invariants + self.carried + number :: self.times]) if self.items else []
 
+    def output_of(self, result: int) -> int:
+        """The output of the body that a result is, of one round or another.
+
+        >>> loop = Loop(None, times=2, invariants=0, carried=1, items=0, last=1, every=2)
+        >>> [loop.output_of(i) for i in range(6)]
+        [0, 1, 2, 2, 3, 3]
+        """
+        once = self.carried + self.last
+        return result if result < once else once + (result - once) // self.times
+
     def results(self, outputs: Sequence[T]) -> tuple[T, ...]:
         """What the results are, given what the outputs of the body are.
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from spmd.expand.loops.rounds import Round, make_alike
+from spmd.expand.loops.rounds import Round, make_alike, numbers_of
 from spmd.tensor.recipes.random import Draw
 
-BODY, CARRIED, INVARIANT, ITEM, DRAWS = "body", "carried", "invariant", "item", "draws"
+BODY, CARRIED, INVARIANT, ITEM, NUMBER, DRAWS = "body", "carried", "invariant", "item", "number", "draws"
 
 
 class Source(NamedTuple):
     """Where a round has an operand from. key: for a value of the body, or one that is carried, the index of the node
-    that makes it; for an invariant its node; for an item the nodes of all rounds."""
+    that makes it; for an invariant its node; for an item the nodes, or the texts of the numbers, of all rounds."""
 
     kind: str
     key: Any = None
@@ -31,7 +31,9 @@ class CannotRoll(Exception):
 class RoundReads:
     """given: the indices of the nodes that are made before the loop. of: for each other node its operands, as often as
     they occur. invariants, items: those that are read. carried: by the index of a node, the one from outside that the
-    first round reads in its place. draws: where random numbers begin. stride: how many draws a round makes."""
+    first round reads in its place. numbers: those of all rounds, by their texts. numbers_of: by the index of a node and
+    the place of an argument, which of these it is. draws: where random numbers begin. stride: how many draws a round
+    makes."""
 
     rounds: Sequence[Round]
     given: frozenset[int] = frozenset()
@@ -39,6 +41,8 @@ class RoundReads:
     invariants: dict[fx.Node, None] = field(default_factory=dict)
     items: dict[tuple[fx.Node, ...], None] = field(default_factory=dict)
     carried: dict[int, fx.Node] = field(default_factory=dict)
+    numbers: dict[tuple[str, ...], tuple[float, ...]] = field(default_factory=dict)
+    numbers_of: dict[int, dict[int, Source]] = field(default_factory=dict)
     draws: fx.Node | None = None
     stride: int = 0
 
@@ -57,6 +61,8 @@ class RoundReads:
                     raise CannotRoll
             else:
                 found.of[i] = [found._source(nodes, each, inside) for each in operands]
+        for i in set().union(*[each.numbers for each in rounds[1:]]) - found.given:
+            found.numbers_of[i] = {place: found._number(several[i], place) for place in numbers_of(several[i][0])}
         return found
 
     @property
@@ -84,6 +90,12 @@ class RoundReads:
             return Source(INVARIANT, operands[0])
         self.items.setdefault(operands)
         return Source(ITEM, operands)
+
+    def _number(self, readers: tuple[fx.Node, ...], place: int) -> Source:
+        numbers = tuple([n.args[place] for n in readers])
+        key = tuple(map(repr, numbers))
+        self.numbers.setdefault(key, numbers)
+        return Source(NUMBER, key)
 
     def _draws(self, readers: tuple[fx.Node, ...], draws: fx.Node) -> Source:
         numbers = [n.target.number for n in readers]

@@ -9,6 +9,7 @@ What is made of outside values alone with other numbers, such as `tokens[i]`, is
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from torch import fx
 
 from spmd import _torch
 from spmd.expand.loops.loop import Loop
-from spmd.expand.loops.reads import BODY, CARRIED, DRAWS, CannotRoll, RoundReads, Source
-from spmd.expand.loops.rounds import LEAST, longest_run, passes_of
+from spmd.expand.loops.reads import BODY, CARRIED, DRAWS, NUMBER, CannotRoll, RoundReads, Source
+from spmd.expand.loops.rounds import LEAST, Round, in_pairs, longest_run, passes_of
 from spmd.expand.nodes import added
+from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.roles import phase_of
 from spmd.expand.sizes.lift import SIZED
 from spmd.tensor.recipes.stream import later
@@ -33,12 +35,21 @@ def rolled(graph: fx.Graph) -> fx.Graph:
     if len(passes) <= LEAST:
         return graph
     run = longest_run(passes[:-1])
+    reads = _reads_of(run)
+    if reads is None or 2 * reads.times < len(run):  # they may read what is further back
+        of_pairs = _reads_of(in_pairs(run))
+        if of_pairs is not None and (reads is None or 2 * of_pairs.times > reads.times):
+            reads = of_pairs
+    return graph if reads is None else _Writer(graph, reads).written()
+
+
+def _reads_of(run: Sequence[Round]) -> RoundReads | None:
+    """What the rounds of a loop read: all of these, or the last of them."""
     while len(run) >= LEAST:
-        try:
-            return _Writer(graph, RoundReads.find(run)).written()
-        except CannotRoll:  # what the first one reads may be of another dtype than what is carried
-            run = run[1:]
-    return graph
+        with contextlib.suppress(CannotRoll):  # what the first one reads may be of another dtype than what is carried
+            return RoundReads.find(run)
+        run = run[1:]
+    return None
 
 
 @dataclass
@@ -75,17 +86,26 @@ class _Writer:
     # ---- the loop -------------------------------------------------------------------------------
     def _loop(self) -> fx.Node:
         reads, made = self.reads, self._made
-        items = len(reads.items) + (reads.draws is not None)
+        items = len(reads.items) + len(reads.numbers) + (reads.draws is not None)
         counts = len(reads.invariants), len(reads.carried), items, len(made.last), len(made.every)
         loop = Loop(self._body(), reads.times, *counts)
         operands = [*reads.invariants, *reads.carried.values(), *[n for several in reads.items for n in several]]
-        given = [self.copies[n] for n in operands] + self._draws()
+        given = [*[self.copies[n] for n in operands], *self._numbers(), *self._draws()]
         node = added(self.new, "call_function", loop, tuple(given), {}, "loop")
         first, last = reads.rounds[0].nodes, reads.rounds[-1].nodes[-1]
         values = loop.results([first[i].meta.get("val") for i in made.indices])
         is_sized = any(first[i].meta.get(SIZED) for i in made.indices)
         node.meta.update({"val": values, "phase": phase_of(last), SIZED: is_sized})
         return node
+
+    def _numbers(self) -> list[fx.Node]:
+        """Numbers of Python that are others in each round."""
+        found = []
+        for number in (x for numbers in self.reads.numbers.values() for x in numbers):
+            node = added(self.new, "call_function", operator.pos, (number,), {}, "number")
+            node.meta.update({"val": number, "phase": phase_of(self.reads.rounds[0].nodes[0])})
+            found.append(node)
+        return found
 
     def _draws(self) -> list[fx.Node]:
         """Where the random numbers of each round begin."""
@@ -118,7 +138,7 @@ class _Writer:
             of = self.reads.rounds[end if number is None else number].nodes[i]
             if of not in self.copies and any(n not in self._inside for n in of.users):
                 item = added(self.new, "call_function", operator.getitem, (loop, place), {}, "getitem")
-                value = {name: of.meta[name] for name in ("val", SIZED) if name in of.meta}
+                value = {name: of.meta[name] for name in ("val", SIZED, NEW_VALUE) if name in of.meta}
                 item.meta.update(value | {"phase": loop.meta["phase"]})
                 self.copies[of] = item
 
@@ -127,21 +147,24 @@ class _Writer:
         body, reads, inputs = _torch.new_graph(), self.reads, {}
         first = reads.rounds[0].nodes
         sources = [
-            *[(Source("invariant", n), n) for n in reads.invariants],
-            *[(Source(CARRIED, i), first[i]) for i in reads.carried],
-            *[(Source("item", several), several[0]) for several in reads.items],
-            *([(Source(DRAWS), reads.draws)] if reads.draws is not None else []),
+            *[(Source("invariant", n), n.meta) for n in reads.invariants],
+            *[(Source(CARRIED, i), first[i].meta) for i in reads.carried],
+            *[(Source("item", several), several[0].meta) for several in reads.items],
+            *[(Source(NUMBER, key), {"val": numbers[0]}) for key, numbers in reads.numbers.items()],
+            *([(Source(DRAWS), reads.draws.meta)] if reads.draws is not None else []),
         ]
         for source, like in sources:
             inputs[source] = node = added(body, "placeholder", source.kind, (), {}, source.kind)
             node.target = node.name
-            value = {name: like.meta[name] for name in ("val", SIZED) if name in like.meta}
+            value = {name: like[name] for name in ("val", SIZED) if name in like}
             node.meta.update(value | {"phase": phase_of(first[0])})
         for i, node in enumerate(first):
             if i not in reads.given:
                 operands = iter([inputs[source] for source in reads.of[i]])
-                arguments = fx.map_arg((node.args, node.kwargs), lambda n, operands=operands: next(operands))
-                inputs[Source(BODY, i)] = copy = added(body, node.op, node.target, *arguments, node.name)
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n, operands=operands: next(operands))
+                numbers = reads.numbers_of.get(i, {})
+                args = tuple([inputs[numbers[place]] if place in numbers else x for place, x in enumerate(args)])
+                inputs[Source(BODY, i)] = copy = added(body, node.op, node.target, args, kwargs, node.name)
                 copy.meta.update(node.meta)
         body.output(tuple([inputs[Source(BODY, i)] for i in self._made.indices]))
         return body

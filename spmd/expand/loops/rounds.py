@@ -11,21 +11,24 @@ only shape, strides and dtype, for each round may be given its own.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
 from spmd import _torch
+from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.phases import NEW_VALUE
 from spmd.expand.places.roles import phase_of
-from spmd.tensor.call import TensorMeta
+from spmd.tensor.call import TensorMeta, is_pointwise
 from spmd.tensor.recipes.random import Draw
+from spmd.tensor.rules.decompositions import decompositions
 
 OUTSIDE = (0, 0)
 """The place of an operand from outside. All others are two numbers as well: how many rounds before the operand is made,
@@ -40,11 +43,12 @@ LEAST = 2
 @dataclass(frozen=True, eq=False)
 class Round:
     """The nodes of a round. at: the index of each. differing: of those whose arguments are not those in the round
-    before, as far as that was asked."""
+    before, as far as that was asked. numbers: of those that differ from there in numbers alone."""
 
     nodes: tuple[fx.Node, ...]
     before: Round | None = None
     differing: set[int] = field(default_factory=set)
+    numbers: set[int] = field(default_factory=set)
 
     @cached_property
     def at(self) -> dict[fx.Node, int]:
@@ -87,32 +91,40 @@ class Round:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Nodes of a round beside those of the one before. strides: by how much the numbers of their draws differ."""
+    """Nodes of a round beside those of the one before. strides: by how much the numbers of their draws differ. unlike:
+    the nodes, by their indices, whose values are of another size, say: a round may be given what is made of them."""
 
     round: Round
     other: Round
     is_first: bool
     strides: set[int] = field(default_factory=set)
+    unlike: set[int] = field(default_factory=set)
 
     def are_alike(self, one: fx.Node, next_: fx.Node) -> bool:
         """Whether the node does in its round what the one does in the round before."""
-        if one.op != next_.op or NEW_VALUE in one.meta or NEW_VALUE in next_.meta:
+        if one.op != next_.op or one.meta.get(NEW_VALUE) != next_.meta.get(NEW_VALUE):
             return False
-        if not make_alike(one.meta.get("val"), next_.meta.get("val")):
-            return False
-        if one.op == "get_attr":
+        is_constant, is_like = one.op == "get_attr", make_alike(one.meta.get("val"), next_.meta.get("val"))
+        if is_constant and is_like:
             self.round.differing.add(self.round.at[next_])
             return True
         if one.target is not next_.target and not self._targets_are_alike(one.target, next_.target):
             return False
+        if not is_like:
+            self.unlike.add(self.round.at[next_])
+            return self._may_differ(one, next_)
         if self._are_alike(one.args, next_.args) and self._are_alike(one.kwargs, next_.kwargs):
             return True
-        return self._may_differ(one, next_)
+        return self._may_differ(one, next_) or self._differ_in_numbers(one, next_)
 
     def _targets_are_alike(self, one: Any, next_: Any) -> bool:
         if isinstance(one, Draw) and isinstance(next_, Draw):
             self.strides.add(next_.number - one.number)
             return replace(one, number=0) == replace(next_, number=0)
+        if isinstance(one, LocalMapOp) and isinstance(next_, LocalMapOp):
+            return one.does_as(next_)
+        if isinstance(one, LocalMapGradientOp) and isinstance(next_, LocalMapGradientOp):
+            return one.of.does_as(next_.of)
         return type(one) is type(next_) and one == next_
 
     def _are_alike(self, one: Any, next_: Any) -> bool:
@@ -121,7 +133,7 @@ class _Pairs:
                 return False
             mine, theirs = self.other.place(one), self.round.place(next_)
             if mine[0] == 1 or theirs[0] == 1:
-                return mine == theirs
+                return mine == theirs and theirs[1] not in self.unlike
             return (mine == theirs or self.is_first) and make_alike(one.meta.get("val"), next_.meta.get("val"))
         if isinstance(one, (tuple, list)):
             return type(one) is type(next_) and len(one) == len(next_) and all(map(self._are_alike, one, next_))
@@ -137,6 +149,32 @@ class _Pairs:
             return False
         self.round.note_differing(next_)
         return True
+
+    def _differ_in_numbers(self, one: fx.Node, next_: fx.Node) -> bool:
+        """Whether they differ in numbers alone that each round may be given."""
+        places = numbers_of(one)
+        if not places or places != numbers_of(next_):
+            return False
+        mine, theirs = ([None if i in places else x for i, x in enumerate(n.args)] for n in (one, next_))
+        if not (self._are_alike(mine, theirs) and self._are_alike(one.kwargs, next_.kwargs)):
+            return False
+        self.round.numbers.add(self.round.at[next_])
+        return True
+
+
+def numbers_of(node: fx.Node) -> dict[int, type]:
+    """The arguments, by their places, that are numbers and may as well be known only when the program runs: factors and
+    terms of ops on elements. With their types."""
+    op = node.target
+    if not isinstance(op, _torch.OpOverload) or not is_pointwise(op) or op in decompositions:
+        return {}
+    named = enumerate(zip(op._schema.arguments, node.args, strict=False))
+    return {i: type(x) for i, (a, x) in named if type(x) in (int, float) and "int" not in str(a.type) and _is_plain(x)}
+
+
+def _is_plain(x: float) -> bool:
+    """Whether rules say the same of a number whatever it is: of zero and infinity they say less."""
+    return x != 0 and math.isfinite(x)
 
 
 def make_alike(one: Any, next_: Any) -> bool:
@@ -159,15 +197,15 @@ def _is_view(node: fx.Node) -> bool:
 
 
 Pass = list[fx.Node]
-"""The nodes of a forward pass and of the backward pass behind it."""
+"""The nodes of a forward pass, of the backward pass behind it, and of the step of an optimiser behind that."""
 
 
 def passes_of(graph: fx.Graph) -> list[Pass]:
     """The passes of a graph that have a backward one; none where its phases are not in order, or there are too few."""
-    found: list[Pass] = []
-    last = 0
     if phase_of(next(iter(reversed(graph.nodes)))) < 2 * LEAST:  # most graphs: there are too few
         return []
+    found: list[Pass] = []
+    last, of_step = 0, _of_steps(graph)
     for node in graph.nodes:
         if node.op not in ("call_function", "get_attr"):
             continue
@@ -175,9 +213,27 @@ def passes_of(graph: fx.Graph) -> list[Pass]:
         if phase < last:
             return []
         found += [[] for _ in range(phase // 2 + 1 - len(found))]
-        found[-1].append(node)
+        found[-2 if node in of_step else -1].append(node)
         last = phase
     return found[: (last + 1) // 2]
+
+
+def _of_steps(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes behind backward passes, up to the last new value of a parameter that an optimiser's step makes, and
+    what clears or logs what was made before it. So no gradients go from round to round, but new parameters."""
+    found: set[fx.Node] = set()
+    phases = [list(nodes) for _, nodes in groupby(list(graph.nodes), phase_of)]  # its iterator does not stay at the end
+    for before, nodes in pairwise(phases):
+        ends = [i for i, n in enumerate(nodes) if NEW_VALUE in n.meta]
+        if not ends or phase_of(nodes[0]) % 2:
+            continue
+        end, new = max(ends) + 1, {nodes[i] for i in ends}
+        earlier = {*before, *nodes[:end]} - new
+        while end < len(nodes) and not (read := set(_torch.operands_of(nodes[end]))) & new and read & earlier:
+            earlier.add(nodes[end])
+            end += 1
+        found.update(nodes[:end])
+    return found
 
 
 def longest_run(passes: Sequence[Pass]) -> Sequence[Round]:
@@ -190,6 +246,12 @@ def longest_run(passes: Sequence[Pass]) -> Sequence[Round]:
             if len(found) * length > most:
                 best, most = found, len(found) * length
     return best
+
+
+def in_pairs(run: Sequence[Round]) -> Sequence[Round]:
+    """Of rounds that repeat each other the last ones, two and two as one: what reads the round before the last reads
+    the one before then."""
+    return _longest_run(_rounds([list(each.nodes) for each in run], len(run) % 2, 2))
 
 
 def _between_few(passes: Sequence[Pass], starts: Sequence[int], length: int) -> Sequence[int]:

@@ -19,7 +19,7 @@ from spmd.expand.loops.loop import Loop
 from spmd.expand.nodes import graph_copied
 from spmd.expand.places.places import Places
 from spmd.expand.places.reads import PARAMETER
-from spmd.expand.places.roles import Roles, placeholders
+from spmd.expand.places.roles import Roles, placeholders, versions_in
 from spmd.expand.program import Program
 from spmd.tensor.redistribute.collective_moves import AllReduce
 from spmd.tensor.redistribute.plan import Step
@@ -70,14 +70,20 @@ def outputs_of(loop: Loop) -> list[str]:
     ]  # fmt: skip
 
 
-def roles_in(loop: Loop, operands: Sequence[fx.Node], roles: Roles) -> Roles:
-    """The roles of the nodes of a captured body: all of them compute."""
-    inputs = placeholders(loop.body)
+def roles_in(node: fx.Node, roles: Roles) -> Roles:
+    """The roles of the nodes of a captured body. A parameter that an optimiser's step gives to the next round is one.
+    """
+    loop, operands = node.target, node.args
+    inputs, new = placeholders(loop.body), versions_in(loop.body)
     pairs = list(zip(inputs[: loop.invariants], operands, strict=False))
     parameters = {inner: roles.parameters[n] for inner, n in pairs if n in roles.parameters}
-    paths = {n: path for path, several in roles.gradients.items() for n in several}
-    carried = zip(inputs[loop.invariants :], operands[loop.invariants :][: loop.carried], strict=False)
-    return Roles.of_body(loop.body, parameters, {inner: paths[n] for inner, n in carried if n in paths})
+    carried = inputs[loop.invariants :][: loop.carried]
+    given_on = zip(carried, loop.body.output_node().args[0], strict=False)
+    parameters |= {inner: new[value] for inner, value in given_on if value in new}
+    paths = roles.given | {n: path for path, several in roles.gradients.items() for n in several}
+    firsts = zip(carried, operands[loop.invariants :], strict=False)
+    gradients = {inner: paths[n] for inner, n in firsts if n in paths}
+    return Roles.of_body(loop.body, roles.in_bodies[node], parameters, gradients)
 
 
 def body_of(loop: Loop, specs: Specs, roles: Roles, write: WriteBody) -> Program:

@@ -67,18 +67,38 @@ def may_read_operand(node: fx.Node) -> bool:
     return may_alias_operand(node) or is_collective(node)
 
 
+def given_back(node: fx.Node) -> fx.Node | None:
+    """The operand of a loop whose memory a result of it has; None for what has other memory."""
+    loop = node.args[0] if node.target is operator.getitem else None
+    if loop is None or not is_loop(loop) or node.args[1] not in loop.target.given_back:
+        return None
+    return loop.args[loop.target.given_back[node.args[1]]]
+
+
+def _source(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory a node may share; None where it is new."""
+    if not may_alias_operand(node):
+        return None
+    return given_back(node) or next(iter(_torch.operands_of(node)), None)
+
+
 def base_of(node: fx.Node) -> fx.Node:
     """The node whose memory this one may share: an input, a constant, or an op that made a new tensor."""
-    while may_alias_operand(node) and (operands := _torch.operands_of(node)):
-        node = next(iter(operands))
+    while (source := _source(node)) is not None:
+        node = source
     return node
 
 
 def written_into(node: fx.Node) -> fx.Node:
-    """The node whose memory a chain of in-place ops has written into, up to this one; itself where there is none."""
-    while isinstance(node.target, _torch.OpOverload) and _torch.writes_first(node.target):
-        node = node.args[0]
-    return node
+    """The node whose memory a chain of in-place ops and loops has written into, up to this one; itself where there is
+    none."""
+    while True:
+        if isinstance(node.target, _torch.OpOverload) and _torch.writes_first(node.target):
+            node = node.args[0]
+        elif (operand := given_back(node)) is not None:
+            node = operand
+        else:
+            return node
 
 
 class Memory(NamedTuple):
@@ -104,14 +124,15 @@ def _makes_several(node: fx.Node) -> bool:
 
 def _is_apart(node: fx.Node, source: fx.Node) -> bool:
     """Whether a node is one of several results of its operand that have no element in common."""
-    return node.target is operator.getitem and (source.target in SPLITS or _makes_several(source))
+    if node.target is not operator.getitem or source is not node.args[0]:
+        return False
+    return source.target in SPLITS or _makes_several(source)
 
 
 def memory_of(node: fx.Node) -> Memory:
     """The memory that a node may share."""
     split, index = None, 0
-    while may_alias_operand(node) and (operands := _torch.operands_of(node)):
-        source = next(iter(operands))
+    while (source := _source(node)) is not None:
         if _is_apart(node, source):
             split, index = source, node.args[1]
         node = source
@@ -122,11 +143,10 @@ def memories(graph: fx.Graph) -> dict[fx.Node, Memory]:
     """The same of all nodes of a graph, in one walk."""
     found: dict[fx.Node, Memory] = {}
     for node in graph.nodes:
-        operands = _torch.operands_of(node)
-        if not (operands and may_alias_operand(node)):
+        source = _source(node)
+        if source is None:
             found[node] = Memory(node)
             continue
-        source = next(iter(operands))
         memory = found[source]
         if memory.split is None and _is_apart(node, source):
             memory = Memory(memory.base, source, node.args[1])

@@ -25,7 +25,7 @@ from functools import lru_cache
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.passes.aliasing import base_of, is_loop, may_alias, may_read_operand
+from spmd.expand.passes.aliasing import base_of, given_back, is_loop, may_alias, may_read_operand
 from spmd.tensor.call import is_pointwise
 from spmd.tensor.recipes.updates import TENSORS, WRITTEN, adamw, adamw_
 
@@ -43,6 +43,7 @@ def reuse_memory(graph: fx.Graph, owned: Sequence[bool]) -> int:
     for node in list(graph.nodes):
         if is_loop(node):
             changed += _write_without_copies(graph, node, writable, last_read, order)
+            writable.update(n for n in node.users if base_of(n) in writable)
             continue
         if isinstance(node.target, _torch.OpOverload) and _makes_elements(node.target):
             writable.add(node)
@@ -71,14 +72,16 @@ def _write_without_copies(
     graph: fx.Graph, loop: fx.Node, writable: set[fx.Node], last_read: dict[fx.Node, int], order: dict[fx.Node, int]
 ) -> int:
     """Let a loop write into the values themselves of which it has copies, where these have memory of their own, which
-    nothing else reads later."""
+    nothing else reads later. What it is given of an input, such as a parameter, has to be what it gives of it, too."""
+    stay = {loop.args[i] for i in loop.target.given_back.values()}
     copies = [loop.args[i] for i in loop.target.overwritten]
     free = [n for n in copies if n.args[0] in writable and last_read[n.args[0]] <= order[n]]
+    free = [n for n in free if n.args[0].op != "placeholder" or n in stay]
     for copy in free:
-        if copy.args[0].op != "placeholder":
-            copy.replace_all_uses_with(copy.args[0])
-            graph.erase_node(copy)
-            writable.discard(copy.args[0])
+        given = copy.args[0]
+        last_read[given] = max([last_read[given], *[last_read[n] for n in loop.users if given_back(n) is copy]])
+        copy.replace_all_uses_with(given)
+        graph.erase_node(copy)
     return len(free)
 
 

@@ -10,7 +10,7 @@ phases), and where the engine handed over the gradient of a parameter (`MARK`). 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,32 +44,38 @@ class Roles:
     parameters: the path of each placeholder that is a parameter, and of each value that an optimiser's step has given
     to one. gradients: by the path of a parameter, the values of
     its gradient in order: one for each backward pass, and the sums of several. more_follow: whether later passes add to
-    the last of these, as in the body of a loop.
+    the last of these, or make others, as in the body of a loop. in_bodies: for each loop, what computes in its body.
+    given: the gradients among the placeholders, with their paths.
     """
 
     compute: frozenset[fx.Node] = frozenset()
     parameters: dict[fx.Node, str] = field(default_factory=dict)
     gradients: dict[str, list[fx.Node]] = field(default_factory=dict)
     more_follow: bool = False
+    in_bodies: dict[fx.Node, frozenset[fx.Node]] = field(default_factory=dict)
+    given: dict[fx.Node, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[object], outputs: Sequence[object]) -> Roles:
         """inputs, outputs: what each placeholder and each output is; a `Slot` for a tensor of the state."""
         returned = list(zip(graph.output_node().args[0], outputs, strict=True))
-        versions = {n: n.meta[NEW_VALUE] for n in graph.nodes if NEW_VALUE in n.meta and n.op == "call_function"}
+        versions = versions_in(graph)
         new = {n for n, o in returned if _is(o, "parameter") and n.op == "call_function"} | set(versions)
         seen = [n for n, o in returned if not _is(o, "parameter", "optimizer", "hyper") and n not in new]
-        compute = _ancestors([*seen, *filter(in_backward, graph.nodes)], new)
+        compute, in_bodies = _computing(graph, seen, new)
         named = [(n, i) for n, i in zip(placeholders(graph), inputs, strict=True) if isinstance(i, Slot)]
         parameters = {n: i.path for n, i in named if i.kind == "parameter"} | versions
         grads = {n: i.path for n, i in named if i.kind == "grad"}
-        return cls(frozenset(compute), parameters, _gradients(graph, grads))
+        return cls(compute, parameters, _gradients(graph, grads), in_bodies=in_bodies, given=grads)
 
     @classmethod
-    def of_body(cls, graph: fx.Graph, parameters: dict[fx.Node, str], gradients: dict[fx.Node, str]) -> Roles:
-        """Of the body of a loop, in which all compute. parameters, gradients: those among its inputs, by their paths.
-        """
-        return cls(frozenset(graph.nodes), parameters, _gradients(graph, gradients), more_follow=True)
+    def of_body(
+        cls, graph: fx.Graph, compute: frozenset[fx.Node], parameters: dict[fx.Node, str],
+        gradients: dict[fx.Node, str],
+    ) -> Roles:  # fmt: skip
+        """Of the body of a loop. parameters, gradients: those among its inputs, by their paths."""
+        of = _gradients(graph, gradients)
+        return cls(compute, parameters | versions_in(graph), of, more_follow=True, given=gradients)
 
 
 def gradient_places(roles: Roles, places: Mapping[str, Places]) -> dict[fx.Node, Spec]:
@@ -148,16 +154,45 @@ def _is(what: object, *kinds: str) -> bool:
     return isinstance(what, Slot) and what.kind in kinds
 
 
-def _ancestors(roots: Iterable[object], stop: set[fx.Node]) -> set[fx.Node]:
-    """The roots and everything that they are computed from, but not what is behind the nodes of `stop`."""
-    found: set[fx.Node] = set()
-    open_ = [n for n in roots if isinstance(n, fx.Node)]
-    while open_:
-        node = open_.pop()
-        if node not in found and node not in stop:
+def versions_in(graph: fx.Graph) -> dict[fx.Node, str]:
+    """The values that optimisers' steps have given to parameters, with the paths of these."""
+    return {n: n.meta[NEW_VALUE] for n in graph.nodes if NEW_VALUE in n.meta and n.op == "call_function"}
+
+
+def _computing(
+    graph: fx.Graph, roots: Iterable[object], stop: Container[fx.Node]
+) -> tuple[frozenset[fx.Node], dict[fx.Node, frozenset[fx.Node]]]:
+    """Backward passes, the roots, and everything that they are computed from, but not what is behind the nodes of
+    `stop`; and the same of the body of each loop."""
+    found = {n for n in roots if isinstance(n, fx.Node)}
+    in_bodies: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if isinstance(node.target, Loop):
+            loop, results = node.target, [n for n in node.users if n in found]
+            in_bodies[node] = inside = _computing_in_body(loop, {loop.output_of(n.args[1]) for n in results})
             found.add(node)
-            open_ += _torch.operands_of(node)
-    return found
+            inputs = loop.for_all(placeholders(loop.body))
+            found.update(n for n, given in zip(node.args, inputs, strict=True) if given in inside)
+        elif node not in stop and (node in found or (in_backward(node) and not _is_of_loop(node))):
+            found.add(node)
+            found.update(_torch.operands_of(node))
+    return frozenset(found.difference(stop)), in_bodies
+
+
+def _computing_in_body(loop: Loop, wanted: set[int]) -> frozenset[fx.Node]:
+    """The same of a body. wanted: the outputs that are read behind the loop to compute."""
+    outputs, carried = loop.body.output_node().args[0], placeholders(loop.body)[loop.invariants :][: loop.carried]
+    stop = versions_in(loop.body)
+    while True:
+        found, _ = _computing(loop.body, [outputs[i] for i in wanted], stop)
+        read = {i for i, n in enumerate(carried) if n in found}
+        if read <= wanted:
+            return found
+        wanted = wanted | read
+
+
+def _is_of_loop(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[0].target, Loop)
 
 
 def _shapes_are_one(node: fx.Node) -> bool:

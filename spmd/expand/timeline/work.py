@@ -158,6 +158,17 @@ class Work:
         return self.lives.alive(order, self.held, self.keeps_sent)
 
 
+def given_back(program: Program) -> tuple[int, ...]:
+    """The outputs of the body of a loop that are in the memory of the carried values before, into which it writes."""
+    reader = Reader(program)
+    nodes = reader.read(Prices(program.mesh))
+    reader.find_overwriting(nodes)
+    inputs = {name: node for node, (name, _) in zip(nodes, program.inputs, strict=False)}
+    outputs = zip(nodes[-1].args[0], program.outputs, strict=True)
+    values = enumerate((value, inputs.get(name)) for value, (name, _) in outputs)
+    return tuple([i for i, (value, home) in values if home is not None and reader.shows[value] is home])
+
+
 def keeps_sent(program: Program) -> bool:
     """Whether what a program sends is kept until it was waited for."""
     return program.mesh.device_type != "cpu"
@@ -166,8 +177,8 @@ def keeps_sent(program: Program) -> bool:
 @dataclass
 class Reader:
     """Reads the tasks of a program. host_is_apart: whether host memory is another one than the device's. writable: what
-    may be overwritten. sent: of what is sent and of the pieces of buckets, where it is sent. scattered: the last bucket
-    of reduce-scatters."""
+    may be overwritten. given_back: for a loop, the bytes of operands in whose memory it gives results. sent: of what is
+    sent and of the pieces of buckets, where it is sent. scattered: the last bucket of reduce-scatters."""
 
     program: Program
     host_is_apart: bool = False
@@ -176,6 +187,7 @@ class Reader:
     shows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sent: dict[fx.Node, int] = field(default_factory=dict)
     overwrites: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
+    given_back: dict[fx.Node, int] = field(default_factory=dict)
     scattered: tuple[int, ...] = ()
 
     def work(self, topology: MeshTopoInfo | None) -> Work:
@@ -222,6 +234,7 @@ class Reader:
             is_op = is_called and (node.target is not operator.getitem or is_cut(node))
             waits = self._waits(node, prices.exchanges_terms) if is_op or node.op == "output" else ()
             makes = made(node) if is_called and shown is node and not self._is_away(node) else 0
+            makes -= self.given_back.get(node, 0)
             beside = max(0, node.target.body.beside_inputs - makes) if isinstance(node.target, Loop) else 0
             found.append((reads, waits, makes, places[shown], prices.sending(node), is_op, beside))
         return found
@@ -277,6 +290,8 @@ class Reader:
         for node in nodes:
             if node.target is adamw:
                 self._find_update(node, writable)
+            elif isinstance(node.target, Loop):
+                self._find_given_back(node, writable)
             if writable.isdisjoint(_torch.operands_of(node)) or (target := self._overwritten(node, writable)) is None:
                 continue
             # most are read by nothing else
@@ -295,6 +310,19 @@ class Reader:
             for result in node.users:
                 self.shows[result] = self.shows[targets[result.args[1]]]
                 writable.add(result)
+
+    def _find_given_back(self, node: fx.Node, writable: set[fx.Node]) -> None:
+        """Find which results of a loop will be in the memory of its operands."""
+        loop, results = node.target, {n.args[1]: n for n in node.users}
+        for i in loop.body.given_back:
+            operand = node.args[loop.invariants + i]
+            readers = [r for r in self._readers(operand) if r is not node]
+            if operand in writable and all(self.places[r] < self.places[node] for r in readers):
+                self.overwrites[node] = (*self.overwrites.get(node, ()), *readers)
+                self.given_back[node] = self.given_back.get(node, 0) + made(operand)
+                if i in results:
+                    self.shows[results[i]] = self.shows[operand]
+                    writable.add(results[i])
 
     def _owned(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """The inputs that the program may overwrite: state that has a new value among the outputs."""
