@@ -213,13 +213,12 @@ INSIDE = {
     "every other": "if i % 2:\n    optimizer.step()\n    optimizer.zero_grad()",
     "halves": "for u, v in zip(a.chunk(2), b.chunk(2)):\n"
     "    F.cross_entropy(model(u).flatten(0, 1), v.flatten()).backward()",
-    "frozen": "model.words.requires_grad_(i % 2 == 0)",
 }  # fmt: skip
 """What else a round does."""
 
 PLACES = {
     "noise": 0, "schedule": 0, "hook": 0, "retained": 0, "second": 1, "penalty": 1, "distilled": 1, "halves": 1,
-    "norms": 1, "frozen": 2, "clip": 2,
+    "norms": 1, "clip": 2,
 }  # fmt: skip
 UPDATING = ("update", "clipped update", "every other", "update decay", "update zeros")
 """Those that clear gradients in a round."""
