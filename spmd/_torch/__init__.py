@@ -19,6 +19,7 @@ Every other module imports them from here, so that one place shows what a new ve
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
     batch_norms             batch norms that average over all batches, in a trace
+    recurrent               recurrent layers, made of other ops
     optimizers              hooks of an optimiser's step
     updates                 fused kernels of optimisers
     ops                     schemas and overloads
@@ -134,7 +135,6 @@ from spmd._torch.modes import (
     TorchDispatchMode,
     add_dynamo_guard,
     constant_in_dynamo,
-    dispatched_in_python,
     flags,
     flags_around,
     frozen_are_constants,
@@ -196,6 +196,7 @@ from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.quick_traces import quick_functional_mode
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
 from spmd._torch.read_numbers import Integer, ValueRead, asked_by_user, read_as_numbers
+from spmd._torch.recurrent import recurrent_in_python
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols

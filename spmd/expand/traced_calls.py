@@ -44,7 +44,7 @@ class TracedCalls(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function in RECURRENT:
-            with _without_kernels_of_the_machine(), _torch.dispatched_in_python():
+            with _without_kernels_of_the_machine(), _torch.recurrent_in_python():
                 return function(*args, **kwargs)
         if function in (torch.tensor, torch.as_tensor) and args:
             if (told := find_told(args[0])) is not None:
