@@ -1,26 +1,28 @@
 """A file with programs: a zip archive of texts and tensors.
 
-    step.json             the settings of the step
+    step.json             the settings of the step, and a digest of all parts
     0/key.json            the key of a program: what it was made for
     0/program.txt         the program
     0/calling.txt         what its inputs and outputs are
     0/constants.pt        its constants, which torch loads as tensors alone
-    0/code.txt            the code of the rank that has written it, with a digest of all of this
+    0/code.txt            the code of the rank that has written it
 
 `unzip -p FILE 0/program.txt` shows a program. Nothing in the archive is pickled code. It is written beside its place
-and then renamed, so a reader sees all of it or nothing; the archive has checksums of its parts.
+and then renamed, so a reader sees all of it or nothing. The digest says that all is as it was written, when it was
+verified: what somebody has edited since is no saved step.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
-import tempfile
+import secrets
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -34,11 +36,11 @@ from spmd.expand.kept.calling import calling_text, read_calling
 from spmd.expand.kept.graphs import program_text, read_program
 from spmd.expand.kept.key import Key
 from spmd.expand.kept.notation import CannotKeep
-from spmd.expand.kept.rank_code import digest_of, read_code
+from spmd.expand.kept.rank_code import read_code
 from spmd.expand.program import Program
 from spmd.mesh import DeviceMesh
 
-FORMAT = "spmd step 3"
+FORMAT = "spmd step 4"
 
 
 class UnreadableStep(ValueError):
@@ -71,10 +73,6 @@ class Entry:
     def texts(self) -> tuple[str, str, str]:
         """All but the key and the constants."""
         return self.program, self.calling, self.code
-
-    def digest(self) -> str:
-        """A digest of the texts: as long as it is equal, they are what was verified when they were written."""
-        return digest_of(json.dumps(self.key, sort_keys=True), *self.texts)
 
 
 class Kept:
@@ -114,32 +112,47 @@ def all_kept(entries: Sequence[Entry | CannotKeep]) -> list[Entry]:
     return list(entries)
 
 
+ABOUT = "step.json"
+
+
 def write(path: str | os.PathLike, settings: str, entries: Sequence[Entry]) -> None:
     """Write an archive in one go: whoever reads at the same time gets what was there before, or all of the new one."""
-    parts = {"step.json": json.dumps({"format": FORMAT, "settings": settings, "programs": len(entries)})}
-    for i, entry in enumerate(entries):
-        parts |= {f"{i}/key.json": json.dumps(entry.key, indent=0), f"{i}/program.txt": entry.program}
-        parts |= {f"{i}/calling.txt": entry.calling, f"{i}/constants.pt": _tensor_bytes(entry.constants)}
-        if entry.code:
-            parts[f"{i}/code.txt"] = f"{entry.digest()}\n{entry.code}"
+    parts = {f"{i}/{name}": data for i, entry in enumerate(entries) for name, data in _parts(entry).items()}
+    about = {"format": FORMAT, "settings": settings, "programs": len(entries), "digest": _digest(settings, parts)}
     whole = io.BytesIO()
     with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for name, data in parts.items():
+        for name, data in {ABOUT: json.dumps(about).encode(), **parts}.items():
             archive.writestr(name, data)
     write_in_one_go(Path(path), whole.getvalue())
 
 
+def _parts(entry: Entry) -> dict[str, bytes]:
+    """The files of an entry."""
+    texts = {"key.json": json.dumps(entry.key, indent=0), "program.txt": entry.program, "calling.txt": entry.calling}
+    texts |= {"code.txt": entry.code} if entry.code else {}
+    return {name: text.encode() for name, text in texts.items()} | {"constants.pt": _tensor_bytes(entry.constants)}
+
+
+def _digest(settings: str, parts: Mapping[str, bytes]) -> str:
+    """A digest of all that an archive says."""
+    found = hashlib.sha256(settings.encode())
+    for name, data in sorted(parts.items()):
+        found.update(f"\0{name} {len(data)} ".encode())
+        found.update(data)
+    return found.hexdigest()
+
+
 def write_in_one_go(target: Path, data: bytes) -> None:
     """Write a file. Whoever reads at the same time gets what was there before, or all of the new one."""
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:  # as readable as a file that a program writes in place
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -147,27 +160,25 @@ def read(path: str | os.PathLike) -> tuple[str, list[Entry]]:
     """The settings and the entries of an archive. UnreadableStep for a file that is none; OSError for no file."""
     try:
         with zipfile.ZipFile(path) as archive:
-            about = json.loads(archive.read("step.json"))
+            about = json.loads(archive.read(ABOUT))
             if about["format"] != FORMAT:
                 raise UnreadableStep(f"{path} has the format {about['format']!r}; this spmd reads {FORMAT!r}")
-            return about["settings"], [_entry(archive, i) for i in range(about["programs"])]
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, EOFError, RuntimeError, TypeError) as error:
+            parts = {name: archive.read(name) for name in archive.namelist() if name != ABOUT}
+        if _digest(about["settings"], parts) != about["digest"]:
+            raise UnreadableStep(f"{path} was edited after it was written, so nobody has verified what it says")
+        return about["settings"], [_entry(parts, i) for i in range(about["programs"])]
+    except (zipfile.BadZipFile, zlib.error, LookupError, ValueError, EOFError, RuntimeError, TypeError) as error:
         if isinstance(error, UnreadableStep):
             raise
         raise UnreadableStep(f"{path} is no saved step, or it is damaged: {error}") from error
 
 
-def _entry(archive: zipfile.ZipFile, i: int) -> Entry:
-    texts = [archive.read(f"{i}/{name}").decode() for name in ("key.json", "program.txt", "calling.txt")]
-    file = io.BytesIO(archive.read(f"{i}/constants.pt"))
+def _entry(parts: Mapping[str, bytes], i: int) -> Entry:
+    key, program, calling = (parts[f"{i}/{name}"].decode() for name in ("key.json", "program.txt", "calling.txt"))
+    file = io.BytesIO(parts[f"{i}/constants.pt"])
     with _torch.no_modes():  # also inside LocalTensorMode they are plain tensors, the same on all ranks
         constants = torch.load(file, weights_only=True, map_location="cpu")
-    entry = Entry(json.loads(texts[0]), texts[1], texts[2], constants)
-    if f"{i}/code.txt" not in archive.namelist():
-        return entry
-    digest, _, code = archive.read(f"{i}/code.txt").decode().partition("\n")
-    with_code = replace(entry, code=code)
-    return with_code if with_code.digest() == digest else entry  # somebody has changed it: then the program counts
+    return Entry(json.loads(key), program, calling, constants, parts.get(f"{i}/code.txt", b"").decode())
 
 
 def _tensor_bytes(tensors: dict[str, torch.Tensor]) -> bytes:

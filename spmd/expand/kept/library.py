@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import warnings
@@ -128,7 +129,8 @@ class Folder(Library):
                     self._warn(f"{file} is not used, and will be replaced: {error}")
                     return None
                 if kept.captured.holds(wanted.numbers):
-                    os.utime(file)
+                    with contextlib.suppress(OSError):  # of others, who let us read it; or another has removed it
+                        os.utime(file)
                     return kept
         return None
 

@@ -13,13 +13,11 @@
 
 The lines are those of `spmd.expand.function`, in a notation of their own: each calls one of the values above, or a
 method, on variables and numbers. What else a text may have is refused before it is compiled, and Python's builtins are
-not there. The code was verified when it was bound; a digest says whether it, or the program that it was bound from, is
-still what was written.
+not there. The code was verified when it was bound; the digest of the archive says that it is still what was written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -118,11 +116,6 @@ def place_of_code(mesh: DeviceMesh, backend: Backend) -> str | None:
     return f"{mesh.device_type}, {coordinate} of {dict(zip(mesh.axis_names, mesh.shape, strict=True))}, {ranks}"
 
 
-def digest_of(*parts: str) -> str:
-    """A digest of parts of an entry: as long as it is equal, they are what was verified when they were written."""
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
 def read_code(text: str, at: str, constants: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> RankCode | None:
     """The code of a text; None where it is for another rank, or on other ranks. ValueError for other text."""
     first, _, rest = text.partition("\n")
@@ -175,4 +168,4 @@ def _read_named(said: list[list[str | None]], reader: Reader) -> tuple[tuple[str
     return tuple([(name, None if text is None else reader.spec(text)) for name, text in said])
 
 
-__all__ = ["RankCode", "digest_of", "place_of_code", "read_code"]
+__all__ = ["RankCode", "place_of_code", "read_code"]
