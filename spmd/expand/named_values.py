@@ -345,7 +345,10 @@ _MODULE = types.ModuleType
 
 
 def _value_in_context(variable: contextvars.ContextVar, otherwise: Any) -> Any:
-    return variable.get(otherwise)
+    try:
+        return variable.get()  # what it has by default, too
+    except LookupError:
+        return otherwise
 
 
 def _key(x: Any) -> Any:
