@@ -8,16 +8,19 @@
 
 A capture runs code and reads values, and the program is right for no others. Which code it runs is known without
 running it: files of the user are read with everything that they import, whether or not it plays a role. A changed
-comment counts as a change. Left out: code that is found in other ways, such as plugins by name.
+comment counts as a change; so does code that was imported before its file was edited. Left out: code that is found in
+other ways, such as plugins by name.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import functools
 import importlib.metadata
 import importlib.util
+import marshal
 import os
 import sys
 import types
@@ -26,6 +29,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -40,11 +44,12 @@ from spmd.expand.python_state import is_set
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 
 
-def code_entries(fn: Callable, objects: Iterable[Any]) -> dict[str, str]:
-    """The entries for a step and for the modules, optimisers and other objects that it is given."""
+def code_entries(fn: Callable, objects: Iterable[Any], code: Iterable[Any] = ()) -> dict[str, str]:
+    """The entries for a step and for the modules, optimisers and other objects that it is given. code: functions and
+    classes that are known to run, such as those of objects among the arguments."""
     objects = list(objects)
     roots = [fn, *_classes(objects), *_hooks(m for x in objects if isinstance(x, nn.Module) for m in x.modules())]
-    return dict(sorted((*_files(roots), *_Values().of(fn, roots).items())))
+    return dict(sorted((*_files([*roots, *code]), *_Values().of(fn, roots).items())))
 
 
 @functools.lru_cache(maxsize=1)
@@ -93,10 +98,25 @@ def _files(roots: Iterable[Any]) -> Iterator[tuple[str, str]]:
         if path is None:
             continue
         text, imported = _read(path, os.stat(path).st_mtime_ns, name)
-        yield f"code of {module_name(name)}", text
+        yield f"code of {module_name(name)}", digest(text, *_loaded(name))
         new = [n for n in imported if n not in seen]
         seen.update(new)
         open_ += new
+
+
+def _loaded(name: str) -> Iterator[str]:
+    """What the functions of a Python module do that was imported: its file may have been edited since."""
+    for x in list(vars(sys.modules[name]).values()) if name in sys.modules else ():
+        if isinstance(x, (types.FunctionType, type)) and x.__module__ == name:
+            yield from (code_text(fn.__code__) for fn in (_functions(x) if isinstance(x, type) else (x,)))
+
+
+def _functions(kind: type) -> Iterator[types.FunctionType]:
+    """The functions in a class, those of properties and the like among them."""
+    for x in list(vars(kind).values()):
+        for fn in (x, getattr(x, "__func__", None), *(getattr(x, name, None) for name in ("fget", "fset", "func"))):
+            if isinstance(fn, types.FunctionType):
+                yield fn
 
 
 def _module_of(x: Any) -> str | None:
@@ -186,9 +206,8 @@ class _Values:
         for name, x in list(vars(kind).items()):
             if not name.startswith("__") and not isinstance(x, types.FunctionType):
                 self.value(f"{qualified(kind)}.{name}", x, ())
-            for fn in (x, getattr(x, "__func__", None), *(getattr(x, name, None) for name in ("fget", "fset", "func"))):
-                if isinstance(fn, types.FunctionType):
-                    self.function(fn)
+        for fn in _functions(kind):
+            self.function(fn)
 
     def function(self, fn: types.FunctionType) -> None:
         """Look through a function of the user: what it names, what is bound to it, and the file where it has none."""
@@ -213,11 +232,14 @@ class _Values:
         if isinstance(x, PLAIN):
             self.found[f"value {path}"] = shortened(described(x))
             return
+        if _is_data(x):
+            self.found |= {f"value {path}": text for text in _data_texts(x)}
+            return
         if (id(x), names) in self.seen or isinstance(x, (torch.Tensor, nn.Module, Optimizer)):
             return
         self.seen.add((id(x), names))
         if isinstance(x, (list, tuple, dict, set, frozenset)):
-            for key, y in _items(x) if len(x) <= MOST_ITEMS else ():
+            for key, y in _items(x):
                 self.value(f"{path}.{key}", y, names)
         elif isinstance(x, functools.partial):
             for name, y in {"function": x.func, "args": x.args, "keywords": x.keywords}.items():
@@ -243,6 +265,21 @@ class _Values:
         for name in names:
             if name in own:
                 self.value(f"{path}.{name}", own[name], names)
+
+
+def _is_data(x: Any) -> bool:
+    """Whether a value is an array, or a container with too many items to be looked through."""
+    return isinstance(x, np.ndarray) or (isinstance(x, (list, tuple, dict, set, frozenset)) and len(x) > MOST_ITEMS)
+
+
+def _data_texts(x: Any) -> Iterator[str]:
+    """The text of such a value; none where it holds objects."""
+    if isinstance(x, np.ndarray):
+        if x.dtype != object:
+            yield described(x)
+        return
+    with contextlib.suppress(ValueError):
+        yield f"{len(x)} items {digest(marshal.dumps(list(_items(x)), 2))}"  # a version that knows no shared values
 
 
 def _has_code(x: Any) -> bool:

@@ -102,8 +102,15 @@ def tensor_text(x: torch.Tensor) -> str:
 
 def code_text(code: types.CodeType) -> str:
     """A digest of what a function does, wherever its lines stand."""
-    inner = [code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    inner = [code_text(c) if isinstance(c, types.CodeType) else _constant_text(c) for c in code.co_consts]
     return digest(code.co_code, *inner, *code.co_names, *code.co_varnames)
+
+
+def _constant_text(x: Any) -> str:
+    """A constant of a function. A set, as of `x in {"a", "b"}`, has another order in each process."""
+    if isinstance(x, frozenset):
+        return f"set {sorted(map(_constant_text, x))}"
+    return f"({', '.join(map(_constant_text, x))})" if type(x) is tuple else repr(x)
 
 
 def _function(fn: types.FunctionType, inner: Callable[[Any], str]) -> str:

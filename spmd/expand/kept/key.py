@@ -67,8 +67,9 @@ def _key_of_call(step: CompiledStep, call: Any) -> Key:
     for path, x in constants:
         entries |= _of_constant(path, x)
     entries["order of the modules"] = digest(*(path for path, x in constants if is_of_module(x)))
-    held = call.state
-    return entries | code_entries(step.fn, [*held.modules.values(), *held.optimizers.values()])
+    held, known = call.state, call.search
+    objects = *held.modules.values(), *held.optimizers.values()
+    return entries | code_entries(step.fn, objects, (*known.functions, *known.classes))
 
 
 def _of_slot(slot: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import json
 import os
@@ -26,13 +27,15 @@ from spmd.expand.kept.library import Folder
 ROOT = Path(__file__).parents[3]
 
 SOURCE = """
+    import contextvars
     import functools
 
     import torch
     from torch import nn
     from {helper} import bent
 
-    SCALE, FACTOR = 2.0, 1.0
+    SCALE, FACTOR, TABLE, NAME = 2.0, 1.0, [1.0] * 200, "neddih"
+    CONTEXT = contextvars.ContextVar("context", default=1.0)
 
     @functools.lru_cache
     def factor():
@@ -48,6 +51,9 @@ SOURCE = """
 
         return twice(x)
 
+    def hidden(x):
+        return x * 1.0
+
     class Net(nn.Module):
         kept = 1.0
 
@@ -57,7 +63,8 @@ SOURCE = """
             self.down.register_forward_pre_hook(scaled)
 
         def forward(self, x):
-            return doubled(self.down(bent(self.up(x)))) * SCALE * self.p * factor() * self.kept
+            x = globals()[NAME[::-1]](doubled(self.down(bent(self.up(x)))))
+            return x * SCALE * self.p * factor() * self.kept * TABLE[len(TABLE) // 2] * CONTEXT.get()
 
     def step(model, optimizer, x):
         optimizer.zero_grad()
@@ -166,6 +173,22 @@ def changed_global(user, patch):
     return {}
 
 
+def changed_table(user, patch):
+    patch.setattr(user, "TABLE", [2.0] * 200)
+    return {}
+
+
+def changed_context(user, patch):
+    patch.setattr(user, "CONTEXT", contextvars.ContextVar("context", default=3.0))
+    return {}
+
+
+def changed_in_memory(user, patch):
+    """As where the file was edited after it was imported, and code reaches the function by a computed name."""
+    patch.setattr(user.hidden, "__code__", (lambda x: x * 3.0).__code__)
+    return {}
+
+
 def changed_beneath_a_cache(user, patch):
     patch.setattr(user, "FACTOR", 3.0)
     return {}
@@ -210,6 +233,9 @@ MUTATIONS = {
     changed_helper: "code of helper_.*: it has changed",
     changed_later_import: "code of late_.*: it has changed",
     changed_global: r"value train_.*\.SCALE: '2.0' was saved, and here it is '3.0'",
+    changed_table: r"value train_.*\.TABLE: '200 items .*' was saved, and here it is '200 items",
+    changed_context: "CONTEXT around the step: '1.0' was saved, and here it is '3.0'",
+    changed_in_memory: "code of train_.*: it has changed",
     changed_beneath_a_cache: r"value train_.*\.FACTOR: '1.0' was saved, and here it is '3.0'",
     changed_class_attribute: r"value train_.*Net\.kept: '1.0' was saved, and here it is '3.0'",
     changed_behind_a_hook: r"value train_.*\.RATE: '1.0' was saved, and here it is '3.0'",
@@ -228,6 +254,17 @@ def test_a_call_that_nothing_was_saved_for_names_what_differs(mutate, user, save
         step = spmd.load_step(saved, user.step, mesh_of(2, 2))
         with pytest.raises(StaleStep, match=MUTATIONS[mutate]):
             called(step, user, **mutate(user, monkeypatch))
+
+
+def applied(function, x):
+    return function(x)
+
+
+def test_the_file_of_a_function_that_is_given_counts(user):
+    """Also where no file of the step imports it."""
+    late = importlib.import_module(user.__name__.replace("train", "late"))
+    step = spmd.compile(applied, mesh_of(2, 2))
+    assert f"code of {late.__name__}" in step._wanted(step._call((late.twice, torch.ones(4)), {}, True)).key
 
 
 def test_what_differs_before_any_call(user, saved, monkeypatch):
@@ -327,6 +364,29 @@ def damaged(file: Path, how: str) -> None:
         text = entry.program.replace("all_reduce(", "no_such_move(" if how == "text" else "slice(", 1)
         assert text != entry.program
         archive.write(file, settings, [archive.Entry(entry.key, text, entry.calling, entry.constants)])
+
+
+def test_a_folder_of_others_is_read(user, saved, monkeypatch):
+    """One may not write there: what is kept is used, and what is not is told."""
+    monkeypatch.setattr(os, "utime", mock.Mock(side_effect=PermissionError))
+    monkeypatch.setattr(archive, "write_in_one_go", mock.Mock(side_effect=PermissionError("no place")))
+    with LocalTensorMode(4), count_captures() as captures:
+        step = spmd.compile(user.step, mesh_of(2, 2), params=PARAMS, inputs=INPUTS, cache=saved.parent / "cache")
+        called(step, user)
+        assert not captures.call_count
+        with pytest.warns(UserWarning, match="is not kept in .* no place"):
+            called(step, user, rows=6)
+
+
+def test_a_full_disk_loses_nothing(saved, tmp_path, monkeypatch):
+    settings, entries = archive.read(saved)
+    archive.write(tmp_path / "x.spmd", settings, entries)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError("no space left")))
+    with pytest.raises(OSError, match="no space left"):
+        archive.write(tmp_path / "x.spmd", settings, [])
+    assert archive.read(tmp_path / "x.spmd")[1] == entries and len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "y").touch()
+    assert (tmp_path / "x.spmd").stat().st_mode == (tmp_path / "y").stat().st_mode  # others may read it
 
 
 def test_many_write_at_once(user, saved, tmp_path):
