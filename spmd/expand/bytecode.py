@@ -22,12 +22,17 @@ class Instruction(NamedTuple):
     line: int
 
 
-def instructions(code: types.CodeType) -> Iterator[Instruction]:
-    """The instructions of a function, without those of the functions inside it.
+@functools.lru_cache(maxsize=1024)
+def instructions(code: types.CodeType) -> tuple[Instruction, ...]:
+    """The instructions of a function, without those of the functions inside it. Several look for one thing each.
 
     >>> [(i.name, i.value) for i in instructions((lambda x, y: y.real).__code__)][-3:-1]
     [('LOAD_FAST', 'y'), ('LOAD_ATTR', 'real')]
     """
+    return tuple(_instructions(code))
+
+
+def _instructions(code: types.CodeType) -> Iterator[Instruction]:
     starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
     for i in dis.get_instructions(code):
         line = starts.get(i.offset) or line
