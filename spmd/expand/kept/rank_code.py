@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 Named = Sequence[tuple[str, Spec | None]]
 
 _WORDS = r"[A-Za-z_]\w*"
-_GIVEN = r"(?:[\w ,=\[\]-]|(?<![\w\])])\(|\))*"
+_GIVEN = r"[\w ,=\[\])-]*(?:(?<![\w\])])\([\w ,=\[\])-]*)*"
 """Names, numbers, lists and tuples; nothing that is called."""
 LINE = re.compile(
     rf"    (?:{_WORDS} = {_WORDS}(?:\.[a-z]\w*)?(?:\({_GIVEN}\))?|{_WORDS} = {_WORDS}\[[\w ]*\]|del [\w, ]+"
