@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +61,8 @@ def key_of_call(step: CompiledStep, call: Any) -> Key | CannotKeep:
 
 def _key_of_call(step: CompiledStep, call: Any) -> Key:
     tree, flags, deterministic, arguments, constants, *layouts = call.key
-    entries = step_key(step) | _flags(flags, deterministic) | {"structure of the arguments": shortened(tree)}
+    structure = shortened(_ADDRESS.sub("", tree))
+    entries = step_key(step) | _flags(flags, deterministic) | {"structure of the arguments": structure}
     layout = itertools.chain(*layouts)
     entries |= {_of_slot(slot): f"{described(spec)}{', requires gradient' * wants}" for slot, spec, wants in layout}
     entries |= {f"argument {path}": shortened(described(x)) for path, x in arguments}
@@ -70,6 +72,10 @@ def _key_of_call(step: CompiledStep, call: Any) -> Key:
     held, known = call.state, call.search
     objects = *held.modules.values(), *held.optimizers.values()
     return entries | code_entries(step.fn, objects, (*known.functions, *known.classes))
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the text of a `defaultdict(function)`: another process has the function elsewhere."""
 
 
 def _of_slot(slot: Any) -> str:

@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import zipfile
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
@@ -265,6 +267,18 @@ def test_the_file_of_a_function_that_is_given_counts(user):
     late = importlib.import_module(user.__name__.replace("train", "late"))
     step = spmd.compile(applied, mesh_of(2, 2))
     assert f"code of {late.__name__}" in step._wanted(step._call((late.twice, torch.ones(4)), {}, True)).key
+
+
+def looked_up(several, x):
+    return x * several.get("factor", 2.0)
+
+
+def test_no_address_is_in_a_key():
+    """A dict that calls a function, as a GradScaler has, is the same in another process."""
+    step = spmd.compile(looked_up, mesh_of(2, 2))
+    dicts = [defaultdict(types.FunctionType(looked_up.__code__, globals())) for _ in range(2)]
+    a, b = [step._wanted(step._call((each, torch.ones(4)), {}, True)).key for each in dicts]
+    assert a == b
 
 
 def test_what_differs_before_any_call(user, saved, monkeypatch):
