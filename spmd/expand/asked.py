@@ -32,7 +32,7 @@ from spmd import _torch
 from spmd.expand.closed_over import Search, is_installed, package_of
 from spmd.expand.outside import DRAWS, RandomNumbers
 from spmd.expand.told import Told
-from spmd.expand.user_code import at_user_line, current_frames
+from spmd.expand.user_code import SPMD_FOLDER, at_user_line, current_frames
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 TOLD: dict[types.ModuleType, tuple[str, ...]] = {
@@ -62,7 +62,21 @@ class Asked:
 
     def by_user(self) -> bool:
         """Whether code of the user asks. To be called by what stands for a function."""
-        return threading.get_ident() == self.thread and _torch.asked_by_user(sys._getframe(2))
+        here = threading.get_ident() == self.thread
+        return here and _torch.asked_by_user(sys._getframe(2)) and not _is_importing(sys._getframe(2))
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+    """Whether a module is being imported, by code that runs in the trace: what it asks then it would have been told
+    before the step as well."""
+    while frame is not None and not frame.f_code.co_filename.startswith(SPMD_FOLDER):
+        if frame.f_code.co_filename == _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
 @contextlib.contextmanager

@@ -215,3 +215,22 @@ def test_the_environment_is_a_guard(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("SPMD_TEST_SCALE", "7")
     with pytest.raises(spmd.StaleStep, match=r"os.environ\['SPMD_TEST_SCALE'\] was .* and is '7'"):
         value(spmd.load_step(tmp_path / "step", by_the_environment, mesh))
+
+
+def test_what_an_import_asks_is_not_asked_by_the_step(tmp_path, monkeypatch, caplog):
+    """Some packages import their parts when these are first named, and look at clocks and the environment then."""
+    text = "import os, time\nBEGIN = time.time()\nif os.getpid() < 0 or os.environ.get('FIRST'):\n    raise OSError\n"
+    (tmp_path / "named_first_in_a_step.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def step(model, x):
+        import named_first_in_a_step
+
+        return model(x).sum() if named_first_in_a_step.BEGIN else x
+
+    compiled = spmd.compile(step, LINE)
+    program = compiled.program_for(net(), X)
+    assert [str(n.target) for n in program.graph.nodes if n.op == "call_function"][-1].startswith("aten.sum")
+    monkeypatch.setenv("FIRST", "1")
+    compiled.program_for(net(), X)
+    assert "captured anew" not in caplog.text
