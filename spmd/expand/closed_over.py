@@ -118,7 +118,7 @@ def names_in(code: types.CodeType) -> Names:
     for name, value, _ in instructions(code):
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             globals_.add(value)
-        elif name == "LOAD_ATTR":
+        elif name in ("LOAD_ATTR", "STORE_ATTR"):
             attributes.add(value)
     texts = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     attributes |= texts if not REFLECTING.isdisjoint(globals_ | attributes) else set()

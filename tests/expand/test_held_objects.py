@@ -189,7 +189,25 @@ def both():
     return Training(train, lambda f, x: f(model, around, x), seen)
 
 
+class Keeping:
+    """A trainer that keeps what it saw last, for those that look at it between steps."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.optimizer, self.loss = model, optimizer, None
+
+    def step(self, x):
+        self.loss = train(self.model, self.optimizer, x)
+        self.largest = x.abs().amax()
+
+
+def keeping():
+    model, optimizer, seen = parts()
+    trainer = Keeping(model, optimizer)
+    return Training(trainer.step, lambda f, x: f(x), lambda: [*seen(), trainer.loss, trainer.largest])
+
+
 KINDS = {
+    "a trainer that keeps its loss": (keeping, 2),
     "a trainer": (trainer_argument, 3),
     "objects in objects": (deep_argument, 2),
     "an average": (average(Average, True), 2),
