@@ -98,6 +98,7 @@ ONE_IN = {
     "expand/test_place_reductions.py::test_many_random_programs_keep_their_numbers_and_never_cost_more": 0,
     "expand/test_precision.py::test_training_in_mixed_precision_is_that_of_one_device": 3,
     "expand/test_program.py::test_tensor_parallel_sends_what_megatron_sends": 3,
+    "expand/test_loops.py::test_a_loop_updates_where_parameters_and_states_are": 4,
     "expand/test_loops.py::test_a_loop_sends_what_its_rounds_send_and_needs_no_more_memory": 11,
     "expand/test_loops.py::test_a_rank_needs_what_a_program_with_a_loop_says": 6,
     "expand/test_loops.py::test_a_step_with_a_loop_trains_as_on_one_device": 11,
