@@ -198,12 +198,18 @@ class Keeping:
     def step(self, x):
         self.loss = train(self.model, self.optimizer, x)
         self.largest = x.abs().amax()
+        return self.loss
 
 
 def keeping():
     model, optimizer, seen = parts()
     trainer = Keeping(model, optimizer)
-    return Training(trainer.step, lambda f, x: f(x), lambda: [*seen(), trainer.loss, trainer.largest])
+
+    def kept():
+        tensors, numbers = seen()
+        return [*tensors, trainer.loss, trainer.largest], numbers
+
+    return Training(trainer.step, lambda f, x: f(x), kept)
 
 
 KINDS = {
