@@ -57,13 +57,14 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     """The numbers that a step keeps. search: what its code names. known: those that were found besides."""
     codes = [fn.__code__ for fn in search.functions if fn.__name__ not in MAKING]
     assigned = frozenset().union(*map(_assigned_attributes, codes))
-    found: Counters = {}
+    found = _Found()
     owners = _owners(state)
-    known = all_names(known, _inner_names(known, owners))
+    held = _Held(owners)
+    known = all_names(known, _inner_names(known, held))
     for path, owner in owners.items():
         _add(found, path, owner, assigned | known.get(path, frozenset()))
         for steps in (each for each in known.get(path, ()) if isinstance(each, tuple)):
-            if (place := _inside(owner, steps)) is not None:
+            if (place := _inside(held[path], owner, steps)) is not None:
                 _put(found, _path_of(path, owner, steps), place)
     for path, owner in search.objects.items() if assigned else ():
         _add(found, path, owner, assigned)
@@ -72,14 +73,27 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     for name, place in assigned_variables(search):
         if type(place.value) in KINDS:
             _put(found, f"{name} around the step", place)  # no argument has such a name
-    return found
+    return dict(found)
 
 
-def _add(found: Counters, path: str, owner: Any, names: frozenset[str]) -> None:
+def _add(found: _Found, path: str, owner: Any, names: frozenset[str]) -> None:
     """The numbers among the attributes of an object that have one of these names."""
     for name in numbers_of(owner) if names else ():
         if name in names:
             _put(found, f"{path}.{name}", Place(owner, name))
+
+
+class _Held(dict):
+    """What each of these holds (`held_by`), by path, found when it is asked for first: of an optimiser that is all that
+    it keeps for its parameters."""
+
+    def __init__(self, owners: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.owners = owners
+
+    def __missing__(self, path: str) -> dict[str, Any]:
+        self[path] = held_by(self.owners[path])
+        return self[path]
 
 
 def path_of_class(kind: type) -> str:
@@ -87,21 +101,22 @@ def path_of_class(kind: type) -> str:
     return f"class {kind.__qualname__}"
 
 
-def _inner_names(known: Names, owners: Mapping[str, Any]) -> Names:
+def _inner_names(known: Names, held: _Held) -> Names:
     """For names of what is in no owner itself, as a saved step has them: the steps from the owner around it."""
     found: dict[str, frozenset[Any]] = {}
+    owners = held.owners
     inner = [(path, name) for path in sorted(known.keys() - owners.keys()) for name in sorted(known[path])]
     for path, name in inner:
         around = max((each for each in owners if path.startswith(f"{each}.")), key=len, default=None)
         if around is not None:
-            steps = _steps(owners[around], f"{path}.{name}".removeprefix(f"{around}.").split("."))
+            steps = _steps(held[around], f"{path}.{name}".removeprefix(f"{around}.").split("."))
             found[around] = found.get(around, frozenset()) | ({steps} if steps else frozenset())
     return found
 
 
-def _steps(owner: Any, parts: list[str]) -> tuple:
+def _steps(held: dict[str, Any], parts: list[str]) -> tuple:
     """The keys and places that lead to what is called so in what an owner holds; empty where there is no such thing."""
-    x, steps = held_by(owner), []
+    x, steps = held, []
     for at, part in enumerate(parts):
         if isinstance(x, types.MethodType):
             x = x.__self__
@@ -136,18 +151,18 @@ _THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__")}
 """The steps to the attributes of an object, and to the object that a method is bound to: no path names them."""
 
 
-def _inside(module: Any, steps: tuple) -> Place | None:
+def _inside(held: dict[str, Any], module: Any, steps: tuple) -> Place | None:
     """The place of a number in what a module holds; None where there is none now."""
-    x = _box(module, steps)
+    x = _box(held, steps)
     try:
         return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
     except (KeyError, IndexError, TypeError):
         return None
 
 
-def _box(owner: Any, steps: tuple) -> Any:
-    """The container to which all steps but the last lead; None where there is none now."""
-    x: Any = held_by(owner)
+def _box(held: dict[str, Any], steps: tuple) -> Any:
+    """The container in what an owner holds to which all steps but the last lead; None where there is none now."""
+    x: Any = held
     try:
         for step in steps[:-1]:
             x = _THROUGH[step](x) if step in _THROUGH else x[step]
@@ -156,9 +171,18 @@ def _box(owner: Any, steps: tuple) -> Any:
         return None
 
 
-def _put(found: Counters, path: str, place: Place) -> None:
-    if all(place.key != other.key for other in found.values()):
-        several = sum(path == other or other.startswith(f"{path} (") for other in found)
+class _Found(dict[str, Place]):
+    """Counters by path, each place once. places: their keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[Any] = set()
+
+
+def _put(found: _Found, path: str, place: Place) -> None:
+    if place.key not in found.places:
+        found.places.add(place.key)
+        several = sum(path == other or other.startswith(f"{path} (") for other in found) if path in found else 0
         found[f"{path} ({several + 1})" if several else path] = place
 
 
@@ -200,11 +224,12 @@ def check_constant(before: Mapping[tuple[str, Any], float], state: State, python
     """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number, or one in
     what modules hold."""
     owners = _owners(state)
+    held = _Held(owners)
     paths = {id(owner): path for path, owner in owners.items()}
     found: dict[str, frozenset[Any]] = {}
     for (path, name), old in before.items():
         steps = name if isinstance(name, tuple) else (name,)
-        now = (_box(owners[path], steps) or {}).get(steps[-1]) if path in owners else None
+        now = (_box(held[path], steps) or {}).get(steps[-1]) if path in owners else None
         if now is not old and is_number_or_symbol(now) and not _is_same(old, now):
             found[path] = found.get(path, frozenset()) | {name}
     for module, steps in python.numbers_set(is_number_or_symbol):
