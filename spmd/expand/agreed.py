@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spmd.comm import RanksDiffer, agree
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.kept.archive import Kept
 from spmd.expand.kept.library import Wanted
 from spmd.expand.program import Program

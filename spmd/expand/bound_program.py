@@ -13,7 +13,7 @@ from torch import fx
 from spmd import _torch
 from spmd.comm import transport
 from spmd.comm.listen import is_heard, tell_of_program
-from spmd.expand.capture import Argument, Captured
+from spmd.expand.captured import Argument, Captured
 from spmd.expand.code import code_for
 from spmd.expand.draws import Draws
 from spmd.expand.function import Function, as_function

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spmd._torch import pytree
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.closed_over import Search
 from spmd.expand.containers import AROUND, There, shared
 from spmd.expand.counters import Names, counters_of

@@ -26,7 +26,8 @@ from spmd.expand.again.repeat import Ready, Repeat, repeat_of
 from spmd.expand.agreed import Made, agreed
 from spmd.expand.bound_program import BoundProgram
 from spmd.expand.call import Call
-from spmd.expand.capture import Argument, Captured, capture
+from spmd.expand.capture import capture
+from spmd.expand.captured import Argument, Captured
 from spmd.expand.closed_over import find_closed_over, only_optimizers
 from spmd.expand.collector import collector_off
 from spmd.expand.counters import CountersFound, Names, all_names, names_of

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from spmd.expand.capture import Argument, Captured, Draws
+from spmd.expand.captured import Argument, Captured
 from spmd.expand.choose.program import Expansion
+from spmd.expand.draws import Draws
 from spmd.expand.given_specs import AllPlaces, own_place
 from spmd.expand.passes.keep_gathered import keep_gathered
 from spmd.expand.passes.place_reductions import place_reductions

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from spmd._torch import pytree
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.module_attributes import is_attribute, leaves_of
 from spmd.expand.state import named_leaves
 from spmd.mesh import DeviceMesh

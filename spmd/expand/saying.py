@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from spmd.expand.capture import Captured, Draws
+from spmd.expand.captured import Captured
+from spmd.expand.draws import Draws
 from spmd.tensor.modes import explicit
 from spmd.tensor.recipes import stream
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.choose.budget import Budget, chosen_within
 from spmd.expand.choose.program import Chosen, Expansion
 from spmd.expand.expansion import expansion_of

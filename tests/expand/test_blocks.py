@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
-from spmd.expand.capture import Captured, capture
+from spmd.expand.capture import capture
+from spmd.expand.captured import Captured
 from spmd.expand.stamp import blocks
 from spmd.expand.state import State
 from tests.expand.test_stamp import outputs, train

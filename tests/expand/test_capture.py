@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn, optim
 
-from spmd.expand.capture import Argument, Captured, capture
+from spmd.expand.capture import capture
+from spmd.expand.captured import Argument, Captured
 from spmd.expand.places.roles import MARK
 from spmd.expand.state import Slot, State
 from tests.expand.side_by_side import Case, gpt, rows, same, tensors, tokens, train_step

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import fx, nn, optim
 
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.stamp import optimizers
 from spmd.expand.stamp.parts import Coupled, differing, parts_of, stamp
 from tests.expand.test_capture import captured

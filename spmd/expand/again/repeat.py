@@ -29,7 +29,7 @@ from spmd.expand.again.given import Given, likeness
 from spmd.expand.again.results import Made, builder, picker
 from spmd.expand.again.tensors import Kept, are_in_place
 from spmd.expand.bound_program import BoundProgram, write_into
-from spmd.expand.capture import Argument
+from spmd.expand.captured import Argument
 from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of, blocks_like
 from spmd.expand.guards import flags_guard

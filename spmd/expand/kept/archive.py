@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from spmd import _torch
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.collector import collector_off
 from spmd.expand.kept.calling import calling_text, read_calling
 from spmd.expand.kept.graphs import program_text, read_program

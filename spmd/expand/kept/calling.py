@@ -10,7 +10,7 @@
     environment: {'DEBUG': ('1', 'train.py:31, in step')}
     changes: [('model', (), {'ready': True}, ())]
 
-It is what is left of a capture (`spmd.expand.capture.Captured`) when its graph has become a program.
+It is what is left of a capture (`spmd.expand.captured.Captured`) when its graph has become a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from torch import fx, nn
 
 from spmd import _torch
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.kept import changes
 from spmd.expand.kept.notation import Reader, lines_of, read_lines
 from spmd.expand.kept.trees import as_tree, as_value

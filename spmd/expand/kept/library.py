@@ -18,7 +18,7 @@ from typing import NamedTuple
 from torch import nn
 
 from spmd.expand.asked import environment_differs
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.kept import archive
 from spmd.expand.kept.archive import Entry, Kept
 from spmd.expand.kept.graphs import made_for_ranks

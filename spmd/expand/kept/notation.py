@@ -28,9 +28,10 @@ import torch
 
 from spmd import _torch
 from spmd.comm.chunk import Packed
-from spmd.expand.capture import Argument, Draws
+from spmd.expand.captured import Argument
 from spmd.expand.choose.certificate import Certificate
 from spmd.expand.containers import There
+from spmd.expand.draws import Draws
 from spmd.expand.local_ops import LocalCount, LocalShape, UnlessEmpty, op_text
 from spmd.expand.objects import Counted
 from spmd.expand.passes.passes import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from spmd._torch import OpOverload
 from spmd.expand.asked import environment_differs
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.counters import CountersFound, changed_numbers
 from spmd.expand.guards import FLAGS
 from spmd.expand.kept_numbers import Apart

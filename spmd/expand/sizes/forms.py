@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.capture import Captured
+from spmd.expand.captured import Captured
 from spmd.expand.explain.explanation import Explanation
 from spmd.expand.local_map import LocalMapGradientOp, LocalMapOp
 from spmd.expand.loops.loop import Loop
