@@ -187,8 +187,8 @@ def _traced(
     gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
-    made_of = flat.outputs, flat.leaves, flat.tree
-    one = flat.identities, flat.same, flat.given, tuple(flat.detached), flat.views
+    made_of, shared = (flat.outputs, flat.leaves, flat.tree), flat.shared
+    one = flat.identities, shared.same, shared.given, tuple(shared.detached), flat.views
     made = tuple(i for i in inputs if i in first)
     used = (*inputs, *flat.outputs)
     sizes.forget(attributes.tensors.keys() - {i.path for i in used if isinstance(i, Argument)})

@@ -43,6 +43,7 @@ from spmd.expand.origins import Origins
 from spmd.expand.outside import line_naming
 from spmd.expand.phases import Phases, mark_gradient, new_values_noted
 from spmd.expand.python_state import Contents, PythonState, all_boxes, variables_of
+from spmd.expand.shared_leaves import SharedLeaves
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.stamp.blocks import Blocks
 from spmd.expand.stamp.repeats import Structure
@@ -157,11 +158,7 @@ class TracedFunction:
     leaves: tuple = ()
     tree: Any = None
     identities: dict[int, There | int] = field(default_factory=dict)
-    same: dict[int, int] = field(default_factory=dict)
-    given: dict[int, Slot | Argument] = field(default_factory=dict)
-    detached: list[int] = field(default_factory=list)
-    bases: dict[int, list[Any]] = field(default_factory=dict)
-    copies: set[int] = field(default_factory=set)
+    shared: SharedLeaves = field(default_factory=SharedLeaves)
     views: dict[int, View] = field(default_factory=dict)
     changes: Contents = field(default_factory=list)
     set_attributes: dict[str, Any] = field(default_factory=dict)
@@ -475,7 +472,7 @@ class TracedFunction:
         parts = result[1], *(inside for _, inside in changed.values()), *(inside for _, inside in written)
         parts = [[()], parts[0], [()], *parts[1 : 1 + len(changed)], [()], *parts[1 + len(changed) :]]
         self.identities = before.numbers([x for part in parts for x in part])
-        traced = self._new_leaves(leaves, returned, there)
+        self.shared = SharedLeaves.of(leaves, returned, there)
         foreign = next((x for x in leaves if not isinstance(x, (*PLAIN, *NAMED)) and not _torch.is_symbol(x)), None)
         if type(foreign) is Told:
             raise FrozenValue(foreign._what)
@@ -486,8 +483,8 @@ class TracedFunction:
                 "lists, tuples, dicts or objects of them"
             )
         self.leaves = tuple(None if isinstance(x, torch.Tensor) or _torch.is_symbol(x) else x for x in leaves)
-        self.outputs = (*traced, *homes)
-        values = [leaves[i] for i in traced] + list(homes.values())
+        self.outputs = (*self.shared.found, *homes)
+        values = [leaves[i] for i in self.shared.found] + list(homes.values())
         values = [_torch.from_functional(v) if isinstance(v, torch.Tensor) else v for v in values]
         tracer = _torch.proxy_mode().tracer
         self.nodes = [_torch.node_of(v, tracer) if isinstance(v, torch.Tensor) else None for v in values]
@@ -506,58 +503,6 @@ class TracedFunction:
             if slot.kind == "buffer" or (after.get(slot) is x and slot.kind != "grad")
         }  # fmt: skip
 
-    def _new_leaves(self, leaves: list[Any], returned: int, there: Mapping[Any, Any]) -> list[int]:
-        """The leaves that are outputs: symbols, each tensor once, and none that an attribute or a container of the
-        caller's is set to and that the step was given. Notes what the others are. returned: how many leaves the step
-        returns. there: what the step was given. If it returns that, the caller gets a copy of state, and of what is no
-        DTensor.
-        """
-        given_back, kept, first, found = _Met(), _Met(), _Met(), []
-        for where, x in there.items():
-            for met in (kept, given_back)[: 1 + isinstance(where, Argument)] if isinstance(x, torch.Tensor) else ():
-                met.meet(x, where)
-        for i, x in enumerate(leaves):
-            given = given_back if i < returned else kept
-            if _torch.is_symbol(x):
-                found.append(i)
-            elif isinstance(x, torch.Tensor):
-                was_met = first.shows(x) and not (first.find(x) < returned <= i and kept.parts(x))
-                is_met = was_met and first.has(x)
-                if (given.has(x) and (i >= returned or not is_met)) or (given.shows(x) and not is_met):
-                    self.given[i] = given.find(x)
-                elif was_met:
-                    self.same[i] = first.find(x)
-                if i not in self.same and (i < returned or i not in self.given):
-                    found.append(i)
-                if (i in self.given and not given.has(x)) or (i in self.same and not first.has(x)):
-                    self.detached.append(i)
-                first.meet(x, i, instead=kept.parts(x) and i >= returned)
-        self._take_kept(leaves, found, returned, kept)
-        for i in (i for i in found if isinstance(leaves[i], torch.Tensor) and i not in self.given):
-            given = given_back if i < returned else kept
-            others = [j for j in first.parts(leaves[i]) if j != i and j in found and j not in self.given]
-            if others or given.parts(leaves[i]):
-                self.bases[i] = [*given.parts(leaves[i]), *others]
-            if i < returned and kept.parts(leaves[i]):
-                self.copies.add(i)
-        return found
-
-    def _take_kept(self, leaves: list[Any], found: list[int], returned: int, kept: _Met) -> None:
-        """Let what is returned of the memory of state, which would be a copy, be what an attribute is set to, where
-        that is the same tensor, or shows the same."""
-        set_to = _Met()
-        for j, x in enumerate(leaves[returned:], returned):
-            if isinstance(x, torch.Tensor) and kept.parts(x):
-                set_to.meet(x, j)
-        firsts = {i: self.same.get(i, i) for i in range(returned)}
-        copies = [i for i, first in firsts.items() if first not in self.given or first in self.detached]
-        for i in [i for i in copies if isinstance(leaves[i], torch.Tensor) and set_to.shows(leaves[i])]:
-            self.given.pop(i, None)
-            self.detached = [j for j in self.detached if j != i] + [i] * (not set_to.has(leaves[i]))
-            self.same[i] = set_to.find(leaves[i])
-        found[:] = [i for i in found if i not in self.same]
-        self.same = _in_order(self.same, self.detached)
-
     def finish(self, graph: fx.Graph) -> None:
         """Complete the graph of the trace by what was noted beside it. Raises where that says that it is wrong."""
         self.write_outputs(graph)
@@ -568,12 +513,12 @@ class TracedFunction:
     def take_views(self, graph: fx.Graph, inputs: Collection[Slot | Argument]) -> None:
         """Take results that are views of something else out of a complete graph, and note them. inputs: of the graph.
         Raises for those that have common elements with others, and are no views of them."""
-        if not self.bases:
+        if not self.shared.bases:
             return
         output = graph.output_node()
         nodes = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
         nodes |= zip(self.outputs, output.args[0], strict=True)
-        self.views = views_of(self.bases, nodes)
+        self.views = views_of(self.shared.bases, nodes)
         for base in dict.fromkeys(self._base_of_both(*pair, nodes) for pair in self._overlapping(nodes)):
             self._give_too(base, nodes)
         kept = [i for i in self.outputs if i not in self.views or self._may_be_plain(self.views[i].of)]
@@ -582,8 +527,8 @@ class TracedFunction:
 
     def _overlapping(self, nodes: Mapping[Any, fx.Node]) -> list[tuple[int, Any]]:
         """The results with common elements of which neither is a view of something else."""
-        alone = [i for i in self.bases if i not in self.views and i not in self.copies]
-        pairs = ((i, j) for i in alone for j in self.bases[i] if j not in self.views)
+        alone = [i for i in self.shared.bases if i not in self.views and i not in self.shared.copies]
+        pairs = ((i, j) for i in alone for j in self.shared.bases[i] if j not in self.views)
         return [(i, j) for i, j in pairs if share_elements(nodes[i], nodes[j])]
 
     def _base_of_both(self, one: int, other: Any, nodes: Mapping[Any, fx.Node]) -> fx.Node:
@@ -599,8 +544,8 @@ class TracedFunction:
         number = len(self.leaves)
         self.leaves, self.outputs = (*self.leaves, None), (*self.outputs, number)
         nodes[number] = base
-        self.bases = {i: [*others, number] for i, others in self.bases.items()}
-        self.views = views_of(self.bases, nodes)
+        self.shared.bases = {i: [*others, number] for i, others in self.shared.bases.items()}
+        self.views = views_of(self.shared.bases, nodes)
 
     def _may_be_plain(self, base: Any) -> bool:
         """Whether something is a tensor of the caller's that is no DTensor, of which a result is a copy."""
@@ -641,58 +586,12 @@ def _is_changed(now: Opened, before: Any, containers: Sequence[Any]) -> bool:
     return differs(before, tree) or not all(map(is_, inside, containers))
 
 
-def _in_order(same: Mapping[int, int], detached: Collection[int]) -> dict[int, int]:
-    """Leaves with the ones that they are, so that each stands behind the one that it is. Others of its memory
-    (`detached`) come first: they are made of one that is none of these."""
-
-    def of(i: int, passes: bool) -> int:
-        while i in same and (passes or i not in detached):
-            i = same[i]
-        return i
-
-    found = {i: of(same[i], i in detached) for i in same}
-    return dict(sorted(found.items(), key=lambda each: each[0] not in detached))
-
-
 def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
     """What the step is given in the place of values of the trace."""
     tensors = {k: x for k, x in given.items() if isinstance(x, torch.Tensor)}
     functional = dict(zip(tensors, _torch.all_to_functional(list(tensors.values())), strict=True))
     rest = {k: _torch.Integer(x.node) if isinstance(x, torch.SymInt) else x for k, x in given.items()}
     return rest | functional
-
-
-class _Met:
-    """Where tensors were first met, by identity, and by the memory that they show."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, Any] = {}
-        self._memories: dict[Any, Any] = {}
-        self._parts: dict[Any, list[Any]] = {}
-
-    def meet(self, x: torch.Tensor, where: Any, instead: bool = False) -> None:
-        """instead: whether it counts from now on, and not what was met before."""
-        shown = _torch.memory_shown(x)
-        if instead:
-            self._tensors[id(x)] = self._memories[shown] = where
-        self._tensors.setdefault(id(x), where)
-        self._memories.setdefault(shown, where)
-        self._parts.setdefault(shown[0], []).append(where)
-
-    def parts(self, x: torch.Tensor) -> list[Any]:
-        """Where tensors were met that show any part of the memory of this one."""
-        return self._parts.get(_torch.memory_shown(x)[0], [])
-
-    def has(self, x: torch.Tensor) -> bool:
-        return id(x) in self._tensors
-
-    def shows(self, x: torch.Tensor) -> bool:
-        """Whether it was met, or another that shows the same memory."""
-        return self.has(x) or _torch.memory_shown(x) in self._memories
-
-    def find(self, x: torch.Tensor) -> Any:
-        """Where it was met, or else the other."""
-        return self._tensors[id(x)] if self.has(x) else self._memories[_torch.memory_shown(x)]
 
 
 def _check_attributes(tensors: Tensors, before: dict[Slot, dict[str, Any]]) -> None:
