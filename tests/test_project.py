@@ -47,8 +47,8 @@ def test_private_names_are_found(source, found):
 
 
 def test_no_folder_of_tests_is_a_package():
-    """pytest imports the files of a package under its bare name: `tests/x/scripts` hid the project's own `scripts` from
-    all tests behind it."""
+    """pytest imports the files of a package under its bare name: one named `scripts` hid the project's own `scripts`
+    from all tests behind it."""
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
