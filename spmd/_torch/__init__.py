@@ -210,7 +210,7 @@ from spmd._torch.symbols import (
     known_value,
     number_now,
     size_key,
-    symbolic_builtins,
+    symbolic_min_max,
     symbolic_number,
     unknown_value_errors,
 )

@@ -378,39 +378,29 @@ class Symbols:
 
 
 @contextlib.contextmanager
-def symbolic_builtins() -> Iterator[None]:
-    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch; and
-    `len` of a tensor is its first size.
+def symbolic_min_max() -> Iterator[None]:
+    """Inside, Python's `min` and `max` of numbers that a trace keeps as symbols are symbols, too, and no branch.
 
-    One thread at a time may be inside; the others find these functions as they are.
+    One thread at a time may be inside; the others find `min` and `max` as they are.
     """
-    real, thread = (builtins.min, builtins.max, builtins.len), threading.get_ident()
+    real, thread = (builtins.min, builtins.max), threading.get_ident()
 
     def of_symbols(plain: Callable, symbolic: Callable) -> Callable:
         def run(*args: Any, **options: Any) -> Any:
             if threading.get_ident() != thread or options:
                 return plain(*args, **options)
-            items = list(args[0]) if plain_len(args) == 1 else args
+            items = list(args[0]) if len(args) == 1 else args
             if any(isinstance(x, (torch.SymFloat, Integer)) or is_unbacked(x) for x in items):
                 return functools.reduce(symbolic, items)
-            return plain(items) if plain_len(args) == 1 else plain(*args)
+            return plain(items) if len(args) == 1 else plain(*args)
 
         return run
 
-    plain_len = real[2]
-
-    def length(x: Any, /) -> Any:
-        if isinstance(x, torch.Tensor) and x.ndim and threading.get_ident() == thread:
-            n = x.shape[0]
-            return Integer(n.node) if isinstance(n, torch.SymInt) else n
-        return plain_len(x)
-
     builtins.min, builtins.max = of_symbols(real[0], torch.sym_min), of_symbols(real[1], torch.sym_max)
-    builtins.len = length
     try:
         yield
     finally:
-        builtins.min, builtins.max, builtins.len = real
+        builtins.min, builtins.max = real
 
 
 def symbolic_number(node: Any) -> Any:

@@ -306,7 +306,7 @@ class TracedFunction:
         yield _torch.assignable_data()
         yield _torch.copied_deeply()
         yield _torch.seen_as_compiling()
-        yield _torch.symbolic_builtins()
+        yield _torch.symbolic_min_max()
         yield _torch.symbolic_math()
         yield _torch.read_as_numbers()
         yield _torch.averages_traced()

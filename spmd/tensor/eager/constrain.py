@@ -46,8 +46,7 @@ def constrain(x: torch.Tensor, placements: PlacementsByAxis) -> torch.Tensor:
     if mesh is None:
         return x
     constraint = Constraint.of(mesh, placements, "constrain")
-    sizes = tuple(map(_torch.number_now, x.shape))  # in a capture they may be symbols
-    constraint.spec(Spec.of(mesh, sizes, x.dtype))  # raises before anything is sent
+    constraint.spec(Spec.of(mesh, tuple(x.shape), x.dtype))  # raises before anything is sent
     return _Constrained.apply(x, constraint)
 
 
