@@ -9,7 +9,7 @@ from spmd import LocalTensorMode
 from tests.expand.random_rounds import Rounds, batches, begun, compiled, found
 from tests.expand.test_memory import counted_beside
 
-SEEDS = range(60)
+SEEDS = range(30)
 
 FOUND = {
     "a weight twice in one bucket, then two": Rounds(
