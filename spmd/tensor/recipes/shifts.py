@@ -11,6 +11,7 @@ written into a view has to be written into its base.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -50,11 +51,15 @@ def _is_shared(x: Spec, d: int, out: Any) -> bool:
     return bool(x.dims[d]) and 0 not in (*x.shape, *out.shape) and min(x.shape[d], out.shape[d]) >= ranks_of(x, d)
 
 
-def _recipe(x: Spec, d: int, rows: Windows, out: Any) -> Recipe:
+def _recipe(x: Spec, d: int, rows: Windows, out: Any) -> Recipe | None:
+    """None where the rows of a slice without steps could all go to another dim for as many bytes."""
     given = x.moved_to(x.dims, x.units)
     units = (*x.units[:d], 1, *x.units[d + 1 :])
     result = Spec.of(x.mesh, out.shape, out.dtype, dims=x.dims, units=units)
     halo = rows_plan(x, given, ((d, rows),), result)
+    ranks, shards = ranks_of(x, d), prod(ranks_of(x, dim) for dim in range(x.ndim))
+    if rows.stride == 1 and halo.bytes_per_rank >= x.nbytes * (ranks - 1) / (ranks * shards):
+        return None
     return Recipe((given,), (result,), local_shift, given, (d, rows), (halo,))
 
 
