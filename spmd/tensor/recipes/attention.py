@@ -21,6 +21,7 @@ import torch
 
 from spmd.tensor.call import Call
 from spmd.tensor.recipes.recipe import Coordinate, Recipe, owed_sums
+from spmd.tensor.rules.movement import ranks_of
 from spmd.tensor.spec import Spec
 
 aten = torch.ops.aten
@@ -61,7 +62,7 @@ def _has_sharded_rows(call: Call) -> bool:
         return False
     if q.shape[3] != v.shape[3] or k.shape[:2] != v.shape[:2] or k.shape[0] != q.shape[0]:
         return False
-    ranks = prod(q.mesh.shape[a] for a in q.dims[1])
+    ranks = ranks_of(q, 1)
     return ranks == 1 or q.shape[1] == k.shape[1] or k.shape[1] % ranks == 0
 
 
