@@ -46,6 +46,7 @@ from spmd.expand.phases import fill_phases
 from spmd.expand.python_state import made
 from spmd.expand.sizes.lift import lift_sizes
 from spmd.expand.sizes.sources import Sizes
+from spmd.expand.sources.writes import undone
 from spmd.expand.stamp.attempts import with_stamps
 from spmd.expand.stamp.blocks import CoupledBlocks
 from spmd.expand.stamp.repeats import Structure
@@ -136,7 +137,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, apart, containers, first, static)
+            trace = functools.partial(_undone, fn, args, call, state, fixed, mesh, apart, containers, first, static)
             captured = with_stamps(trace, fn, state, stamp_blocks)
         except Exception as error:
             if not static and not _ints(to_fix):
@@ -151,6 +152,15 @@ def _capture_once(
             if not captured.assumed.is_mixed and (not to_fix or _is_as_computed(captured, to_fix[-1])):
                 return captured
         fixed = fixed | to_fix.pop(0)
+
+
+def _undone(
+    fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
+    apart: Apart | None, containers: Containers, *rest: Any, **options: Any,
+) -> Captured:  # fmt: skip
+    """A trace that leaves Python as it was, whatever the step did there."""
+    with undone(fn, {**args, **containers}, state):
+        return _traced(fn, args, call, state, fixed, mesh, apart, containers, *rest, **options)
 
 
 def _is_as_computed(captured: Captured, numbers: dict[str, float]) -> bool:

@@ -58,7 +58,7 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     codes = [fn.__code__ for fn in search.functions if fn.__name__ not in MAKING]
     assigned = frozenset().union(*map(_assigned_attributes, codes))
     found = _Found()
-    owners = _owners(state)
+    owners = owners_of(state)
     held = _Held(owners)
     known = all_names(known, _inner_names(known, held))
     for path, owner in owners.items():
@@ -66,8 +66,6 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
         for steps in (each for each in known.get(path, ()) if isinstance(each, tuple)):
             if (place := _inside(held[path], owner, steps)) is not None:
                 _put(found, _path_of(path, owner, steps), place)
-    for path, owner in search.objects.items() if assigned else ():
-        _add(found, path, owner, assigned)
     for kind in dict.fromkeys(base for each in search.classes for base in each.__mro__) if known else ():
         _add(found, path := path_of_class(kind), kind, known.get(path, frozenset()))
     for name, place in assigned_variables(search):
@@ -207,7 +205,7 @@ def numbers_of(owner: Any) -> dict[str, float]:
 def all_numbers(state: State) -> dict[tuple[str, Any], float]:
     """Those of all modules and optimisers, by path and name; and the numbers that optimisers keep for parameters, and
     the ints that they keep for groups, by path and steps. Floats of groups are hyper-parameters."""
-    found = {(path, name): x for path, owner in _owners(state).items() for name, x in numbers_of(owner).items()}
+    found = {(path, name): x for path, owner in owners_of(state).items() for name, x in numbers_of(owner).items()}
     kept = state.kept_by_optimizers().items()
     found |= {(root, ("state", i, key)): x for (root, i, key), x in kept if type(x) in KINDS and type(i) is int}
     for root, optimizer in state.optimizers.items():
@@ -216,14 +214,15 @@ def all_numbers(state: State) -> dict[tuple[str, Any], float]:
     return found
 
 
-def _owners(state: State) -> dict[str, Any]:
-    return state.named_submodules() | state.optimizers
+def owners_of(state: State) -> dict[str, Any]:
+    """What may have numbers that a step counts, by path."""
+    return state.named_submodules() | state.optimizers | state.objects
 
 
 def check_constant(before: Mapping[tuple[str, Any], float], state: State, python: PythonState) -> None:
     """Raise CountersFound if the step has set one of these numbers, which are no counters, to another number, or one in
     what modules hold."""
-    owners = _owners(state)
+    owners = owners_of(state)
     held = _Held(owners)
     paths = {id(owner): path for path, owner in owners.items()}
     found: dict[str, frozenset[Any]] = {}

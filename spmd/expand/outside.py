@@ -1,17 +1,17 @@
-"""What a step may not change: Python values around it, and the random numbers of Python and numpy.
+"""What a step may not change: settings of torch, and the random numbers of Python and numpy.
 
-    losses = []
     def step(model, x):
-        losses.append(model(x).sum())      # would run once, while the step is captured, and append a traced tensor
+        return model(x) * random.random()      # would be drawn once, while the step is captured
 
-A capture runs the step's Python code, and a program does not. So a change to a list, a dict, a variable or an object of
-the user outside of modules is an error, which names it and the line of the step that does; and it is taken back, as it
-is where the capture ends with any other error. What code finds by names is seen, as in `spmd.expand.closed_over`.
+A capture runs the step's Python code, and a program does not. So such a change is an error, which names it and the line
+of the step that does; and it is taken back, as it is where the capture ends with any other error. Values that a step
+keeps in Python are the business of `spmd.expand.sources`.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,11 +24,7 @@ from torch import nn
 
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import NONE_GIVEN, Given, Search, is_generator, search_of
-from spmd.expand.counters import KINDS as NUMBERS
-from spmd.expand.counters import CountersFound, Names, is_number_or_symbol, path_of_class
-from spmd.expand.python_state import Container, Contents, copied, differs, put
 from spmd.expand.user_code import is_users
-from spmd.expand.variables import Place, assigned_variables
 
 
 @contextmanager
@@ -39,137 +35,40 @@ def unchanged(fn: Callable, given: Given = NONE_GIVEN, modules: Iterable[nn.Modu
     as attributes.
     """
     search = search_of(fn, given)
-    classes = Classes.now(search)
-    search.boxes += classes.boxes()
-    watched = Boxes.now(search.boxes), Variables.now(search), classes
     settings, numbers = Settings.now(), RandomNumbers.now([*_generators_of(modules), *search.generators])
-    changed, left, drawn, counted = [], "", "", {}
+    left = drawn = ""
     try:
         yield
-        counted = classes.numbers_set()
-        changed = [name for each in watched for name in each.changed()]
         left, drawn = settings.changed(), numbers.changed()
     finally:
-        for each in (*watched, settings, numbers):
-            each.restore()
-    if counted:
-        raise CountersFound(counted)
-    if changed:
-        raise changed_outside(search, changed[0])
+        settings.restore()
+        numbers.restore()
     if left:
         raise RuntimeError(
             f"the step leaves {left} changed, which its program would not; change it before the step, or for a part of "
             "it, as with torch.no_grad()"
         )
     if drawn:
-        raise RuntimeError(f"{DRAWS.format(drawn)}{_line(search, drawn)}")
+        raise RuntimeError(f"{DRAWS.format(drawn)}{line_of_path(search, drawn)}")
 
 
 def changed_outside(search: Search, path: str) -> RuntimeError:
     """The error of a step that changes what is at a path."""
     return RuntimeError(
         f"the step changes {path}, a Python value outside of modules, which its program would not; return what is new, "
-        f"or change it between steps{_line(search, path)}"
+        f"or change it between steps{line_of_path(search, path)}"
     )
 
 
-# ---- variables --------------------------------------------------------------------------------
+# ---- lines ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """The contents of containers, with the names of these."""
-
-    names: list[str]
-    before: Contents
-
-    @classmethod
-    def now(cls, boxes: list[tuple[str, Container]]) -> Boxes:
-        return cls([name for name, _ in boxes], [(box, copied(box)) for _, box in boxes])
-
-    def changed(self) -> list[str]:
-        return [name for name, (box, old) in zip(self.names, self.before, strict=True) if differs(box, old)]
-
-    def restore(self) -> None:
-        put([(box, old) for box, old in self.before if differs(box, old)])
-
-
-@dataclass(frozen=True)
-class Variables:
-    """The values of variables around functions."""
-
-    before: list[tuple[str, Place, Any]]
-
-    @classmethod
-    def now(cls, search: Search) -> Variables:
-        contexts = [(name, Place(variable, name)) for name, variable in search.contexts]
-        return cls([(name, where, where.value) for name, where in (*assigned_variables(search), *contexts)])
-
-    def changed(self) -> list[str]:
-        return [name for name, where, old in self.before if where.value is not old]
-
-    def restore(self) -> None:
-        for _, where, old in self.before:
-            if where.value is not old:
-                where.set(old)
-
-
-@dataclass(frozen=True)
-class Classes:
-    """The attributes of classes of the user, and of those that they are made of."""
-
-    before: list[tuple[type, dict[str, Any]]]
-
-    @classmethod
-    def now(cls, search: Search) -> Classes:
-        bases = dict.fromkeys(base for kind in search.classes for base in kind.__mro__)
-        return cls([(kind, _attributes(kind)) for kind in bases if not search.is_foreign(kind.__module__)])
-
-    def boxes(self) -> list[tuple[str, Container]]:
-        """The lists, dicts and sets among them."""
-        named = ((f"{kind.__qualname__}.{name}", x) for kind, own in self.before for name, x in own.items())
-        return [(name, x) for name, x in named if isinstance(x, Container)]
-
-    def changed(self) -> list[str]:
-        return [f"{kind.__qualname__}.{name}" for kind, name, _ in self._differing()]
-
-    def numbers_set(self) -> Names:
-        """Where numbers are others now."""
-        found: dict[str, frozenset[str]] = {}
-        for kind, name, old in self._differing():
-            if type(old) in NUMBERS and is_number_or_symbol(vars(kind).get(name)):
-                path = path_of_class(kind)
-                found[path] = found.get(path, frozenset()) | {name}
-        return found
-
-    def restore(self) -> None:
-        for kind, name, old in self._differing():
-            delattr(kind, name) if old is _NONE else setattr(kind, name, old)
-
-    def _differing(self) -> list[tuple[type, str, Any]]:
-        """What is another value now, or new, or gone, with what it was."""
-        pairs = [(kind, old, _attributes(kind)) for kind, old in self.before]
-        return [
-            (kind, name, old.get(name, _NONE))
-            for kind, old, now in pairs
-            for name in {**old, **now}
-            if now.get(name, _NONE) is not old.get(name, _NONE)
-        ]
-
-
-_NONE = object()
-
-
-def _attributes(kind: type) -> dict[str, Any]:
-    """What a class has itself, by name, but for what Python notes in it."""
-    return {name: x for name, x in vars(kind).items() if not name.startswith("__")}
-
-
-def _line(search: Search, path: str) -> str:
-    """The first line of the user's functions that names the value; without one, where the first of them begins."""
-    names = {path.rpartition(".")[2], path.partition(".")[0]} - {""}
-    first = "".join(_at(fn, fn.__code__.co_firstlineno) for fn in search.functions[:1])
-    return line_naming(search.functions, names) or first
+def line_of_path(search: Search, path: str) -> str:
+    """The first line of the user's functions that names the last part of a path that any names; without one, where the
+    first of them begins."""
+    names = re.findall(r"[^\W\d]\w*", path)
+    lines = (line_naming(search.functions, {name}) for name in (*names[-1:], *names[:1], *reversed(names[1:-1])))
+    return next(filter(None, lines), "") or "".join(_at(fn, fn.__code__.co_firstlineno) for fn in search.functions[:1])
 
 
 def line_naming(functions: Iterable[types.FunctionType], names: Collection[str]) -> str:

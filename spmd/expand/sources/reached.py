@@ -1,0 +1,207 @@
+"""All Python values that a step can reach, as they were before a capture, to be compared and put back.
+
+    before = Reached.of({"": step, "trainer": trainer}, is_foreign)
+    step(trainer)                               # sets trainer.args.step, a slot
+    [str(x) for x in before.changes()]          # ["trainer.args.step"]
+    before.put_back()
+
+A capture runs the step's Python code, and undoes what it knows of. Whatever differs behind it is a write that nobody
+knows: it would have happened once, and in no later call. So this asks none of those who know: it goes from value to
+value by what Python itself says that each holds (`kinds`). It ends at Python modules, of which it looks at what code
+names, at classes and functions of torch and of Python, and at tensors, which have guards of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmd.expand.closed_over import OURS, names_in, package_of
+from spmd.expand.sources.kinds import (
+    ATTRIBUTES,
+    ELEMENTS,
+    ITEMS,
+    LEAVES,
+    MEMBERS,
+    NOTHING,
+    VARIABLES,
+    Kind,
+    Step,
+    kinds_of,
+)
+
+_THROUGH = {"attribute": lambda name: ("__dict__", name), "key": lambda name: (name,)}
+_IN_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_OFTEN_EMPTY = {dict, list, set, OrderedDict}
+_MUTABLE = frozenset({ITEMS, ELEMENTS, MEMBERS, ATTRIBUTES})
+_OF_PYTHON = sys.stdlib_module_names
+_PLACES = {ITEMS: "key", ELEMENTS: "key", ATTRIBUTES: "attribute"}
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A place that has another value now. path: as the user would write it. box: what has the place. old, new: the
+    values, or NOTHING."""
+
+    path: str
+    kind: Kind
+    box: Any
+    step: Step
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        return self.path
+
+
+class Reached:
+    """The values that are reached from some roots, with what was in them. is_foreign: whether a Python module is no
+    user's, by its name."""
+
+    def __init__(self, roots: Mapping[str, Any], is_foreign: Callable[[str | None], bool]) -> None:
+        self._is_foreign = is_foreign
+        self._ways: dict[int, tuple[int, Step]] = {}
+        self._names = {id(x): name for name, x in roots.items()}
+        self._held: list[tuple[Kind, Any, Any]] = []
+        self._empty: list[Any] = []
+        self._alive = list(roots.values())
+        self._walk()
+
+    # ---- on the way ---------------------------------------------------------------------------
+    def _walk(self) -> None:
+        seen: set[int] = set()
+        left = list(reversed(self._alive))
+        while left:
+            x = left.pop()
+            if id(x) in seen:
+                continue
+            seen.add(id(x))
+            if type(x) in _OFTEN_EMPTY and not x:
+                self._empty.append(x)
+                continue
+            for kind in kinds_of(type(x)):
+                if kind.name == "class" and self._is_foreign(x.__module__):
+                    continue
+                contents = kind.contents(x)
+                self._held.append((kind, x, contents))
+                left += self._new(x, kind.inside(contents), seen)
+            if type(x) is types.FunctionType:
+                left += self._new(x, self._globals(x, seen), seen)
+            elif not isinstance(x, type):
+                left += self._new(x, [(("class", None), type(x))], seen)
+
+    def _new(self, of: Any, inside: Any, seen: set[int]) -> list[Any]:
+        found = []
+        for step, value in inside:
+            if type(value) in LEAVES or value is NOTHING or id(value) in seen:
+                continue
+            self._ways.setdefault(id(value), (id(of), step))
+            found.append(value)
+        return found
+
+    def _globals(self, fn: types.FunctionType, seen: set[int]) -> Iterator[tuple[Step, Any]]:
+        """What a function finds by its names: of the user's all, of others what holds values."""
+        if package_of(fn.__module__) in OURS:
+            return
+        if self._is_foreign(fn.__module__):
+            for name in fn.__code__.co_names:
+                if (value := fn.__globals__.get(name)) is not None and _MUTABLE.intersection(kinds_of(type(value))):
+                    yield ("variable", name), value
+            return
+        names = names_in(fn.__code__)
+        self._note_variables(fn.__globals__, seen)
+        for name in names.globals:
+            value = fn.__globals__.get(name)
+            yield ("variable", name), value
+            if isinstance(value, types.ModuleType):
+                yield from self._of_module(name, value, names.attributes, seen)
+
+    def _of_module(self, name: str, module: Any, attributes: tuple[str, ...], seen: set[int]) -> Iterator[Any]:
+        """What code names of a Python module."""
+        if package_of(module.__name__) in OURS or module.__name__ in _OF_PYTHON:
+            return
+        self._note_variables(vars(module), seen)
+        for attribute in attributes:
+            if (value := vars(module).get(attribute)) is not None:
+                yield ("variable", f"{name}.{attribute}"), value
+
+    def _note_variables(self, variables: dict[str, Any], seen: set[int]) -> None:
+        if id(variables) not in seen:
+            seen.add(id(variables))
+            self._held.append((VARIABLES, variables, VARIABLES.contents(variables)))
+
+    # ---- behind -------------------------------------------------------------------------------
+    def changes(self) -> list[Change]:
+        """The places that differ now."""
+        found: list[Change] = []
+        for kind, x, old in (*self._filled(), *self._held):
+            if not kind.same(old, new := kind.contents(x)):
+                found += self._between(kind, x, old, new)
+        return found
+
+    def put_back(self) -> None:
+        """Put everything back that can be."""
+        for kind, x, old in (*self._filled(), *self._held):
+            if kind.put is not None and not kind.same(old, kind.contents(x)):
+                kind.put(x, old)
+
+    def _filled(self) -> list[tuple[Kind, Any, Any]]:
+        """The containers that were empty and are not now."""
+        return [(kinds_of(type(x))[0], x, type(x)()) for x in self._empty if x] if any(self._empty) else []
+
+    def _between(self, kind: Kind, x: Any, old: Any, new: Any) -> Iterator[Change]:
+        """Each place of a value with places that differs, or the value as a whole."""
+        if not isinstance(old, dict) or kind.name == "function":
+            yield Change(self.path(x), kind, x, ("", None), old, new)
+            return
+        what = "variable" if kind is VARIABLES else _PLACES.get(kind, "attribute")
+        for name in {**old, **new}:
+            one, other = old.get(name, NOTHING), new.get(name, NOTHING)
+            if one is not other:
+                yield Change(_text(self.path(x), (what, name)), kind, x, (what, name), one, other)
+
+    def steps_from(self, change: Change, owners: Collection[int]) -> tuple[int, tuple[Any, ...]] | None:
+        """The nearest of these owners, by identity, that reaches what has changed, and the steps from its attributes
+        (`counters`); None where there is none, or no such steps."""
+        steps = [change.step]
+        at = id(change.box)
+        while at not in owners:
+            if at not in self._ways:
+                return None
+            at, step = self._ways[at]
+            steps.append(step)
+        named = [each for each in reversed(steps) if each != ("", None)]
+        if not all(what in ("attribute", "key") for what, _ in named) or named[0][0] != "attribute":
+            return None
+        first, *rest = named
+        return at, (first[1], *(part for what, name in rest for part in _THROUGH[what](name)))
+
+    def path(self, x: Any) -> str:
+        """How the user would write a value."""
+        steps: list[Step] = []
+        at = id(x)
+        while at not in self._names and at in self._ways:
+            at, step = self._ways[at]
+            steps.append(step)
+        text = self._names.get(at, "")
+        for step in reversed(steps):
+            text = _text(text, step)
+        return _IN_MODULES.sub(r".\1", text)
+
+
+def _text(of: str, step: Step) -> str:
+    what, name = step
+    if what == "attribute":
+        return f"{of}.{name}" if of else str(name)
+    if what == "key":
+        return f"{of}[{name!r}]" if isinstance(name, (str, int)) else f"{of}[...]"
+    if what == "default":
+        return f"{of}: default {name}" if of else f"default {name}"
+    if what == "class":
+        return f"type({of})"
+    return str(name) if what == "variable" else of
