@@ -15,10 +15,10 @@ from spmd.expand.asked import environment_differs
 from spmd.expand.containers import Outcome, There
 from spmd.expand.draws import Draws
 from spmd.expand.kept_numbers import Kept, parted
-from spmd.expand.python_state import Contents
 from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.sources import Shapes
+from spmd.expand.sources.layout import Contents
 from spmd.expand.state import Slot
 from spmd.expand.views import View
 from spmd.mesh import DeviceMesh

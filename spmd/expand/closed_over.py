@@ -44,8 +44,8 @@ from spmd.expand.guards import CONTAINERS, GUARDED_APART
 from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.objects import HOLDERS, holds_state
-from spmd.expand.python_state import Container, is_set
 from spmd.expand.reads import Reads
+from spmd.expand.sources.layout import Container, is_set
 from spmd.expand.user_code import at_user_line, current_frames
 
 Held = dict[str, nn.Module | Optimizer]

@@ -22,7 +22,6 @@ from operator import is_
 from typing import Any, NamedTuple
 
 from spmd._torch import pytree
-from spmd.expand.guards import COMPARED_BY_VALUE
 from spmd.expand.objects import (
     Counted,
     Opened,
@@ -34,7 +33,7 @@ from spmd.expand.objects import (
     node,
     object_of,
 )
-from spmd.expand.python_state import put
+from spmd.expand.sources.layout import COMPARED_BY_VALUE, put
 
 FILLED = {list, dict, OrderedDict, defaultdict, deque, Opened}
 """What can be given other contents in place, of the kinds of torch's trees. The others are tuples, and what libraries

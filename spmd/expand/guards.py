@@ -12,8 +12,8 @@ import functools
 import types
 import weakref
 from array import array
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Mapping
 from logging import Logger
 from typing import Any
 
@@ -24,13 +24,9 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.reads import Reads
-from spmd.mesh import DeviceMesh
+from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, items_of, slots_of
 from spmd.tensor.annotations.block_function import BlockFunction
 
-COMPARED_BY_VALUE = (
-    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format,
-    DeviceMesh,
-)  # fmt: skip
 COMPARED_BY_ID = (
     torch.Tensor, nn.Module, Optimizer, type, types.ModuleType, types.CodeType, BlockFunction, Logger,
 )  # fmt: skip
@@ -50,11 +46,6 @@ class ById:
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def items_of(box: dict) -> Iterable[tuple[Any, Any]]:
-    """The items that a dict has itself, in order, whatever a class of its own gives for them."""
-    return (OrderedDict if isinstance(box, OrderedDict) else dict).items(box)
 
 
 Apart = Collection[tuple[int, Any]]
@@ -212,36 +203,6 @@ _LOOKS: tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...] = (
     ((np.ndarray, np.generic), _Walk._array), ((bytearray, memoryview, array), _Walk._bytes),
     (types.MappingProxyType, _Walk._view), (weakref.ref, _Walk._weak),
 )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def slots_of(kind: type) -> tuple[str, ...]:
-    """The attributes that objects of a class keep in slots, by the names under which they are found."""
-    found = []
-    for base in kind.__mro__:
-        slots = vars(base).get("__slots__", ())
-        own = [slots] if isinstance(slots, str) else slots
-        found += [_mangled(base, name) for name in own if name not in ("__dict__", "__weakref__")]
-    return tuple(found)
-
-
-KNOWN_SIZES = {dict, list, tuple, set, frozenset, deque, OrderedDict, defaultdict, int, float, str, bytes, object}
-"""Classes of C of which Python code sees everything."""
-
-
-@functools.lru_cache(maxsize=4096)
-def hides(kind: type) -> str:
-    """Why objects of a class cannot be looked at: they are larger than what Python code sees of them."""
-    known = max((base.__basicsize__ for base in kind.__mro__ if base in KNOWN_SIZES), default=object.__basicsize__)
-    words = len(slots_of(kind)) + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
-    if kind.__basicsize__ <= known + words * tuple.__itemsize__ and kind is not object:
-        return ""
-    return "" if kind is object else f"a {kind.__module__}.{kind.__qualname__}, which keeps what Python cannot see"
-
-
-def _mangled(base: type, name: str) -> str:
-    is_private = name.startswith("__") and not name.endswith("__")
-    return f"_{base.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def is_number(value: Any) -> bool:

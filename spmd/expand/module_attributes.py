@@ -33,9 +33,10 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.assigned import functions_of
 from spmd.expand.containers import Containers, Copies
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.guards import guard_key
 from spmd.expand.objects import NAMED, PLAIN, Counted, node, opened, twins, with_containers, with_counted
 from spmd.expand.outside import line_naming
+from spmd.expand.sources.layout import COMPARED_BY_VALUE
 from spmd.expand.state import State, named_leaves
 from spmd.expand.variables import Place
 

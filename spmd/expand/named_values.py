@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 
 from spmd.expand.bytecode import Import, imports_in, instructions
 from spmd.expand.closed_over import MOST_ITEMS, REFLECTING, Search, absolute, names_in
-from spmd.expand.guards import guard_key, items_of, slots_of
-from spmd.expand.python_state import is_set
+from spmd.expand.guards import guard_key
 from spmd.expand.reads import Reads
+from spmd.expand.sources.layout import is_set, items_of, slots_of
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range,

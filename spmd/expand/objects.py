@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.guards import MAX_DEPTH, hides
+from spmd.expand.guards import MAX_DEPTH
+from spmd.expand.sources.layout import hides
 
 
 @dataclass(frozen=True)

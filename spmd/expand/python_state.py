@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import types
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -25,13 +25,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
-from spmd.expand.guards import COMPARED_BY_ID, COMPARED_BY_VALUE, GUARDED_APART, MAX_DEPTH, items_of
+from spmd.expand.guards import COMPARED_BY_ID, GUARDED_APART, MAX_DEPTH
 from spmd.expand.masked import check_not_kept
+from spmd.expand.sources.layout import COMPARED_BY_VALUE, Container, Contents, is_set, items_of, put
 from spmd.expand.told import Told
-
-Container = dict | list | set | deque
-Contents = list[tuple[Container, Any]]
-"""Containers, each with a copy of its contents."""
 
 
 class PythonState:
@@ -142,19 +139,6 @@ class PythonState:
             yield from (x for x in _reached(box, seen) if isinstance(x, torch.Tensor))
 
 
-def put(contents: Contents) -> None:
-    """Give the containers these contents."""
-    for box, new in contents:
-        if isinstance(box, dict):
-            kind = OrderedDict if isinstance(box, OrderedDict) else dict  # a class of the user may do more
-            kind.clear(box)
-            for key, value in new.items():
-                kind.__setitem__(box, key, value)
-        else:
-            box.clear()
-            (box.extend if isinstance(box, list | deque) else box.update)(new)
-
-
 LEFT = object()
 """In the place of what stays as it is."""
 
@@ -234,15 +218,6 @@ def variables_of(function: Any) -> list[Any]:
         return [function.__self__, *variables_of(function.__func__)]
     cells = getattr(function, "__closure__", None) or ()
     return [cell.cell_contents for cell in cells if is_set(cell)]
-
-
-def is_set(cell: types.CellType) -> bool:
-    """Whether a variable of a closure has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _pairs(box: Container) -> list[tuple[Any, Any]]:

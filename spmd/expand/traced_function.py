@@ -42,9 +42,10 @@ from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.origins import Origins
 from spmd.expand.outside import line_naming
 from spmd.expand.phases import Phases, mark_gradient, new_values_noted
-from spmd.expand.python_state import Contents, PythonState, all_boxes, variables_of
+from spmd.expand.python_state import PythonState, all_boxes, variables_of
 from spmd.expand.shared_leaves import SharedLeaves
 from spmd.expand.skipped_steps import SkippedSteps
+from spmd.expand.sources.layout import Contents
 from spmd.expand.stamp.blocks import Blocks
 from spmd.expand.stamp.repeats import Structure
 from spmd.expand.state import Slot, State, Tensors, named_leaves, own_attributes

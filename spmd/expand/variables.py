@@ -10,7 +10,7 @@ from typing import Any
 
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import Search
-from spmd.expand.python_state import is_set
+from spmd.expand.sources.layout import is_set
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,8 +41,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, hides, items_of, slots_of
-from spmd.expand.python_state import is_set, put
+from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, is_set, items_of, put, slots_of
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.block_function import BlockFunction
 
@@ -326,7 +325,18 @@ def _state(x: Any) -> tuple[Any, tuple[Any, ...]]:
         found = _reduced(x)
     except Exception:  # each class has its own words for it
         return tuple(map(id, gc.get_referents(x))), ()
-    return guard_key([*found[1:3]]), found
+    return _plain_state(found[1:3]), found
+
+
+def _plain_state(x: Any) -> Any:
+    """A state that can be compared: containers as tuples, arrays by their bytes, other objects by identity."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_plain_state, x))
+    if isinstance(x, dict):
+        return tuple([(name, _plain_state(y)) for name, y in x.items()])
+    if isinstance(x, np.ndarray):
+        return x.dtype.str, x.shape, x.tobytes()
+    return (type(x), x) if isinstance(x, COMPARED_BY_VALUE) else id(x)
 
 
 def _set_state(x: Any, contents: tuple[Any, tuple[Any, ...]]) -> None:

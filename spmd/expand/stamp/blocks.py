@@ -32,10 +32,11 @@ from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.attributes import first_set, give_attributes
 from spmd.expand.draws import Numbering
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.guards import guard_key
 from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.origins import Origins
 from spmd.expand.phases import Phases
+from spmd.expand.sources.layout import COMPARED_BY_VALUE
 from spmd.expand.stamp.calls import Calls
 from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.kind import Kind

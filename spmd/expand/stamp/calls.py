@@ -24,11 +24,12 @@ from torch import fx, nn
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.guards import guard_key
 from spmd.expand.hooks import accumulate_hooks, gradient_hooks
 from spmd.expand.modules import buffers_of, parameters_of
 from spmd.expand.origins import GRADIENT_OF, ORIGIN, SITES, Site, user_lines
 from spmd.expand.phases import Ahead, is_dense
+from spmd.expand.sources.layout import COMPARED_BY_VALUE
 from spmd.expand.stamp.given import Given, node_of
 from spmd.expand.stamp.kind import Kind
 from spmd.expand.stamp.parts import Part, differing, metadata

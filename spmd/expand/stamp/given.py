@@ -11,8 +11,9 @@ from torch import fx, nn
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key
+from spmd.expand.guards import guard_key
 from spmd.expand.modules import buffers_of, modules_of, parameters_of
+from spmd.expand.sources.layout import COMPARED_BY_VALUE
 from spmd.expand.stamp.parts import metadata
 from spmd.expand.stamp.repeats import Structure, guard_now
 

@@ -35,8 +35,9 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.bytecode import instructions
-from spmd.expand.guards import GUARDED_APART, KNOWN_SIZES, ById, hides, slots_of
-from spmd.expand.python_state import Contents, copied, differs, is_set, put
+from spmd.expand.guards import GUARDED_APART, ById
+from spmd.expand.python_state import copied, differs
+from spmd.expand.sources.layout import KNOWN_SIZES, Contents, hides, is_set, put, slots_of
 
 MOST_VALUES = 20_000
 """Code that reaches more is not looked at."""

@@ -19,8 +19,9 @@ from typing import Any
 from torch import nn
 
 from spmd import _torch
-from spmd.expand.guards import COMPARED_BY_VALUE, guard_key, module_guard
+from spmd.expand.guards import guard_key, module_guard
 from spmd.expand.modules import modules_of, parameters_of
+from spmd.expand.sources.layout import COMPARED_BY_VALUE
 
 FEWEST = 3
 """Of so many equal modules, two are traced and the others are stamped."""
