@@ -104,7 +104,7 @@ class Call:
         values = named_values(self.search)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
         read |= self._held_values()
-        owners = *state.submodules(), *state.optimizers.values(), *state.objects.values()
+        owners = *state.wholes().values(), *state.optimizers.values(), *state.objects.values()
         self.search.note_kinds({*map(type, owners), *self.search.classes})
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         if one := shared(self.containers | dict(self.attributes.containers)):
@@ -147,7 +147,7 @@ class Call:
 
     def guards_of_modules(self, paths: Iterable[str]) -> dict[str, tuple]:
         """The guards of all attributes of these modules."""
-        modules, of_tensors = self.state.named_submodules(), self.attributes.guards()
+        modules, of_tensors = self.state.wholes(), self.attributes.guards()
         there, counted = {path: modules[path] for path in paths if path in modules}, self.state.counted()
         apart = self.state.apart
         return {

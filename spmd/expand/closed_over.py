@@ -35,7 +35,6 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer, SparseAdam
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spmd import _torch
@@ -45,6 +44,7 @@ from spmd.expand.hooks import hooks_of
 from spmd.expand.modules import modules_of, parameters_of
 from spmd.expand.objects import HOLDERS, holds_state
 from spmd.expand.reads import Reads
+from spmd.expand.sources.kinds import ATTRIBUTES, LEAVES, kinds_of
 from spmd.expand.sources.layout import Container, is_set
 from spmd.expand.user_code import at_user_line, current_frames
 
@@ -66,8 +66,8 @@ def find_closed_over(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | Non
     Hooks on the parameters of these modules, and of those given, are functions that it calls. So are methods of objects
     that it is given, as of a trainer that holds a model. reads: where to note what was looked at.
 
-    Raises TypeError for an iterator, a learning-rate scheduler, a GradScaler, and for a parameter that is held by
-    itself or in a list: a trace runs on other tensors, which the list would not have.
+    Raises TypeError for an iterator, a GradScaler, and for a parameter that is held by itself or in a list: a trace
+    runs on other tensors, which the list would not have.
     """
     search = search_of(fn, given, reads)
     for module in [x for x in (*given.values(), *search.found.values()) if isinstance(x, nn.Module)]:
@@ -84,7 +84,7 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
     others = {path: x for path, x in given.items() if not isinstance(x, HOLDERS)}
-    search.holding = {path: x for path, x in others.items() if search.is_object(x) and holds_state(x)}
+    search.holding = {path: x for path, x in others.items() if _has_attributes(x) and holds_state(x)}
     held = [("", "", x) for path, x in others.items() if path not in search.holding]
     looked_at: dict[int, Any] = {}
     looked_through = -1
@@ -139,7 +139,8 @@ class Search:
     """What was found, and where the search was. home: the package of the step, which is the user's.
 
     boxes: the containers that were found, and the attributes of objects of the user, by name. objects: these, by name.
-    holding: the objects among the arguments that hold modules or optimisers, by path. attributes_named: the names of
+    holding: the objects among the arguments that hold modules or optimisers, by path. libraries: objects of classes
+    whose code is not looked through, by name. attributes_named: the names of
     attributes in all code that was found. functions: the user's. owners: of those that are methods, the object, or the
     class. classes: those of the user whose attributes code may read, with the names that it has for them. cached:
     functions of the user with a cache. contexts: context variables, by name. generators: those of Python's or numpy's
@@ -152,6 +153,7 @@ class Search:
         self.boxes: list[tuple[str, Container]] = []
         self.objects: dict[str, Any] = {}
         self.holding: dict[str, Any] = {}
+        self.libraries: dict[str, Any] = {}
         self.attributes_named: frozenset[str] = frozenset()
         self._in_module = False
         self.functions: list[types.FunctionType] = []
@@ -347,7 +349,7 @@ class Search:
         elif isinstance(value, (nn.Module, Optimizer)):
             if not any(value is other for other in self.found.values()):
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
-        elif isinstance(value, (nn.Parameter, LRScheduler)) or _is_iterator(value) or _is_scaler(value):
+        elif isinstance(value, nn.Parameter) or _is_iterator(value) or _is_scaler(value):
             raise _refused(name, value)
         elif is_generator(value):
             self.generators.append((name, value))
@@ -371,6 +373,8 @@ class Search:
                 self.object(name, value)
                 self.kind(type(value), names)
             self.attributes(name, value, names)
+        elif _has_attributes(value):
+            self.library(name, value)
         elif not self.is_foreign(type(value).__module__):  # it has slots alone
             self.kind(type(value), names)
 
@@ -380,6 +384,25 @@ class Search:
         if not self._in_module and all(x is not other for other in self.objects.values()):
             several = sum(name == other or other.startswith(f"{name} (") for other in self.objects)
             self.objects[f"{name} ({several + 1})" if several else name] = x
+
+    def library(self, name: str, x: Any) -> None:
+        """Note an object of a class whose code is not looked through, and take what it holds that has code or state of
+        the user: modules, optimisers and functions."""
+        if self._in_module or any(x is other for other in self.libraries.values()):
+            return
+        self.libraries[name if name not in self.libraries else f"{name} ({len(self.libraries) + 1})"] = x
+        seen, left = {id(x)}, [(name, x)]
+        while left:
+            path, held = left.pop()
+            for kind in kinds_of(type(held)):
+                for (_, step), value in kind.inside(kind.contents(held)):
+                    if id(value) not in seen and type(value) not in LEAVES and not isinstance(value, type):
+                        seen.add(id(value))
+                        at = path if step is None else f"{path}.{step}"
+                        if isinstance(value, (nn.Module, Optimizer, types.FunctionType)):
+                            self.value(at, value, _NO_NAMES)
+                        else:
+                            left.append((at, value))
 
     def items(self, name: str, items: dict, names: Names) -> None:
         for key, value in items.items() if len(items) <= MOST_ITEMS else ():
@@ -465,6 +488,11 @@ def is_generator(value: Any) -> bool:
     return isinstance(value, (random.Random, *((numbers.Generator, numbers.RandomState) if numbers else ())))
 
 
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object that is its attributes, whosever class it is of."""
+    return ATTRIBUTES in kinds_of(type(value)) and not isinstance(value, (*HOLDERS, types.FunctionType))
+
+
 def package_of(module: str | None) -> str:
     return (module or "").partition(".")[0]
 
@@ -506,11 +534,6 @@ def _may_be_imported(name: str) -> bool:
 
 
 def _refused(name: str, value: Any) -> TypeError:
-    if isinstance(value, LRScheduler):
-        return TypeError(
-            f"the step uses {name}, a {type(value).__name__}, which would run once, while the step is captured; step "
-            "it between calls, outside the step"
-        )
     if isinstance(value, GradScaler):
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"

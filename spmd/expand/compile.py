@@ -432,7 +432,7 @@ class CompiledStep:
             name = getattr(self.fn, "__name__", "the step")
             around = unchanged(self.fn, dict(named_leaves(call.given)), call.state.submodules())
             names = self._attributes.to_watch(changed)
-            before, attributes = call.guards_of_modules(names), watched(call.state.named_submodules(), names)
+            before, attributes = call.guards_of_modules(names), watched(call.state.wholes(), names)
             optimizers = only_optimizers(call.state.optimizers, name)
             with tracing_lock, optimizers, around, attributes as unread:  # traces change classes
                 run = functools.partial(self._call_fn, call.state)

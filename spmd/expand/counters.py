@@ -29,7 +29,7 @@ from spmd import _torch
 from spmd.expand.bytecode import instructions
 from spmd.expand.closed_over import MAKING, Search
 from spmd.expand.modules import OF_ALL_MODULES
-from spmd.expand.python_state import PythonState
+from spmd.expand.python_state import RENEWED, PythonState
 from spmd.expand.state import IS_COUNTER, State, held_by, own_attributes
 from spmd.expand.variables import Place, assigned_variables
 
@@ -63,7 +63,8 @@ def counters_of(state: State, search: Search, known: Names) -> Counters:
     known = all_names(known, _inner_names(known, held))
     for path, owner in owners.items():
         _add(found, path, owner, assigned | known.get(path, frozenset()))
-        for steps in (each for each in known.get(path, ()) if isinstance(each, tuple)):
+        inner = [each for each in known.get(path, ()) if isinstance(each, tuple)]
+        for steps in sorted(inner, key=lambda each: RENEWED not in each):
             if (place := _inside(held[path], owner, steps)) is not None:
                 _put(found, _path_of(path, owner, steps), place)
     for kind in dict.fromkeys(base for each in search.classes for base in each.__mro__) if known else ():
@@ -145,15 +146,17 @@ def _are_hooks(name: Any) -> bool:
     return isinstance(name, str) and "_hooks" in name
 
 
-_THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__")}
-"""The steps to the attributes of an object, and to the object that a method is bound to: no path names them."""
+_THROUGH = {"__dict__": vars, "__self__": operator.attrgetter("__self__"), RENEWED: lambda x: x}
+"""The steps to the attributes of an object, to the object that a method is bound to, and to a list that is made anew:
+no path names them."""
 
 
 def _inside(held: dict[str, Any], module: Any, steps: tuple) -> Place | None:
     """The place of a number in what a module holds; None where there is none now."""
     x = _box(held, steps)
     try:
-        return Place(x, steps[-1], module) if type(x[steps[-1]]) in KINDS else None
+        around = (_box(held, steps[:-2]), steps[-3]) if RENEWED in steps[-2:] else None
+        return Place(x, steps[-1], module, around) if type(x[steps[-1]]) in KINDS else None
     except (KeyError, IndexError, TypeError):
         return None
 
@@ -216,7 +219,7 @@ def all_numbers(state: State) -> dict[tuple[str, Any], float]:
 
 def owners_of(state: State) -> dict[str, Any]:
     """What may have numbers that a step counts, by path."""
-    return state.named_submodules() | state.optimizers | state.objects
+    return state.wholes() | state.optimizers | state.objects
 
 
 def check_constant(before: Mapping[tuple[str, Any], float], state: State, python: PythonState) -> None:
@@ -233,7 +236,8 @@ def check_constant(before: Mapping[tuple[str, Any], float], state: State, python
             found[path] = found.get(path, frozenset()) | {name}
     for module, steps in python.numbers_set(is_number_or_symbol):
         path = paths[id(module)]
-        if _path_of(path, module, steps) not in state.counters:
+        counter = state.counters.get(_path_of(path, module, steps))
+        if counter is None or (RENEWED in steps and counter.around is None):
             found[path] = found.get(path, frozenset()) | {steps}
     if found:
         raise CountersFound(found)

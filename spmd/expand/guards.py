@@ -15,7 +15,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Mapping
 from logging import Logger
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -217,15 +217,22 @@ def plain_number(value: float) -> float:
 
 NOTHING: Mapping[str, Hashable] = types.MappingProxyType({})
 
+class ModuleGuard(NamedTuple):
+    """The guard of all attributes of an object: its class, and each attribute by name."""
+
+    kind: type
+    attributes: tuple[tuple[str, Hashable], ...]
+
+
 GUARDED_APART = {"_parameters", "_buffers", "_modules"}
 """Where a module keeps its tensors and submodules. These have guards of their own."""
 
 
 def module_guard(
-    module: nn.Module, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING,
+    module: Any, reads: Reads | None = None, of_tensors: Mapping[str, Hashable] = NOTHING,
     without: Collection[str] = (), apart: Apart = NONE,
-) -> tuple:  # fmt: skip
-    """The guard of a module's own attributes, its training flag and its hooks included.
+) -> ModuleGuard:  # fmt: skip
+    """The guard of a module's own attributes, its training flag and its hooks included; or of another object's.
 
     of_tensors: the guards of the attributes that hold tensors; without one, tensors are compared by identity. without:
     names that are no guards. apart: as in `guard_key`.
@@ -251,7 +258,7 @@ def module_guard(
             found.append((k, _EMPTY_SET))
         else:
             found.append((k, guard_key(in_order_of_hooks(v, places) if "_hooks" in k else v, reads, apart)))
-    return type(module), tuple(found)
+    return ModuleGuard(type(module), tuple(found))
 
 
 _EMPTY_SET = guard_key(set())

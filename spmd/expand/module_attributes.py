@@ -273,7 +273,8 @@ class Others:
     """
 
     def __init__(self, state: State) -> None:
-        self._before = {id(x): (vars(x), dict(vars(x))) for x in (*state.optimizers.values(), *state.objects.values())}
+        held = *state.optimizers.values(), *state.objects.values(), *state.libraries.values()
+        self._before = {id(x): (vars(x), dict(vars(x))) for x in held}
 
     def put_all_back(self) -> None:
         for own, before in self._before.values():

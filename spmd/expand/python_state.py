@@ -30,6 +30,9 @@ from spmd.expand.masked import check_not_kept
 from spmd.expand.sources.layout import COMPARED_BY_VALUE, Container, Contents, is_set, items_of, put
 from spmd.expand.told import Told
 
+RENEWED = "__new__"
+"""A step from where a list is to the list: it is another one behind each call."""
+
 
 class PythonState:
     """The contents of the containers that the attributes of some modules reach, as they are now.
@@ -65,15 +68,16 @@ class PythonState:
 
     def numbers_set(self, is_number: Callable[[Any], bool]) -> Iterator[tuple[nn.Module | Optimizer, tuple]]:
         """Where dicts, lists and objects that modules and optimisers hold had a number and have another one: the module
-        or the optimiser, and the keys and places that lead there."""
+        or the optimiser, and the keys and places that lead there. So of lists of numbers that are others now."""
         for box, old in [*self.before, *self._others]:
             module, steps = self._ways[id(box)]
-            if steps and isinstance(box, dict | list) and len(box) == len(old):
+            if isinstance(box, dict | list) and len(box) == len(old):
                 for key, was in items_of(old) if isinstance(old, dict) else enumerate(old):
-                    if type(was) in (int, float) and (not isinstance(box, dict) or key in box):
-                        now = box[key]
-                        if now is not was and is_number(now) and repr(now) != repr(was):
-                            yield module, (*steps, key)
+                    now = box.get(key) if isinstance(box, dict) else box[key]
+                    if type(was) is list and now is not was and _are_numbers(was, now, is_number):
+                        yield from ((module, (*steps, key, RENEWED, i)) for i in range(len(was)))
+                    elif steps and type(was) in (int, float) and is_number(now) and repr(now) != repr(was):
+                        yield module, (*steps, key)
 
     def check_around(self) -> None:
         """Raise RuntimeError if a container around the modules has other contents now."""
@@ -184,6 +188,12 @@ def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator
     for step, x in items_of(inside) if isinstance(inside, dict) else enumerate(inside):
         if type(x) not in _VALUES:
             yield from boxes(x, seen, depth - 1, (*steps, step))
+
+
+def _are_numbers(was: list, now: Any, is_number: Callable[[Any], bool]) -> bool:
+    """Whether a list of numbers has another list of as many in its place."""
+    plain = type(now) is list and 0 < len(was) == len(now) and all(type(x) in (int, float) for x in was)
+    return plain and all(map(is_number, now))
 
 
 def all_boxes(value: Any) -> list[Container]:

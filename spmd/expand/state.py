@@ -70,7 +70,8 @@ def in_order(tensors: Tensors) -> Tensors:
 class State:
     """The modules and optimisers of a call, each under the path of its argument.
 
-    objects: those of the user that the step's code finds, and names: of attributes, that it has. counters: the numbers
+    objects: those of the user that the step's code finds, and names: of attributes, that it has. libraries: those of
+    classes whose code is not looked through, of which every attribute counts. counters: the numbers
     that the step keeps in Python.
 
     Every method looks the tensors up anew, because a step may replace them.
@@ -79,6 +80,7 @@ class State:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    libraries: dict[str, Any] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
     counters: dict[str, Place] = field(default_factory=dict)
 
@@ -89,7 +91,7 @@ class State:
         TypeError for an argument that cannot be traced through.
         """
         around = around or Search("", Reads())
-        state = cls(objects=around.objects, names=around.attributes_named)
+        state = cls(objects=around.objects, libraries=around.libraries, names=around.attributes_named)
         for path, leaf in named_leaves(args):
             if isinstance(leaf, nn.Module):
                 state.modules[path] = leaf
@@ -178,7 +180,7 @@ class State:
             path: module_guard(
                 m, reads, of.get(id(m), NOTHING), (*unread.get(path, ()), *counted.get(id(m), ())), apart
             )
-            for path, m in self.named_submodules().items()
+            for path, m in self.wholes().items()
         }
         found |= {f"{path}{IS_COUNTER}": guard_key(type(place.value)) for path, place in self.counters.items()}
         for path, owner in (self.optimizers | self.objects).items() if of else ():
@@ -228,11 +230,15 @@ class State:
     @property
     def holders(self) -> dict[str, Any]:
         """The modules, the optimisers and the objects around them, by path."""
-        return self.modules | self.optimizers | self.objects
+        return self.modules | self.optimizers | self.objects | self.libraries
 
     def owners(self) -> dict[str, Any]:
         """All that has attributes, by path: every module, with all that are in it, the optimisers and the objects."""
-        return self.named_submodules() | self.optimizers | self.objects
+        return self.wholes() | self.optimizers | self.objects
+
+    def wholes(self) -> dict[str, Any]:
+        """All of which every attribute counts, by path: every module, and objects of libraries."""
+        return self.named_submodules() | self.libraries
 
     def attributes_of(self, owner: Any) -> dict[str, Any]:
         """The plain attributes of one of these; of an object, those that code names."""
@@ -240,6 +246,8 @@ class State:
             return {name: x for name, x in vars(owner).items() if name not in OF_ALL_MODULES}
         if isinstance(owner, Optimizer):
             return dict(own_attributes(owner))
+        if any(owner is x for x in self.libraries.values()):
+            return vars(owner)
         return {name: x for name, x in vars(owner).items() if name in self.names}
 
     def submodules(self) -> list[nn.Module]:

@@ -251,7 +251,7 @@ class TracedFunction:
             constants, plain = self.state.constants(), all_numbers(self.state)
             kept = self.state.kept_by_optimizers().keys()
             held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
-            python = PythonState(self.state.submodules(), self._around(there.own), held_by_optimizers)
+            python = PythonState(_each_once(self.state.wholes()), self._around(there.own), held_by_optimizers)
         return _Before(counters, counts, others, held, copies, constants, plain, kept, python)
 
     def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
@@ -365,7 +365,7 @@ class TracedFunction:
             return
         if elsewhere := [path for path in changed if not self.state.is_of_module(path)]:
             raise RuntimeError(FROZEN.format(elsewhere[0], "a flag, a count kept as a number"))
-        if assigned := assigned_tensor(self.state.named_submodules(), python, new.places):
+        if assigned := assigned_tensor(self.state.wholes(), python, new.places):
             raise RuntimeError(assigned)
         self.changes = python.changes(new.places)
 
@@ -418,10 +418,10 @@ class TracedFunction:
         for root, optimizer in self.state.optimizers.items():
             for name in (name for owner, name in places if owner == id(optimizer)):
                 found.pop(f"{root}.{name}", None)
-        for path, module in self.state.named_submodules().items() if owners else ():
+        for path, module in self.state.wholes().items() if owners else ():
             if id(module) in owners:
-                kind, own = constants[path]
-                found[path] = kind, tuple((name, key) for name, key in own if (id(module), name) not in places)
+                own = tuple(each for each in constants[path].attributes if (id(module), each[0]) not in places)
+                found[path] = constants[path]._replace(attributes=own)
         return found
 
     def _check_slots(self, after: Tensors) -> None:
@@ -567,6 +567,10 @@ class TracedFunction:
         output = graph.output_node()
         others = iter(output.args[0])
         output.args = ([next(others) if node is None else node for node in self.nodes],)
+
+
+def _each_once(owners: Mapping[str, Any]) -> list[Any]:
+    return list({id(x): x for x in owners.values()}.values())
 
 
 def _given_to(arguments: dict[str, Any], before: Before) -> tuple[dict[str, Opened], list[Opened]]:

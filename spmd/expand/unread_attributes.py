@@ -21,6 +21,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.expand.counters import Names, all_names
+from spmd.expand.guards import ModuleGuard
 from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.sizes.saying import is_of_module
 from spmd.expand.stamp.unread import Reads
@@ -80,9 +81,13 @@ def _asks_for_guards(frame: FrameType) -> bool:
     return file.startswith(_ASKING_FOR_GUARDS) and file not in _torch.INSTEAD_OF_MODULES
 
 
+def _read(guard: ModuleGuard, unread: frozenset[str]) -> tuple[tuple[str, Hashable], ...]:
+    return tuple([each for each in guard.attributes if each[0] not in unread])
+
+
 def left_out(guards: tuple, unread: Names) -> tuple:
     """The guards by path, without those of attributes that nothing reads."""
     return tuple(
-        (path, (key[0], tuple([each for each in key[1] if each[0] not in unread[path]])) if path in unread else key)
+        (path, key._replace(attributes=_read(key, unread[path])) if path in unread else key)
         for path, key in guards
     )

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from spmd.expand.bytecode import instructions
+from spmd.expand.guards import ModuleGuard
 from spmd.expand.state import Slot
 
 Guards = Mapping[Any, Hashable]
@@ -90,8 +89,8 @@ def _parts(key: Hashable) -> dict[str, Hashable] | None:
 
 
 def is_of_module(key: Hashable) -> bool:
-    """Whether this is the guard of the attributes of a module."""
-    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type) and issubclass(key[0], nn.Module)
+    """Whether this is the guard of all attributes of a module, or of another object that counts as a whole."""
+    return type(key) is ModuleGuard
 
 
 def _text(key: Hashable) -> str:

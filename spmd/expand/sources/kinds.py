@@ -32,7 +32,7 @@ import warnings
 import weakref
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -40,7 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from spmd import _torch
 from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, is_set, items_of, put, slots_of
 from spmd.mesh import DeviceMesh
 from spmd.tensor.annotations.block_function import BlockFunction
@@ -73,23 +75,25 @@ class Kind:
 # ---- containers -------------------------------------------------------------------------------
 
 
+def is_same(x: Any, y: Any) -> bool:
+    """Whether two values are one object, or equal values of a kind that is compared by value.
+
+    >>> is_same(0.0, -0.0), is_same((1, "a"), (1, "a")), is_same([1], [1])
+    (False, True, False)
+    """
+    if x is y or type(x) is not type(y):
+        return x is y
+    if type(x) is tuple:
+        return len(x) == len(y) and all(map(is_same, x, y))
+    return isinstance(x, COMPARED_BY_VALUE) and (x == y if type(x) is not float else repr(x) == repr(y))
+
+
+def _same_list(old: Sequence[Any], new: Sequence[Any]) -> bool:
+    return len(old) == len(new) and (all(map(is_, old, new)) or all(map(is_same, old, new)))
+
+
 def _same_items(old: dict, new: dict) -> bool:
-    return (
-        len(old) == len(new)
-        and all(map(is_, old.values(), new.values()))
-        and all(map(_is_one, old, new))
-    )  # fmt: skip
-
-
-def _is_one(x: Any, y: Any) -> bool:
-    return x is y or (type(x) is type(y) and isinstance(x, _KEYS) and x == y)
-
-
-_KEYS = (*COMPARED_BY_VALUE, tuple)
-
-
-def _same_list(old: list, new: list) -> bool:
-    return len(old) == len(new) and all(map(is_, old, new))
+    return _same_list(list(old.values()), list(new.values())) and _same_list(list(old), list(new))
 
 
 def _same_set(old: set, new: set) -> bool:
@@ -133,6 +137,19 @@ def _in_attributes(contents: dict[str, Any]) -> Iterable[tuple[Step, Any]]:
 
 
 ATTRIBUTES = Kind("attributes", _attributes, _same_items, _put_attributes, _in_attributes)
+
+
+def _of_optimizer(x: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(x).items() if name not in _torch.NOTED_IN_OPTIMIZERS}
+
+
+def _put_in_optimizer(x: Optimizer, contents: dict[str, Any]) -> None:
+    noted = {name: value for name, value in vars(x).items() if name in _torch.NOTED_IN_OPTIMIZERS}
+    put([(vars(x), contents | noted)])
+
+
+OPTIMIZER = Kind("attributes", _of_optimizer, _same_items, _put_in_optimizer, _in_attributes)
+"""What torch notes in optimisers is its own business."""
 
 
 def _slots(x: Any) -> dict[str, Any]:
@@ -357,7 +374,7 @@ def _position(x: Any) -> tuple[Any, ...]:
 
 
 def _same_position(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    return len(old) == len(new) and all(map(_is_one, old, new))
+    return _same_list(old, new)
 
 
 ITERATOR = Kind("iterator", _position, _same_position, None, _in_list)
@@ -413,6 +430,8 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
         return ()
     if issubclass(kind, type):
         return (CLASS,)
+    if issubclass(kind, Optimizer):
+        return (OPTIMIZER,)
     found = [ATTRIBUTES] if _has_attributes(kind) else []
     found += [SLOTS] if slots_of(kind) else []
     if kind is functools._lru_cache_wrapper:

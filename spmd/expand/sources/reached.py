@@ -32,6 +32,7 @@ from spmd.expand.sources.kinds import (
     VARIABLES,
     Kind,
     Step,
+    is_same,
     kinds_of,
 )
 
@@ -40,7 +41,6 @@ _IN_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OFTEN_EMPTY = {dict, list, set, OrderedDict}
 _MUTABLE = frozenset({ITEMS, ELEMENTS, MEMBERS, ATTRIBUTES})
 _OF_PYTHON = sys.stdlib_module_names
-_PLACES = {ITEMS: "key", ELEMENTS: "key", ATTRIBUTES: "attribute"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,10 +159,10 @@ class Reached:
         if not isinstance(old, dict) or kind.name == "function":
             yield Change(self.path(x), kind, x, ("", None), old, new)
             return
-        what = "variable" if kind is VARIABLES else _PLACES.get(kind, "attribute")
+        what = "variable" if kind is VARIABLES else "key" if kind is ITEMS else "attribute"
         for name in {**old, **new}:
             one, other = old.get(name, NOTHING), new.get(name, NOTHING)
-            if one is not other:
+            if not is_same(one, other):
                 yield Change(_text(self.path(x), (what, name)), kind, x, (what, name), one, other)
 
     def steps_from(self, change: Change, owners: Collection[int]) -> tuple[int, tuple[Any, ...]] | None:

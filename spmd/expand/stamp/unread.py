@@ -27,11 +27,12 @@ class Reads:
     """
 
     def __init__(
-        self, module: nn.Module, names: Iterable[str], but_by: Callable[[types.FrameType], bool] | None = None
+        self, module: Any, names: Iterable[str], but_by: Callable[[types.FrameType], bool] | None = None
     ) -> None:
         self.names: set[str] = set()
         self._note = _Note(frozenset(names), self.names, but_by)
-        self._modules = [m for m in module.modules() if not self._note.known.isdisjoint(vars(m))]
+        of = module.modules() if isinstance(module, nn.Module) else [module]
+        self._modules = [m for m in of if not self._note.known.isdisjoint(vars(m))]
         self._held: list[tuple[nn.Module, dict[str, Any]]] = []
         self._classes: list[tuple[type, str]] = []
 
