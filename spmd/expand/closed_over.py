@@ -91,7 +91,7 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
     while looked_through < len(search.functions) + len(looked_at):  # what is held may bring functions that name more
         looked_through = len(search.functions) + len(looked_at)
         search.attributes_named = frozenset(x for fn in search.functions for x in names_in(fn.__code__).attributes)
-        for path, x in search.holding.items():
+        for path, x in [*search.holding.items(), *search.objects.items()]:  # code may pass an object on
             search.value(path, x, Names((), tuple(sorted(search.attributes_named))))
         for x in [*given.values(), *search.found.values()]:
             if isinstance(x, HOLDERS) and id(x) not in looked_at:

@@ -1,12 +1,5 @@
 """Numbers and values in objects of installed packages and of Python's library: what a step keeps there changes."""
 
-import collections
-import copy
-import math
-import queue
-import threading
-import types
-import weakref
 
 import pytest
 import torch
@@ -79,10 +72,8 @@ def training(make, is_wrapped, is_given, compiled, **options):
     for x in X:
         given = (model, optimizer, schedule, x) if is_given else (model, optimizer, x)
         loss = run(*given)
-        rows.append([
-            whole(loss).item(), optimizer.param_groups[0]["lr"], inner.last_epoch, inner.get_last_lr(),
-            getattr(schedule, "steps_taken", 0),
-        ])  # fmt: skip
+        rates = optimizer.param_groups[0]["lr"], *inner.get_last_lr()
+        rows.append((whole(loss).item(), *rates, inner.last_epoch, getattr(schedule, "steps_taken", 0)))
     return rows, [whole(p.detach()) for p in model.parameters()]
 
 
