@@ -18,6 +18,8 @@ import builtins
 import contextlib
 import datetime
 import functools
+import gc
+import itertools
 import os
 import sys
 import threading
@@ -31,6 +33,8 @@ from typing import Any
 from spmd import _torch
 from spmd.expand.closed_over import Search, is_installed, package_of
 from spmd.expand.outside import DRAWS, RandomNumbers
+from spmd.expand.sources.kinds import NOTHING
+from spmd.expand.sources.reached import Reached
 from spmd.expand.told import Told
 from spmd.expand.user_code import SPMD_FOLDER, at_user_line, current_frames
 
@@ -54,11 +58,12 @@ DRAWING = {
 @dataclass
 class Asked:
     """What code of the user asks. environment: variables that it reads, each with its value and the line. draws: the
-    line of the first draw of Python's or numpy's random numbers."""
+    line of the first draw of Python's or numpy's random numbers. results: what cached functions gave."""
 
     thread: int
     environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
     draws: str = ""
+    results: list[Reached] = field(default_factory=list)
 
     def by_user(self) -> bool:
         """Whether code of the user asks. To be called by what stands for a function."""
@@ -102,6 +107,12 @@ def asked(search: Search) -> Iterator[Asked]:
         undo.callback(setattr, os.environ, "_data", os.environ._data)
         os.environ._data = _Environment(os.environ._data, found)
         yield found
+    for each in found.results:
+        for change in each.changes():
+            raise RuntimeError(
+                f"the step changes {change}, which a function with a cache gave and gives to others; let the function "
+                "make what is changed anew, or keep it in a module"
+            )
     if found.draws and (drawn := numbers.changed()):
         raise RuntimeError(f"{DRAWS.format(drawn)}{found.draws}")
 
@@ -168,9 +179,26 @@ def _telling(found: Asked, function: Callable, what: str) -> Callable:
 def _uncached(found: Asked, function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (function.__wrapped__ if found.by_user() else function)(*args, **kwargs)
+        if not found.by_user():
+            return function(*args, **kwargs)
+        given = _cached(function, args, kwargs)
+        result = function.__wrapped__(*args, **kwargs) if given is NOTHING else given
+        found.results.append(Reached([(f"{function.__name__}()", result)], lambda module: True))
+        return result
 
     return call
+
+
+def _cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What a cached function has for these arguments; NOTHING if it would have to be run."""
+    held = gc.get_referents(function)  # of a cache of some size: each key, and behind it what was given for it
+    mark = tuple([x for x in held if type(x) is object])  # before arguments by name
+    key = functools._make_key(args, kwargs, function.cache_parameters()["typed"], mark)
+    box = next((x for x in held if type(x) is dict and x is not vars(function) and key in x), None)
+    if box is None or function.cache_parameters()["maxsize"] is None:
+        return NOTHING if box is None else box[key]
+    known = next(x for x in box if x == key)
+    return next(after for x, after in itertools.pairwise(held) if x is known)
 
 
 def _line() -> str:

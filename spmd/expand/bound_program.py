@@ -26,6 +26,7 @@ from spmd.expand.program import Program
 from spmd.expand.python_state import put_changes
 from spmd.expand.regions import Backend, with_compiled_regions
 from spmd.expand.skipped_steps import made_by_skipped
+from spmd.expand.sources.redo import redo
 from spmd.expand.state import Slot, State, Tensors
 from spmd.mesh import DeviceMesh
 from spmd.tensor.eager.dtensor import DTensor
@@ -103,7 +104,7 @@ class BoundProgram:
 
     def entry(self, wanted: Wanted) -> Entry:
         """What is kept of the program for a call that it serves."""
-        if isinstance(self.source, Kept) and self.source.code is not None and not self.captured.changes:
+        if isinstance(self.source, Kept) and self.source.code is not None and not self.captured.is_for_one_call:
             return replace(self.source.entry, key=wanted.known_key())
         return wanted.entry(self.captured, self.program, self._code_text(wanted.at))
 
@@ -155,6 +156,7 @@ class BoundProgram:
         for name in self.captured.stepped:
             _torch.note_step(state.optimizers[name])
         put_changes(self.captured.changes)
+        redo(self.captured.writes)
         values = [results.get(i, leaf) for i, leaf in enumerate(self.captured.leaves)]
 
         def there(where: Slot | Argument) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.containers import Containers
-from spmd.expand.counters import CountersFound
 from spmd.expand.cut_views import write_slices
 from spmd.expand.dense_views import DENSE_VIEWS
 from spmd.expand.draws import Draws, number_draws
@@ -39,11 +39,10 @@ from spmd.expand.kept_numbers import Apart, Kept, kept_numbers
 from spmd.expand.late_items import read_late
 from spmd.expand.local_map import capture_local_maps, tracing_lock
 from spmd.expand.loops.roll import rolled
-from spmd.expand.module_attributes import Attributes, attributes_set, check_read
+from spmd.expand.module_attributes import Attributes, check_read
 from spmd.expand.objects import with_containers
 from spmd.expand.outside import changed_outside
 from spmd.expand.phases import fill_phases
-from spmd.expand.python_state import made
 from spmd.expand.sizes.lift import lift_sizes
 from spmd.expand.sizes.sources import Sizes
 from spmd.expand.sources.writes import undone
@@ -52,7 +51,7 @@ from spmd.expand.stamp.blocks import CoupledBlocks
 from spmd.expand.stamp.repeats import Structure
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
-from spmd.expand.traced_function import FROZEN, TracedFunction, changed_guards
+from spmd.expand.traced_function import TracedFunction
 from spmd.expand.user_code import ended_in_user_code
 from spmd.mesh import DeviceMesh
 from spmd.tensor.rules.decompositions import decompositions
@@ -77,12 +76,11 @@ def capture(
 
     The arguments, and the modules and optimisers among them, are unchanged afterwards.
 
-    A step may change the Python state of a module, such as a flag that says that something was done once. It is
-    captured again with the changes made, until it changes nothing any more. The first graph is the one that counts, and
-    its `changes` are to be made after it has run.
+    A step may change the Python state of a module or of an object, such as a flag that says that something was done
+    once. Such `changes` and `writes` are to be made after the graph has run, and the graph is right for one call alone.
 
-    Raises RuntimeError if fn uses a tensor that is neither an argument nor inside one, if it branches on a value that
-    is known only when the program runs, or if it changes a Python value every time, which the program would freeze.
+    Raises RuntimeError if fn uses a tensor that is neither an argument nor inside one, or if it branches on a value
+    that is known only when the program runs.
     Raises NotImplementedError if fn draws random numbers that cannot be numbered, or if it makes tensors whose sizes
     are known only when the program runs.
     """
@@ -92,25 +90,7 @@ def capture(
     for path in captured.grown:
         if path.rpartition(".")[0] in state.objects:
             raise changed_outside(search_of(fn, state.holders), path)
-    last = captured
-    with contextlib.ExitStack() as undo:
-        for _ in range(MOST_CHANGING_CAPTURES):
-            if not last.changes and not last.grown:
-                return captured
-            undo.enter_context(made(last.changes))
-            undo.enter_context(attributes_set(state, last.attributes))
-            constants = state.constants()
-            try:
-                last = _capture_once(fn, args, call, state, mesh, apart, containers, {}, stamp_blocks)
-            except CountersFound:  # what was set to a number now is one that changes, from the next call on
-                return captured
-            undo.enter_context(made(last.changes))
-            path, *_ = [*last.grown, *changed_guards(constants, state.constants()), "a module"]
-    raise RuntimeError(FROZEN.format(path, "a count kept as a number, a list that grows, each time that it runs"))
-
-
-MOST_CHANGING_CAPTURES = 3
-"""How often a step may change Python state, one capture after the other, until it is given up."""
+    return captured
 
 
 def _capture_first(fn: Callable, *given: Any) -> Captured:
@@ -159,8 +139,9 @@ def _undone(
     apart: Apart | None, containers: Containers, *rest: Any, **options: Any,
 ) -> Captured:  # fmt: skip
     """A trace that leaves Python as it was, whatever the step did there."""
-    with undone(fn, {**args, **containers}, state):
-        return _traced(fn, args, call, state, fixed, mesh, apart, containers, *rest, **options)
+    with undone(fn, args, containers, state) as writes:
+        captured = _traced(fn, args, call, state, fixed, mesh, apart, containers, *rest, **options)
+    return replace(captured, writes=writes) if writes else captured
 
 
 def _is_as_computed(captured: Captured, numbers: dict[str, float]) -> bool:

@@ -19,6 +19,7 @@ from spmd.expand.sizes.assumed import Assumed, Failed
 from spmd.expand.sizes.at import graph_at, ops_agree
 from spmd.expand.sizes.sources import Shapes
 from spmd.expand.sources.layout import Contents
+from spmd.expand.sources.redo import Write
 from spmd.expand.state import Slot
 from spmd.expand.views import View
 from spmd.mesh import DeviceMesh
@@ -48,8 +49,8 @@ class Captured:
     `detach` gives. views: the leaves that show a part of another leaf, or of
     a tensor that the function has been given. fixed: the number arguments that could not stay
     symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
-    modules, to be done when the program has run. kept: the numbers in the tensors of the state, which the function may
-    decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
+    modules, to be done when the program has run. writes: the same of other Python values. kept: the numbers in the
+    tensors of the state, which the function may decide by. shared: the names of those that several tensors hold, and of which the graph computes something once
     (`equal_counts`). assumed: what the graph takes for granted about sizes. sizes: the values of their symbols, once
     they are known (`at`). first: inputs that optimisers make in their first step; they are to be made before the
     program runs. ignores_gradients: whether the graph is right for any gradients that earlier steps left. stepped: the
@@ -87,6 +88,7 @@ class Captured:
     grown: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)
     looped: fx.Graph | None = None
+    writes: list[Write] = field(default_factory=list, repr=False)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.
@@ -137,6 +139,11 @@ class Captured:
         sizes = self.assumed.values(shapes, numbers)
         views = {leaf: view.at(sizes) for leaf, view in self.views.items()}
         return replace(self, fixed=self.fixed | self.assumed.sized(numbers), sizes=sizes, views=views)
+
+    @property
+    def is_for_one_call(self) -> bool:
+        """Whether the function has changed Python values as it does in this call alone."""
+        return bool(self.changes or self.writes)
 
     @functools.cached_property
     def outcome(self) -> Outcome:

@@ -254,7 +254,7 @@ class Search:
         """Look through the code of what an object of a class holds under a name. An iterator that code names is
         refused, and so is a file if code names what reads it."""
         if name in attributes and (_is_iterator(x) or (isinstance(x, io.IOBase) and attributes & _READING)):
-            raise _refused(f"{of}.{name}", x)
+            raise refused(f"{of}.{name}", x)
         if name in attributes and is_generator(x) and not any(x is other for _, other in self.generators):
             self.generators.append((name, x))
         self.code(x, attributes)
@@ -350,7 +350,7 @@ class Search:
             if not any(value is other for other in self.found.values()):
                 self.found[name if name not in self.found else f"{name}_{len(self.found)}"] = value
         elif isinstance(value, nn.Parameter) or _is_iterator(value) or _is_scaler(value):
-            raise _refused(name, value)
+            raise refused(name, value)
         elif is_generator(value):
             self.generators.append((name, value))
         elif isinstance(value, set | deque):
@@ -533,7 +533,7 @@ def _may_be_imported(name: str) -> bool:
     return bool(places) and not any(map(_is_of_site, places))
 
 
-def _refused(name: str, value: Any) -> TypeError:
+def refused(name: str, value: Any) -> TypeError:
     if isinstance(value, GradScaler):
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"

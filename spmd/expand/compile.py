@@ -354,7 +354,7 @@ class CompiledStep:
         wanted, captured = made.wanted, made.captured
         bound = BoundProgram.of(made.source, captured, self.mesh, self._backend)
         bound.serves(call.key, wanted)
-        if captured.changes:  # what changes Python state is right for this call alone
+        if captured.is_for_one_call:  # what changes Python state is right for this call alone
             self._for_one_call.append(entry_or_reason(wanted, bound.entry))
         else:
             self._kept.keep(bound, call.keys_of(captured))
@@ -404,7 +404,7 @@ class CompiledStep:
         captured, given = self._captured(call)
         known = captured.known_at(given.shapes, given.numbers)
         known = replace(known, given=Results(captured, self.settings.outputs).given)
-        alone = self._library is not NOWHERE or captured.changes  # ranks that load have no forms
+        alone = self._library is not NOWHERE or captured.is_for_one_call  # ranks that load have no forms
         if alone or self.settings.memory_budget is not None:  # and other sizes need other memory
             return known, self._writer.program(known, given)
         return known, self._forms.program(captured, given, self._writer.program)

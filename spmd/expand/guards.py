@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.reads import Reads
+from spmd.expand.sources.kinds import BUFFER, STATE, kinds_of
 from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, items_of, slots_of
 from spmd.tensor.annotations.block_function import BlockFunction
 
@@ -173,6 +174,8 @@ class _Walk:
     def _object(self, x: Any) -> Hashable:
         kind = type(x)
         attributes = self._attributes(x)
+        if {STATE, BUFFER} & {*kinds_of(kind)}:
+            return (kind, self._by_key(x, state_of(x)), *attributes)
         return (kind, *attributes) if attributes and not hides(kind) else (kind, ById(x), *attributes)
 
     def _attributes(self, x: Any) -> tuple:
@@ -193,6 +196,12 @@ class _Walk:
             if hasattr(x, name):
                 found += ((name, self.key(getattr(x, name))),)
         return found
+
+
+def state_of(x: Any) -> Hashable:
+    """What an object keeps in C, as a key."""
+    kept = [kind for kind in kinds_of(type(x)) if kind in (STATE, BUFFER)]
+    return tuple([kind.contents(x)[0] if kind is STATE else kind.contents(x) for kind in kept])
 
 
 _WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})

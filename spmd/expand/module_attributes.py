@@ -20,7 +20,6 @@ or to a parameter or buffer.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import is_
@@ -317,22 +316,3 @@ def set_attributes(state: State, new: Mapping[str, Any]) -> None:
     """Give the modules attributes by path."""
     for own, name, value in _with_owners(state, new):
         own[name] = value
-
-
-@contextlib.contextmanager
-def attributes_set(state: State, new: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, modules have these attributes."""
-    places = _with_owners(state, new)
-    before, counters = [(own, dict(own)) for own, _, _ in places], state.counters
-    copied = Copies()
-    copies = [(own.get(name), copied.of(*with_containers(tree)), tree) for own, name, tree in places]
-    for (own, name, _), (_, copy, _) in zip(places, copies, strict=True):
-        own[name] = copy
-    count_in(state, copies)
-    try:
-        yield
-    finally:
-        state.counters = counters
-        for own, old in reversed(before):
-            own.clear()
-            own.update(old)

@@ -13,7 +13,6 @@ recurrent layer does and an optimiser for each parameter. While a step is captur
 
 from __future__ import annotations
 
-import contextlib
 import types
 import weakref
 from collections import deque
@@ -116,8 +115,8 @@ class PythonState:
         seen = set(inside)
         for known, _ in self.before:
             for _, box in boxes(known, seen, MAX_DEPTH):
-                if any(_without_symbols(x) is not x for x in _keys_and_values(box)):
-                    items = [(_without_symbols(k), _without_symbols(x)) for k, x in _pairs(box)]
+                if any(without_symbols(x) is not x for x in _keys_and_values(box)):
+                    items = [(without_symbols(k), without_symbols(x)) for k, x in _pairs(box)]
                     put([(box, dict(items) if isinstance(box, dict) else [x for _, x in items])])
         there = [(box, old, left.get(id(box), set())) for box, old in self.before if id(box) not in inside]
         return [
@@ -160,17 +159,6 @@ def _without(box: Any, names: Collection[str]) -> Any:
 def _but_for(new: dict, old: dict, names: Collection[str]) -> dict:
     """The contents of a dict without these names, or with LEFT in their place if they were there."""
     return {k: LEFT if k in names else x for k, x in new.items() if k not in names or k in old}
-
-
-@contextlib.contextmanager
-def made(changes: Contents) -> Iterator[None]:
-    """Inside, the changes are made."""
-    before = [(box, copied(box)) for box, _ in changes]
-    put_changes(changes)
-    try:
-        yield
-    finally:
-        put(before)
 
 
 def boxes(value: Any, seen: set[int], depth: int, steps: tuple = ()) -> Iterator[tuple[tuple, Container]]:
@@ -251,7 +239,7 @@ def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:
     return new.get(id(x), x)
 
 
-def _without_symbols(x: Any) -> Any:
+def without_symbols(x: Any) -> Any:
     """The present numbers in the place of symbols. Containers inside, but for tuples, are not looked into."""
     if _torch.is_unbacked(x):
         raise RuntimeError(
@@ -266,7 +254,7 @@ def _without_symbols(x: Any) -> Any:
     check_not_kept(x)
     if not isinstance(x, tuple):
         return _torch.number_now(x)
-    inside = [_without_symbols(each) for each in x]
+    inside = [without_symbols(each) for each in x]
     if all(new is old for new, old in zip(inside, x, strict=True)):
         return x
     return x._make(inside) if hasattr(x, "_make") else type(x)(inside)

@@ -321,7 +321,7 @@ def repeat_of(
     by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
     """
     given, outcome = Given(args, kwargs), bound.captured.outcome
-    if not given.can_repeat or bound.captured.changes or not _is_found_plainly(call.state):
+    if not given.can_repeat or bound.captured.is_for_one_call or not _is_found_plainly(call.state):
         return None
     counts = {path: outcome.changed[path] for path in call.state.counters if path in outcome.changed}
     changed = [path for path in outcome.changed if path not in counts and is_attribute(path)]

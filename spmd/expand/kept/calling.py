@@ -24,7 +24,7 @@ from torch import fx, nn
 from spmd import _torch
 from spmd.expand.captured import Captured
 from spmd.expand.kept import changes
-from spmd.expand.kept.notation import Reader, lines_of, read_lines
+from spmd.expand.kept.notation import CannotKeep, Reader, lines_of, read_lines
 from spmd.expand.kept.trees import as_tree, as_value
 from spmd.expand.state import Slot
 from spmd.mesh import DeviceMesh
@@ -37,6 +37,8 @@ FIELDS = (
 
 def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
     """What a call has to know of the program of a capture. modules: those that the step is given, by path."""
+    if captured.writes:
+        raise CannotKeep(f"the step changes {captured.writes[0].path}, a Python value outside of modules")
     conditions = _torch.Conditions.of(captured.symbols)
     said = {name: getattr(captured, name) for name in FIELDS}
     names, texts = captured.assumed.conditions_at(captured.sizes)

@@ -26,6 +26,8 @@ Changes = list[tuple[str, tuple, Any, tuple | None]]
 def as_value(changes: Contents, modules: Mapping[str, nn.Module]) -> Changes:
     """Changes that were not made yet, by place. modules: the modules that a step is given, by path."""
     places = {id(box): place for place, box in _places(modules)}
+    if any(id(box) not in places for box, _ in changes):
+        raise CannotKeep("the step changes Python values outside of modules")
     return [(*places[id(box)], *_difference(box, new)) for box, new in changes]
 
 

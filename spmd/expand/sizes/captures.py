@@ -64,7 +64,7 @@ class Captures:
                 if names and (numbers := changed_numbers(self._last, guards, names)):
                     raise CountersFound(numbers)
                 found = self._of_others(call, shapes) or make(names)
-                if not found.changes:  # what changes Python state is right for one call alone
+                if not found.is_for_one_call:  # what changes Python state is right for one call alone
                     self._keep(found, call)
         self._last = guards_of(call.key)
         return found

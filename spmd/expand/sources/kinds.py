@@ -177,7 +177,11 @@ def _put_slots(x: Any, contents: dict[str, Any]) -> None:
             object.__delattr__(x, name)
 
 
-SLOTS = Kind("slots", _slots, _same_items, _put_slots, _in_attributes)
+def _in_slots(contents: dict[str, Any]) -> Iterable[tuple[Step, Any]]:
+    return [(("slot", name), x) for name, x in contents.items() if type(x) not in LEAVES]
+
+
+SLOTS = Kind("slots", _slots, _same_items, _put_slots, _in_slots)
 
 
 def _own(kind: type) -> dict[str, Any]:
@@ -194,6 +198,13 @@ def _put_own(kind: type, contents: dict[str, Any]) -> None:
             type.__setattr__(kind, name, value)
 
 
+def _set_class(x: Any, contents: tuple[type]) -> None:
+    object.__setattr__(x, "__class__", contents[0])
+
+
+OF_CLASS = Kind(
+    "class of an object", lambda x: (type(x),), _same_list, _set_class, lambda contents: [(("class", None), *contents)]
+)  # fmt: skip
 CLASS = Kind("class", _own, _same_items, _put_own, _in_attributes)
 
 
@@ -391,7 +402,7 @@ UNKNOWN = Kind("unknown", lambda x: None)
 LEAVES = frozenset({
     *COMPARED_BY_VALUE, type(...), type(NotImplemented), object, range, slice, types.CodeType, types.ModuleType,
     types.FrameType, types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
+    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
     re.Pattern, torch.layout, torch.Tensor, nn.Parameter, type(threading.Lock()), type(threading.RLock()),
     np.dtype, np.ufunc, operator.attrgetter, operator.itemgetter, operator.methodcaller,
 })  # fmt: skip
@@ -410,9 +421,9 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.
 _ITERATORS = (types.GeneratorType,)
 
 _ROWS: tuple[tuple[Any, Kind], ...] = (
-    (dict, ITEMS), ((list, deque), ELEMENTS), (set, MEMBERS), ((tuple, frozenset), FIXED),
-    (types.CellType, VARIABLE), (types.FunctionType, FUNCTION), (types.MethodType, METHOD),
-    (types.BuiltinFunctionType, BUILTIN_METHOD), (functools.partial, PARTIAL), (contextvars.ContextVar, CONTEXT),
+    (dict, ITEMS), ((list, deque), ELEMENTS), (set, MEMBERS), ((tuple, frozenset), FIXED), (types.CellType, VARIABLE),
+    (types.FunctionType, FUNCTION), (types.MethodType, METHOD), (functools.partial, PARTIAL),
+    ((types.BuiltinFunctionType, types.MethodWrapperType), BUILTIN_METHOD), (contextvars.ContextVar, CONTEXT),
     (weakref.ref, REFERENCE), (types.MappingProxyType, REFERENTS), ((staticmethod, classmethod, property), REFERENTS),
     (np.ndarray, ARRAY), (_BUFFERS, BUFFER), ((*_RANDOM, *_MEMORY), STATE), (types.GeneratorType, ITERATOR),
 )  # fmt: skip
@@ -431,8 +442,9 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
     if issubclass(kind, type):
         return (CLASS,)
     if issubclass(kind, Optimizer):
-        return (OPTIMIZER,)
-    found = [ATTRIBUTES] if _has_attributes(kind) else []
+        return (OPTIMIZER, OF_CLASS)
+    found = [OF_CLASS] if kind.__flags__ & _IS_MUTABLE_BASE else []
+    found += [ATTRIBUTES] if _has_attributes(kind) else []
     found += [SLOTS] if slots_of(kind) else []
     if kind is functools._lru_cache_wrapper:
         return (CACHE, WRAPPER)
@@ -448,6 +460,9 @@ def _has_attributes(kind: type) -> bool:
     """Whether objects of a class have a dict, which is not that of another row."""
     return issubclass(kind, threading.local) or (kind.__dictoffset__ != 0 and kind not in _WITHOUT)
 
+
+_IS_MUTABLE_BASE = 1 << 9
+"""The flag of classes that Python code has made: their objects can get another class."""
 
 _WITHOUT = {types.FunctionType, OrderedDict}
 

@@ -1,6 +1,6 @@
 """All Python values that a step can reach, as they were before a capture, to be compared and put back.
 
-    before = Reached.of({"": step, "trainer": trainer}, is_foreign)
+    before = Reached([("", step), ("trainer", trainer)], is_foreign)
     step(trainer)                               # sets trainer.args.step, a slot
     [str(x) for x in before.changes()]          # ["trainer.args.step"]
     before.put_back()
@@ -13,22 +13,26 @@ names, at classes and functions of torch and of Python, and at tensors, which ha
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from spmd.expand.closed_over import OURS, names_in, package_of
 from spmd.expand.sources.kinds import (
     ATTRIBUTES,
+    CACHE,
     ELEMENTS,
     ITEMS,
+    ITERATOR,
     LEAVES,
     MEMBERS,
     NOTHING,
+    SLOTS,
     VARIABLES,
     Kind,
     Step,
@@ -36,6 +40,7 @@ from spmd.expand.sources.kinds import (
     kinds_of,
 )
 
+_NAMES = ("attribute", "slot", "variable", "default")
 _THROUGH = {"attribute": lambda name: ("__dict__", name), "key": lambda name: (name,)}
 _IN_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 _OFTEN_EMPTY = {dict, list, set, OrderedDict}
@@ -46,7 +51,7 @@ _OF_PYTHON = sys.stdlib_module_names
 @dataclass(frozen=True, eq=False)
 class Change:
     """A place that has another value now. path: as the user would write it. box: what has the place. old, new: the
-    values, or NOTHING."""
+    values, or NOTHING. before, contents: all that the box had, and has."""
 
     path: str
     kind: Kind
@@ -54,27 +59,30 @@ class Change:
     step: Step
     old: Any
     new: Any
+    before: Any
+    contents: Any
 
     def __str__(self) -> str:
         return self.path
 
 
 class Reached:
-    """The values that are reached from some roots, with what was in them. is_foreign: whether a Python module is no
-    user's, by its name."""
+    """The values that are reached from some roots, by name, with what was in them. is_foreign: whether a Python module
+    is no user's, by its name."""
 
-    def __init__(self, roots: Mapping[str, Any], is_foreign: Callable[[str | None], bool]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]], is_foreign: Callable[[str | None], bool]) -> None:
         self._is_foreign = is_foreign
         self._ways: dict[int, tuple[int, Step]] = {}
-        self._names = {id(x): name for name, x in roots.items()}
+        roots = list(roots)
+        self._names = {id(x): name for name, x in reversed(roots)}
         self._held: list[tuple[Kind, Any, Any]] = []
         self._empty: list[Any] = []
-        self._alive = list(roots.values())
+        self._alive = [x for _, x in roots]
         self._walk()
 
     # ---- on the way ---------------------------------------------------------------------------
     def _walk(self) -> None:
-        seen: set[int] = set()
+        seen = self._seen = set[int]()
         left = list(reversed(self._alive))
         while left:
             x = left.pop()
@@ -92,8 +100,6 @@ class Reached:
                 left += self._new(x, kind.inside(contents), seen)
             if type(x) is types.FunctionType:
                 left += self._new(x, self._globals(x, seen), seen)
-            elif not isinstance(x, type):
-                left += self._new(x, [(("class", None), type(x))], seen)
 
     def _new(self, of: Any, inside: Any, seen: set[int]) -> list[Any]:
         found = []
@@ -140,9 +146,13 @@ class Reached:
         """The places that differ now."""
         found: list[Change] = []
         for kind, x, old in (*self._filled(), *self._held):
-            if not kind.same(old, new := kind.contents(x)):
+            if kind is not CACHE and not kind.same(old, new := kind.contents(x)):
                 found += self._between(kind, x, old, new)
         return found
+
+    def knows(self, x: Any) -> bool:
+        """Whether a value was reached."""
+        return id(x) in self._seen
 
     def put_back(self) -> None:
         """Put everything back that can be."""
@@ -157,13 +167,13 @@ class Reached:
     def _between(self, kind: Kind, x: Any, old: Any, new: Any) -> Iterator[Change]:
         """Each place of a value with places that differs, or the value as a whole."""
         if not isinstance(old, dict) or kind.name == "function":
-            yield Change(self.path(x), kind, x, ("", None), old, new)
+            yield Change(self.path(x), kind, x, ("", None), old, new, old, new)
             return
-        what = "variable" if kind is VARIABLES else "key" if kind is ITEMS else "attribute"
+        what = "variable" if kind is VARIABLES else "key" if kind is ITEMS else "slot" if kind is SLOTS else "attribute"
         for name in {**old, **new}:
             one, other = old.get(name, NOTHING), new.get(name, NOTHING)
             if not is_same(one, other):
-                yield Change(_text(self.path(x), (what, name)), kind, x, (what, name), one, other)
+                yield Change(_text(self.path(x), (what, name)), kind, x, (what, name), one, other, old, new)
 
     def steps_from(self, change: Change, owners: Collection[int]) -> tuple[int, tuple[Any, ...]] | None:
         """The nearest of these owners, by identity, that reaches what has changed, and the steps from its attributes
@@ -181,6 +191,18 @@ class Reached:
         first, *rest = named
         return at, (first[1], *(part for what, name in rest for part in _THROUGH[what](name)))
 
+    def iterators(self) -> list[tuple[Any, Step]]:
+        """The iterators, each with how it is found, by the last name on the way to it."""
+        return [(x, self._last_name(x)) for kind, x, _ in self._held if kind is ITERATOR]
+
+    def _last_name(self, x: Any) -> Step:
+        at = id(x)
+        while at in self._ways and at not in self._names:
+            at, step = self._ways[at]
+            if step[0] in _NAMES:
+                return step
+        return "variable", self._names.get(at, "")
+
     def path(self, x: Any) -> str:
         """How the user would write a value."""
         steps: list[Step] = []
@@ -196,9 +218,10 @@ class Reached:
 
 def _text(of: str, step: Step) -> str:
     what, name = step
-    if what == "attribute":
+    if what in ("attribute", "slot"):
         return f"{of}.{name}" if of else str(name)
     if what == "key":
+        name = os.fsdecode(name) if isinstance(name, bytes) else name
         return f"{of}[{name!r}]" if isinstance(name, (str, int)) else f"{of}[...]"
     if what == "default":
         return f"{of}: default {name}" if of else f"default {name}"

@@ -1,16 +1,19 @@
-"""What a trace of a step has written in Python and no program would write again: counted, or refused by name.
+"""What a trace of a step has written in Python and would not write again: counted, made again once, or refused by name.
 
-    with undone(step, arguments, state):
+    with undone(step, args, containers, state) as writes:
         captured = trace(...)
+    redo(writes)                     # (`redo`) behind the program, in the call that the trace was made for
 
 A trace takes back what it knows that the step has set, for these are results of the program. What differs behind it all
 the same is put back, too, however the trace ends, so that the next one begins as this one did. Of a number that has
-another value the capture begins anew, with the number as one that changes (`CountersFound`). Anything else is an error
-that says what it is, and which line names it.
+another value the capture begins anew, with the number as one that changes (`CountersFound`). Other plain values are
+right for this call alone: they are written once its program has run, and the next call is captured anew. Anything
+else, such as a tensor of the trace or an iterator that has moved on, is an error that says what it is, with the line.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,75 +21,144 @@ from typing import Any
 import torch
 
 from spmd import _torch
-from spmd.expand.closed_over import Search, search_of
+from spmd.expand.closed_over import Search, is_generator, names_in, refused, search_of
+from spmd.expand.containers import AROUND, Containers
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
-from spmd.expand.outside import line_of_path
-from spmd.expand.sources.kinds import CLASS, ITERATOR
+from spmd.expand.outside import DRAWS, line_of_path
+from spmd.expand.python_state import without_symbols
+from spmd.expand.sources.kinds import CLASS, ITERATOR, Kind, is_same, kinds_of
 from spmd.expand.sources.reached import Change, Reached
+from spmd.expand.sources.redo import Write
 from spmd.expand.state import State
 
 
 @contextmanager
-def undone(fn: Callable, given: Mapping[str, Any], state: State) -> Iterator[None]:
-    """Around a trace of fn: all Python values that it reaches are put back. CountersFound, or RuntimeError, for those
-    that the trace itself has not put back.
+def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state: State) -> Iterator[list[Write]]:
+    """Around a trace of fn: all Python values that it reaches are put back. Gives a list, which has behind it what the
+    trace itself has not put back, with plain contents. CountersFound, TypeError or RuntimeError for what is none.
 
-    given: the arguments by name, and what else the step is given.
+    args: the arguments by name. containers: those that they were made of, and those around the step.
     """
     search = search_of(fn, state.holders)
-    before = Reached({"": fn, **state.holders, **given}, search.is_foreign)
-    changes: list[Change] = []
+    inside = [(path.removeprefix(AROUND), x) for path, several in containers.items() for x in several]
+    roots = [("", fn), *state.holders.items(), *args.items(), *inside, ("os.environ", os.environ._data)]
+    before = Reached(roots, search.is_foreign)
+    _check_iterators(before, search)
+    writes: list[Write] = []
     try:
-        yield
+        yield writes
         changes = before.changes()
+        if counted := _counted(changes, before, state):
+            raise CountersFound(counted)
+        writes += _plain_writes(changes, before, search)
     finally:
         before.put_back()
-    if changes:
-        raise _error(changes, before, state, search)
 
 
-def _error(changes: list[Change], before: Reached, state: State, search: Search) -> BaseException:
-    counted = {id(each): _counter(each, before, state) for each in changes}
-    other = next((each for each in changes if counted[id(each)] is None), None)
-    if other is not None:
-        return RuntimeError(f"{_said(other)}{line_of_path(search, other.path)}")
+# ---- numbers ----------------------------------------------------------------------------------
+
+
+def _counted(changes: list[Change], before: Reached, state: State) -> dict[str, frozenset[Any]]:
+    """The numbers that were set, as counters are named."""
     names: dict[str, frozenset[Any]] = {}
-    for path, name in counted.values():
-        names[path] = names.get(path, frozenset()) | {name}
-    return CountersFound(names)
+    owners = {id(owner): path for path, owner in owners_of(state).items()} if changes else {}
+    for change in changes:
+        if (counter := _counter(change, before, owners)) is not None:
+            path, name = counter
+            names[path] = names.get(path, frozenset()) | {name}
+    return names
 
 
-def _counter(change: Change, before: Reached, state: State) -> tuple[str, Any] | None:
-    """What has a number that was set, and its name there, as counters are named; None for what is none."""
+def _counter(change: Change, before: Reached, owners: Mapping[int, str]) -> tuple[str, Any] | None:
+    """What has a number that was set, and its name there; None for what is none, or has no name."""
     if type(change.old) not in KINDS or not is_number_or_symbol(change.new):
         return None
     if change.kind is CLASS:
         return path_of_class(change.box), change.step[1]
-    owners = {id(owner): path for path, owner in owners_of(state).items()}
-    found = before.steps_from(change, owners.keys())
-    if found is None:
+    if (found := before.steps_from(change, owners.keys())) is None:
         return None
     owner, steps = found
     return owners[owner], steps if len(steps) > 1 else steps[0]
 
 
+# ---- other values -----------------------------------------------------------------------------
+
+
+def _plain_writes(changes: list[Change], before: Reached, search: Search) -> Iterator[Write]:
+    """The writes that these changes consist of, each with plain contents."""
+    boxes: dict[tuple[int, Kind], list[Change]] = {}
+    for change in changes:
+        if change.kind.put is None or is_generator(change.box):
+            raise RuntimeError(_said(change) + line_of_path(search, change.path))
+        boxes.setdefault((id(change.box), change.kind), []).append(change)
+    for several in boxes.values():
+        first = several[0]
+        new = _Plain(before, first.path, search).contents(first.contents)
+        if not first.kind.same(first.before, new):
+            yield Write(first.path, first.kind, first.box, first.before, new)
+
+
+class _Plain:
+    """Makes values plain that a trace has left somewhere: numbers in the place of symbols."""
+
+    def __init__(self, before: Reached, path: str, search: Search) -> None:
+        self._before, self._path, self._search, self._seen = before, path, search, set[int]()
+
+    def contents(self, contents: Any) -> Any:
+        if isinstance(contents, dict):
+            return {self.value(key): self.value(x) for key, x in contents.items()}
+        return type(contents)(map(self.value, contents)) if type(contents) in (list, set) else contents
+
+    def value(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and _torch.is_fake(x):
+            raise RuntimeError(
+                f"the step keeps a tensor in {self._path}, which its program would not; keep it in an attribute of a "
+                f"module, or let the step return it{line_of_path(self._search, self._path)}"
+            )
+        if _torch.is_symbol(x) or not kinds_of(type(x)):
+            return without_symbols(x)
+        if type(x) is tuple or isinstance(x, tuple):
+            return without_symbols(self._tuple(x))
+        if id(x) not in self._seen and not self._before.knows(x):
+            self._seen.add(id(x))
+            for kind in kinds_of(type(x)):
+                self._put_plain(kind, x)
+        return x
+
+    def _tuple(self, x: tuple) -> tuple:
+        inside = [self.value(each) for each in x]
+        if all(map(is_same, inside, x)):
+            return x
+        return x._make(inside) if hasattr(x, "_make") else type(x)(inside)
+
+    def _put_plain(self, kind: Kind, x: Any) -> None:
+        """Make what is in a new value plain, in place."""
+        old = kind.contents(x)
+        new = self.contents(old)
+        if kind.put is not None and not kind.same(old, new):
+            kind.put(x, new)
+
+
+def _check_iterators(before: Reached, search: Search) -> None:
+    """Raise TypeError for an iterator that code of the step can find: what it takes of it could not be put back."""
+    named = [names_in(fn.__code__) for fn in search.functions]
+    names = {x for each in named for x in (*each.globals, *each.attributes)}
+    names |= {x for fn in search.functions for x in fn.__code__.co_freevars}
+    for x, (what, name) in before.iterators():
+        if what == "default" or str(name).rpartition(".")[2] in names:
+            raise refused(before.path(x), x)
+
+
 def _said(change: Change) -> str:
-    """What is wrong with a write that no program makes."""
+    """What is wrong with a write that cannot be made again."""
+    if is_generator(change.box):
+        return DRAWS.format(change.path)
     if change.kind is ITERATOR:
         return (
             f"the step takes values of {change.path}, a {type(change.box).__name__}, which the capture would take "
             "once; take the next value outside of the step, and pass it as an argument"
         )
-    if isinstance(change.new, torch.Tensor) or _torch.is_symbol(change.new):
-        return (
-            f"the step keeps {_what(change.new)} in {change.path}, which its program would not; keep it in an "
-            "attribute of a module, or let the step return it"
-        )
     return (
-        f"the step changes {change.path}, a Python value outside of modules, which its program would not; return what "
-        "is new, or change it between steps"
+        f"the step changes {change.path}, a {type(change.box).__name__}, which its program would not; return what is "
+        "new, or change it between steps"
     )
-
-
-def _what(x: Any) -> str:
-    return "a tensor" if isinstance(x, torch.Tensor) else "a number"
