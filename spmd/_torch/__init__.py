@@ -60,6 +60,7 @@ from spmd._torch.batch_norms import INSTEAD_OF_MODULES, averages_traced
 from spmd._torch.carried import Carried
 from spmd._torch.checkpoints import ranks_that_save
 from spmd._torch.comm_debug import counted_name, is_counted_by_torch
+from spmd._torch.computed import NAMES, TARGETS
 from spmd._torch.dispatch_keys import (
     FIRST_KEYS,
     decomposed,
@@ -156,6 +157,7 @@ from spmd._torch.modes import (
     replaced_functions,
     untraced,
 )  # fmt: skip
+from spmd._torch.number_methods import python_methods
 from spmd._torch.ops import (
     PROFILER_OPS,
     UNDECLARED_VIEWS,
@@ -200,7 +202,7 @@ from spmd._torch.recurrent import recurrent_in_python
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
 from spmd._torch.sizes import Decision, SizeSymbols
-from spmd._torch.symbolic_math import OF_SYMBOLS, symbolic_math
+from spmd._torch.symbolic_math import symbolic_math
 from spmd._torch.symbols import (
     SYMBOLS,
     Conditions,

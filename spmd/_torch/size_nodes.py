@@ -20,6 +20,8 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._thunk import Thunk
 
+from spmd._torch.number_nodes import NumberNode
+
 # How often more became known of the symbols of a shape environment: torch 2.13 has a number for this alone.
 _OF_SYMBOLS = "_replacements_version_counter"
 _version = operator.attrgetter(
@@ -27,7 +29,7 @@ _version = operator.attrgetter(
 )
 
 
-class SizeNode(SymNode):
+class SizeNode(NumberNode):
     """The symbol of one expression of sizes. all: the others. asked: the expression, as it was before more was known.
     answers: to questions that ops asked for their shapes."""
 
@@ -50,7 +52,7 @@ class SizeNode(SymNode):
         version = _version(self.shape_env)
         if self._present[0] != version:
             expr = super().expr
-            self._present = version, expr, int(expr) if expr.is_number else None
+            self._present = version, expr, int(expr) if self.pytype is int and expr.is_number else None
         return self._present
 
     def wrap_int(self, num: int) -> SymNode:
@@ -127,12 +129,12 @@ class SizeNodes:
 
 
 def _unary(name: str) -> Callable:
-    plain = getattr(SymNode, name)
+    plain = getattr(NumberNode, name)
     return functools.wraps(plain)(lambda self: self.kept(name, plain))
 
 
 def _binary(name: str) -> Callable:
-    plain = getattr(SymNode, name)
+    plain = getattr(NumberNode, name)
 
     @functools.wraps(plain)
     def run(self: SizeNode, other: Any) -> Any:
@@ -143,7 +145,7 @@ def _binary(name: str) -> Callable:
 
 
 def _of_many(name: str) -> Callable:
-    plain = getattr(SymNode, name)
+    plain = getattr(NumberNode, name)
 
     @functools.wraps(plain)
     def run(self: SizeNode, *several: Any) -> Any:

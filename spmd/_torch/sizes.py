@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spmd._torch.computed import text_of
 from spmd._torch.quick_traces import record_quickly
 from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker, unrecorded
 from spmd._torch.symbols import Symbols
@@ -148,7 +149,7 @@ class SizeSymbols:
 
     def _text(self, expr: Any) -> str:
         if expr not in self._printed:
-            self._printed[expr] = self._printer.doprint(expr)
+            self._printed[expr] = text_of(expr, self._printer.doprint)
         return self._printed[expr]
 
     @functools.cached_property

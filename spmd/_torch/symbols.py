@@ -6,24 +6,26 @@ so it is imported by the first one, and not with spmd.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
 import functools
-import math
-import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 from torch._subclasses import fake_tensor
+from torch.fx.experimental.sym_node import to_node
 from torch.utils._pytree import tree_leaves
 
+from spmd._torch.computed import Computed, checked, compiled, text_of, value_of
 from spmd._torch.fake_results import FakeResults, is_kept
 from spmd._torch.fakes import UNKNOWN_SHAPE, FakeTensorMode
+from spmd._torch.known_values import note_value
+from spmd._torch.number_methods import of_numbers
+from spmd._torch.number_nodes import NumberNode, is_now, number
 from spmd._torch.read_numbers import Integer
 
 
@@ -77,15 +79,11 @@ class _SymbolSafeFakes(FakeTensorMode):
             out = self._shapes(func, types, args, kwargs or {}, leaves)
         finally:
             self.running -= 1
-        if func in _FACTORIES and not out.ndim and (value := _expression(_FACTORIES[func](*args))) is not None:
-            out.symbol = value
-        if any(hasattr(x, "symbol") for x in leaves):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                self.shape_env.define(out, args[0].symbol)
-            elif func in _EXACT and isinstance(out, torch.Tensor):
-                _note_value(out, func, args, kwargs or {})
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            note_value(out, func, args, kwargs or {}, leaves)
+        elif hasattr(args[0], "symbol"):
+            self.shape_env.define(out, args[0].symbol)
         return out
-
 
     def _shapes(self, func, types, args, kwargs, leaves) -> Any:
         """The results of an op, without data."""
@@ -186,55 +184,9 @@ def _has_symbolic_size(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in x.shape)
 
 
-def _note_value(out: torch.Tensor, func: Any, args: tuple, kwargs: dict) -> None:
-    """Give the result the expression of its value, where each operand has one."""
-    operands = [_expression(x) for x in args]
-    if None not in operands and (factor := _expression(kwargs.get("alpha", 1))) is not None:
-        expression = _EXACT[func](*operands[:1], *(factor * x for x in operands[1:]))
-        if expression is not None:
-            out.symbol = expression
-
-
-def _expression(x: Any) -> Any:
-    """The value of an operand, a tensor of one number or a number, as an expression; None where it is not known."""
-    constant = getattr(x, "constant", None)
-    if isinstance(constant, torch.Tensor) and not constant.ndim:
-        x = constant.item()
-    if isinstance(x, (torch.SymInt, torch.SymFloat)):
-        return x.node.expr
-    return _sympy().sympify(x) if type(x) in (int, float) else getattr(x, "symbol", None)
-
-
 def known_value(x: torch.Tensor) -> Any:
     """What is known of the value of a fake tensor of one number, an expression; None for most."""
     return getattr(x, "symbol", None)
-
-
-def _compare(name: str) -> Callable[[Any, Any], Any]:
-    return lambda x, y: getattr(_sympy(), name)(x, y)
-
-
-def _exact_ops() -> dict[Any, Callable]:
-    """Ops whose results, on whole numbers such as counts, are those of the expression, without rounding."""
-    aten = torch.ops.aten
-    found = {aten.neg.default: lambda x: -x}
-    found |= {getattr(aten, name).default: lambda x: x for name in ("clone", "detach", "alias", "lift_fresh")}
-    for kind in ("Tensor", "Scalar"):
-        found |= {
-            getattr(aten.add, kind): lambda x, y: x + y, getattr(aten.sub, kind): lambda x, y: x - y,
-            getattr(aten.mul, kind): lambda x, y: x * y,
-        }  # fmt: skip
-        found |= {getattr(getattr(aten, name), kind): _compare(name.capitalize()) for name in _COMPARISONS}
-    return found
-
-
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_EXACT = _exact_ops()
-_FACTORIES: dict[Any, Callable] = {
-    torch.ops.aten.ones.default: lambda size: 1, torch.ops.aten.zeros.default: lambda size: 0,
-    torch.ops.aten.full.default: lambda size, value: value, torch.ops.aten.scalar_tensor.default: lambda value: value,
-}  # fmt: skip
-"""Ops that make a tensor of one number, with the number."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -244,46 +196,107 @@ def _environment() -> type:
     class Environment(_symbolic_shapes().ShapeEnv):
         def __init__(self) -> None:
             super().__init__(duck_shape=False)  # sizes that happen to be equal are not one symbol
-            self.hints: dict[Any, float] = {}
+            self.hints: dict[Any, Any] = {}
             self.defined: dict[Any, Any] = {}
-            self.decided: dict[Any, None] = {}
+            self.decided: dict[tuple[Any, bool], None] = {}
             self.refused: list[Exception] = []
 
-        def define(self, number: Any, expression: Any) -> None:
-            """Note what `item()` of a tensor is an expression of."""
-            (symbol,) = number.node.expr.free_symbols
-            self.defined[symbol] = _as_number(expression)
+        def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
+            return _of_ours(super().create_symintnode(*args, **kwargs))
 
-        def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        def create_unbacked_symint(self, *args: Any, **kwargs: Any) -> Any:
+            return _of_ours(super().create_unbacked_symint(*args, **kwargs))
+
+        def create_unbacked_symfloat(self) -> Any:
+            return _of_ours(super().create_unbacked_symfloat())
+
+        def create_unbacked_symbool(self) -> Any:
+            return _of_ours(super().create_unbacked_symbool())
+
+        def define(self, number: Any, expression: Any) -> None:
+            """Note what `item()` of a tensor is."""
+            (symbol,) = number.node.expr.free_symbols
+            self.defined[symbol] = expression
+
+        def known(self, expression: Any) -> Any:
+            """The present value of what follows from numbers that are known; None of others."""
+            return value_of(expression, self._of_leaf) if self.numbers_in(expression) is not None else None
+
+        def _of_leaf(self, x: Any) -> Any:
+            if x in self.hints:
+                return self.hints[x]
+            if x in self.defined:
+                return value_of(self.defined[x], self._of_leaf)
+            values = {symbol: _sympy().sympify(self._of_leaf(symbol)) for symbol in x.free_symbols}
+            found = x.xreplace(values)
+            return int(found) if found.is_number else bool(found)
+
+        def numbers_in(self, expression: Any) -> frozenset[Any] | None:
+            """The symbols of the numbers that something follows from; None where it follows from others, too."""
+            found: set[Any] = set()
+            left = list(getattr(expression, "free_symbols", ()))
+            while left:
+                symbol = left.pop()
+                if symbol in self.defined:
+                    left += getattr(self.defined[symbol], "free_symbols", ())
+                elif symbol in self.hints:
+                    found.add(symbol)
+                else:
+                    return None
+            return frozenset(found)
+
+        def evaluate_expr(self, orig_expr: Any, hint: Any = None, *args: Any, **kwargs: Any) -> Any:
             try:
-                return self.evaluated(*args, **kwargs)
+                return self.evaluated(orig_expr, hint, *args, **kwargs)
             except _symbolic_shapes().GuardOnDataDependentSymNode as error:
                 self.refused.append(error)
                 raise
 
-        def evaluated(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        def evaluated(self, orig_expr: Any, hint: Any, *args: Any, **kwargs: Any) -> Any:
             free = getattr(orig_expr, "free_symbols", frozenset())
-            if not free & self.defined.keys():
-                return super().evaluate_expr(orig_expr, *args, **kwargs)
-            expression = orig_expr.xreplace(self.defined)
-            if not expression.free_symbols <= self.hints.keys() or not _is_condition(orig_expr):
-                return super().evaluate_expr(orig_expr, *args, **kwargs)
-            answer = bool(expression.xreplace(self.hints))
-            self.decided[expression if answer else _sympy().Not(expression)] = None
-            return _sympy().sympify(answer)
+            if type(orig_expr) is not Computed and not free & self.defined.keys():
+                return super().evaluate_expr(orig_expr, hint, *args, **kwargs)
+            value = self.known(orig_expr) if hint is None else hint
+            if value is not None:
+                self._decide(orig_expr, value)
+                return _sympy().sympify(value)
+            if type(orig_expr) is not Computed:
+                return super().evaluate_expr(orig_expr, hint, *args, **kwargs)
+            if (fallback := kwargs.get("fallback_value")) is not None:
+                return _sympy().sympify(fallback)
+            raise _symbolic_shapes().GuardOnDataDependentSymNode(orig_expr, f"the value of {orig_expr}")
+
+        def _decide(self, expression: Any, value: Any) -> None:
+            """Note the condition that something has this value, if it depends on numbers of calls."""
+            if not self.numbers_in(expression):
+                return
+            is_truth = isinstance(value, bool)
+            self.decided[(expression, value) if is_truth else (is_now(expression, value), True)] = None
+
+        def text(self, expression: Any, names: Mapping[Any, str]) -> str:
+            """A number as Python text. names: of symbols."""
+            printer = _printer()
+
+            def leaf(x: Any) -> str:
+                printer._print_Symbol = symbol
+                return printer.doprint(x)
+
+            def symbol(x: Any) -> str:
+                return names[x] if x in names else f"({text_of(self.defined[x], leaf)})"
+
+            return text_of(expression, leaf)
 
     return Environment
 
 
-def _is_condition(expression: Any) -> bool:
-    from sympy.logic.boolalg import Boolean
+def _printer() -> Any:
+    from torch.utils._sympy.printers import PythonPrinter  # imports sympy: see above
 
-    return isinstance(expression, Boolean) and not expression.is_Symbol  # sympy takes a symbol for a condition
+    return PythonPrinter()
 
 
-def _as_number(expression: Any) -> Any:
-    """A condition as one or zero: so torch has the `item()` of a bool."""
-    return _sympy().Piecewise((1, expression), (0, True)) if _is_condition(expression) else expression
+def _of_ours(x: Any) -> Any:
+    return type(x)(NumberNode(x.node)) if isinstance(x, SYMBOLS) else x
 
 
 def _ctc_loss(log_probs: torch.Tensor, targets, input_lengths, target_lengths, *_: Any) -> tuple[torch.Tensor, ...]:
@@ -329,52 +342,40 @@ class Symbols:
 
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""
-        symbol, source = self._symbol(name, value)
-        return self.env.create_symfloatnode(symbol, hint=value, source=source)
+        return torch.SymFloat(number(self.env, self._symbol(name, value), float, value))
 
     def noting(self, name: str, value: float) -> Callable[[torch.Tensor], None]:
         """A function to be called with each fake tensor that holds the number of this name, which has this value now.
         """
-        symbol = self.symbols[name] if name in self.symbols else self._symbol(name, value)[0]
+        symbol = self.symbols[name] if name in self.symbols else self._symbol(name, value)
         return lambda x: setattr(x, "symbol", symbol)
 
-    def _symbol(self, name: str, value: float) -> tuple[Any, Any]:
-        from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
-
-        source = ConstantSource(name)
-        dynamic = _symbolic_shapes().DimDynamic.DYNAMIC
-        # By default 0.0 and 1.0 would be no symbols but constants, without a condition that says so.
-        symbol = self.env.create_symbol(
-            value, source=source, dynamic_dim=dynamic, positive=None, do_not_specialize_zero_one=True
-        )
-        self.symbols[name] = symbol
-        self.env.hints[symbol] = _sympy().sympify(value)
-        return symbol, source
+    def _symbol(self, name: str, value: float) -> Any:
+        symbol = _sympy().Symbol(f"zf{len(self.symbols)}", real=True)
+        self.symbols[name], self.env.hints[symbol] = symbol, value
+        return symbol
 
     @functools.cached_property
-    def conditions(self) -> tuple[Any, ...]:
-        """What has to hold of the numbers, as expressions. To be asked when the trace is complete."""
-        of_numbers = [guard.expr for guard in self.env.guards if guard.expr.free_symbols <= self.env.hints.keys()]
-        return (*of_numbers, *self.env.decided)
+    def conditions(self) -> tuple[tuple[Any, bool], ...]:
+        """What has to be true or false of the numbers. To be asked when the trace is complete."""
+        return tuple(self.env.decided)
 
     @functools.cached_property
     def asked(self) -> frozenset[str]:
         """The names of the numbers that branches were decided by."""
-        used = frozenset().union(*(condition.free_symbols for condition in self.conditions))
+        used = frozenset().union(*(self.env.numbers_in(condition) for condition, _ in self.conditions))
         return frozenset(name for name, symbol in self.symbols.items() if symbol in used)
-
-    def became_constants(self, names: Iterable[str]) -> bool:
-        """Whether one of these floats was asked for its value. torch then computes with it, in ways of its own."""
-        return any(self.symbols[name] in self.env.replacements for name in names if name in self.symbols)
 
     def still_hold(self, values: Mapping[str, float]) -> bool:
         """Whether every branch taken on the symbols would be taken again with these values."""
         asked = tuple((name, repr(values[name])) for name in sorted(self.asked))
         if self._answer is None or self._answer[0] != asked:
-            known = not any(math.isnan(values[name]) for name in self.asked)
-            at = {self.symbols[name]: _sympy().sympify(values[name]) for name in self.asked}
-            self._answer = asked, known and all(bool(condition.xreplace(at)) for condition in self.conditions)
+            self._answer = asked, self._texts.still_hold(values)
         return self._answer[1]
+
+    @functools.cached_property
+    def _texts(self) -> Conditions:
+        return Conditions.of(self)
 
 
 @contextlib.contextmanager
@@ -391,7 +392,7 @@ def symbolic_min_max() -> Iterator[None]:
                 return plain(*args, **options)
             items = list(args[0]) if len(args) == 1 else args
             if any(isinstance(x, (torch.SymFloat, Integer)) or is_unbacked(x) for x in items):
-                return functools.reduce(symbolic, items)
+                return functools.reduce(functools.partial(_first_of, plain, symbolic), items)
             return plain(items) if len(args) == 1 else plain(*args)
 
         return run
@@ -401,6 +402,20 @@ def symbolic_min_max() -> Iterator[None]:
         yield
     finally:
         builtins.min, builtins.max = real
+
+
+def _first_of(plain: Callable, symbolic: Callable, x: Any, y: Any) -> Any:
+    """The smaller or greater one of two, as Python finds it: the first, where neither is."""
+    if not is_symbol(x) and not is_symbol(y):
+        return plain(x, y)
+    kinds = {float if isinstance(n, (float, torch.SymFloat)) else int for n in (x, y)}
+    if len(kinds) == 2:  # an int or a float: a branch, or for the run to say
+        of_both = f"{plain.__name__} of both"
+        return of_numbers(of_both, plain, x, y) if is_unbacked(x) or is_unbacked(y) else plain(x, y)
+    if not is_symbol(x):  # torch would ask the other one first
+        x = symbolic_number(to_node(y.node, float(x) if isinstance(y, torch.SymFloat) else x))
+        return symbolic_number(getattr(x.node, symbolic.__name__)(y.node))
+    return symbolic(x, y)
 
 
 def symbolic_number(node: Any) -> Any:
@@ -442,18 +457,18 @@ class Conditions:
 
     def __init__(self, names: dict[str, str], texts: tuple[str, ...]):
         self.names, self.texts = names, texts
-        self._trees = [ast.parse(text, mode="eval").body for text in texts]
+        for text in texts:
+            checked(text, names)
 
     @classmethod
     def of(cls, symbols: Symbols | Conditions) -> Conditions:
         """The conditions of a trace."""
         if isinstance(symbols, Conditions):
             return symbols
-        from torch.utils._sympy.printers import PythonPrinter  # imports sympy: see above
-
         asked = {name: symbol for name, symbol in symbols.symbols.items() if name in symbols.asked}
-        short = {symbol: type(symbol)(f"n{i}") for i, symbol in enumerate(asked.values())}
-        texts = [PythonPrinter().doprint(condition.xreplace(short)) for condition in symbols.conditions]
+        short = {symbol: f"n{i}" for i, symbol in enumerate(asked.values())}
+        texts = [(symbols.env.text(condition, short), holds) for condition, holds in symbols.conditions]
+        texts = [text if holds else f"not {text}" for text, holds in texts]
         return cls({f"n{i}": name for i, name in enumerate(asked)}, tuple(dict.fromkeys(texts)))
 
     @property
@@ -461,48 +476,13 @@ class Conditions:
         """The names of the numbers that the conditions are about."""
         return frozenset(self.names.values())
 
-    def still_hold(self, values: dict[str, float]) -> bool:
+    @functools.cached_property
+    def _hold(self) -> Callable[..., bool]:
+        return compiled(self.texts, self.names)
+
+    def still_hold(self, values: Mapping[str, float]) -> bool:
         """Whether all conditions hold for these numbers."""
-        given = {short: values[name] for short, name in self.names.items()}
-        return all(bool(_arithmetic(tree, given)) for tree in self._trees)
-
-
-_OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg,
-    ast.UAdd: operator.pos, ast.Not: operator.not_, ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
-}  # fmt: skip
-_OF_TORCH = {"sym_float": float, "sym_int": int, "sym_not": operator.not_}
-_FUNCTIONS = {"min": min, "max": max, "abs": abs, "float": float, "int": int, "round": round}
-
-
-def _arithmetic(e: ast.expr, names: dict[str, float]) -> Any:
-    """The value of a syntax tree of arithmetic. ValueError for one of anything else."""
-    match e:
-        case ast.Constant(value):
-            return value
-        case ast.Name(name) if name in names:
-            return names[name]
-        case ast.BinOp(left, op, right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_arithmetic(left, names), _arithmetic(right, names))
-        case ast.UnaryOp(op, operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_arithmetic(operand, names))
-        case ast.BoolOp(op, values):
-            found = (_arithmetic(v, names) for v in values)
-            return all(found) if isinstance(op, ast.And) else any(found)
-        case ast.IfExp(test, body, other):
-            return _arithmetic(body if _arithmetic(test, names) else other, names)
-        case ast.Compare(left, ops, rest):
-            found = [_arithmetic(v, names) for v in (left, *rest)]
-            pairs = zip(ops, found, found[1:], strict=False)
-            return all(_OPERATORS[type(op)](a, b) for op, a, b in pairs)
-        case ast.Call(ast.Name(name), args) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_arithmetic(a, names) for a in args))
-        case ast.Call(ast.Attribute(ast.Name("math"), name), args):
-            return getattr(math, name)(*(_arithmetic(a, names) for a in args))
-        case ast.Call(ast.Attribute(ast.Name("torch"), name), args) if name in _OF_TORCH:
-            return _OF_TORCH[name](*(_arithmetic(a, names) for a in args))
-        case ast.Attribute(ast.Name("math"), name):
-            return getattr(math, name)
-    raise ValueError(f"{ast.unparse(e)!r} is no arithmetic of {', '.join(names)}")
+        try:
+            return bool(self._hold(*[values[name] for name in self.names.values()]))
+        except (ArithmeticError, ValueError):  # of arithmetic that the trace did with other numbers
+            return False

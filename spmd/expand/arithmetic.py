@@ -1,34 +1,18 @@
-"""Which functions of numbers do the same with symbols as with floats: arithmetic, and nothing that rounds."""
+"""Which functions of numbers do the same with symbols as with numbers: those that a trace computes with as written."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.sizes.size import Size
 
-ARITHMETIC = {
-    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos,
-    torch.sym_min, torch.sym_max, torch.sym_float, *_torch.OF_SYMBOLS.values(),
-}  # fmt: skip
-OF_INTS = {operator.floordiv, operator.mod}
+FUNCTIONS = {*_torch.TARGETS, operator.floordiv, operator.mod, torch.sym_sum}
 
 
 def only_arithmetic(graph: fx.Graph) -> bool:
-    """Whether numbers are only used in arithmetic. Other functions, such as rounding, treat symbols and floats
-    differently."""
+    """Whether all that computes with numbers does the same when the graph runs as in the trace."""
     numbers = (n for n in graph.nodes if n.op == "call_function" and _torch.is_symbol(n.meta.get("val")))
-    return all(
-        n.target in ARITHMETIC
-        or isinstance(n.target, _torch.OpOverload)
-        or (n.target in OF_INTS and all(map(_is_int, n.args)))
-        for n in numbers
-    )
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x.meta["val"] if isinstance(x, fx.Node) else x, (int, torch.SymInt, Size))
+    return all(n.target in FUNCTIONS or isinstance(n.target, _torch.OpOverload) for n in numbers)

@@ -129,7 +129,7 @@ def _capture_once(
             if captured.assumed.is_mixed and not _ints(to_fix):
                 static = "something is decided by sizes and floats together"
                 continue
-            if not captured.assumed.is_mixed and (not to_fix or _is_as_computed(captured, to_fix[-1])):
+            if not captured.assumed.is_mixed and (not to_fix or only_arithmetic(captured.graph)):
                 return captured
         fixed = fixed | to_fix.pop(0)
 
@@ -142,11 +142,6 @@ def _undone(
     with undone(fn, args, containers, state) as writes:
         captured = _traced(fn, args, call, state, fixed, mesh, apart, containers, *rest, **options)
     return replace(captured, writes=writes) if writes else captured
-
-
-def _is_as_computed(captured: Captured, numbers: dict[str, float]) -> bool:
-    """Whether the graph computes with symbols as the step would with these numbers."""
-    return only_arithmetic(captured.graph) and not captured.symbols.became_constants(numbers)
 
 
 def _ints(numbers: list[dict[str, float]]) -> bool:

@@ -309,6 +309,7 @@ class TracedFunction:
         yield _torch.seen_as_compiling()
         yield _torch.symbolic_min_max()
         yield _torch.symbolic_math()
+        yield _torch.python_methods()
         yield _torch.read_as_numbers()
         yield _torch.averages_traced()
         yield _torch.inference_without_gradients()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from spmd._torch import OpOverload
+from spmd.expand.arithmetic import FUNCTIONS
 from spmd.expand.asked import environment_differs
 from spmd.expand.captured import Captured
 from spmd.expand.counters import CountersFound, changed_numbers
@@ -154,7 +155,7 @@ def _steps_of(fn: Callable) -> _Steps:
 def _names_no_mesh(captured: Captured) -> bool:
     """Whether all nodes are torch's ops, or arithmetic of numbers: none belongs to one mesh, as a `local_map` does."""
     targets = [node.target for node in captured.graph.nodes if node.op == "call_function"]
-    return all(isinstance(t, (OpOverload, types.BuiltinFunctionType)) or t.__module__ == "torch" for t in targets)
+    return all(isinstance(t, (OpOverload, types.BuiltinFunctionType)) or t in FUNCTIONS for t in targets)
 
 
 # ---- guards -----------------------------------------------------------------------------------

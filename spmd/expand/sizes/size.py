@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from spmd import _torch
 
 
 @dataclass(frozen=True)
@@ -39,4 +38,4 @@ def evaluated(texts: tuple[str, ...], values: Mapping[str, float]) -> tuple[Any,
 @functools.lru_cache(maxsize=256)
 def _function(texts: tuple[str, ...], names: tuple[str, ...]) -> Callable[..., tuple[Any, ...]]:
     code = f"lambda {', '.join(names)}: ({''.join(f'({text}), ' for text in texts)})"
-    return eval(code, {"math": math, "torch": torch})
+    return eval(code, dict(_torch.NAMES))
