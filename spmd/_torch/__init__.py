@@ -211,6 +211,7 @@ from spmd._torch.symbols import (
     is_unbacked,
     known_value,
     number_now,
+    of_size,
     size_key,
     symbolic_min_max,
     symbolic_number,

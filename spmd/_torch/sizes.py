@@ -19,7 +19,7 @@ import torch
 from spmd._torch.computed import text_of
 from spmd._torch.quick_traces import record_quickly
 from spmd._torch.size_nodes import SizeNode, SizeNodes, SizeTracker, unrecorded
-from spmd._torch.symbols import Symbols
+from spmd._torch.symbols import Symbols, of_size
 from spmd._torch.traces import proxy_mode
 
 
@@ -39,9 +39,7 @@ class SizeSymbols:
     """Makes symbols for sizes, and notes what is asked about them. where: says where the question comes from."""
 
     def __init__(self, symbols: Symbols, where: Callable[[], str] = str):
-        self.env, self._mode, self._where = symbols.env, symbols.fake_mode(), where
-        self.mixed = False
-        """Whether something was decided by sizes together with other numbers."""
+        self.env, self._mode, self._where, self._all = symbols.env, symbols.fake_mode(), where, symbols
         self.arguments: frozenset[str] = frozenset()
         """The names of those that stay inputs of the program: no shape depends on them."""
         self._nodes = SizeNodes()
@@ -53,12 +51,18 @@ class SizeSymbols:
 
     def size(self, name: str, of: str, value: int) -> torch.SymInt:
         """A symbol for a size. name: an identifier of its own. of: what it is the size of."""
-        found = self.integer(name, of, value)
+        found = self._symbol(name, of, value)
         self._nodes.symbols.add(found.node.expr)
+        self._all.beside(found.node.expr, of_size(name), value)
         return torch.SymInt(self._nodes.of(found.node))
 
     def integer(self, name: str, of: str, value: int) -> torch.SymInt:
         """A symbol for an int, whose arithmetic is recorded. The arguments are those of `size`."""
+        found = self._symbol(name, of, value)
+        self._all.beside(found.node.expr, of, value)
+        return found
+
+    def _symbol(self, name: str, of: str, value: int) -> torch.SymInt:
         from torch._dynamo.source import ConstantSource  # a second to import, and only captures need it
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -106,9 +110,7 @@ class SizeSymbols:
     def _note(self, expr: Any, answer: Any, of_sizes: bool, frame: Any) -> None:
         about_shapes = self._mode.running > 0 or _is_about_shapes(frame, expr, answer)
         key = expr, answer, about_shapes and _is_truth(answer)  # a symbol that became a number is none any more
-        if not of_sizes:
-            self.mixed |= not any(symbol.name.startswith("u") for symbol in expr.free_symbols)  # u: of the run
-        elif key not in self._found:
+        if of_sizes and key not in self._found:  # what is decided by other numbers, too, is among the conditions of all
             self._found[key] = self._condition(expr, answer), self._where()
 
     def _condition(self, expr: Any, answer: Any) -> str:

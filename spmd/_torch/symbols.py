@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
@@ -199,6 +200,7 @@ def _environment() -> type:
             self.hints: dict[Any, Any] = {}
             self.defined: dict[Any, Any] = {}
             self.decided: dict[tuple[Any, bool], None] = {}
+            self.beside: set[Any] = set()
             self.refused: list[Exception] = []
 
         def create_symintnode(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,8 +269,9 @@ def _environment() -> type:
             raise _symbolic_shapes().GuardOnDataDependentSymNode(orig_expr, f"the value of {orig_expr}")
 
         def _decide(self, expression: Any, value: Any) -> None:
-            """Note the condition that something has this value, if it depends on numbers of calls."""
-            if not self.numbers_in(expression):
+            """Note the condition that something has this value, if it depends on numbers of calls that are not ints
+            and sizes alone: what these decide is noted beside (`SizeSymbols`)."""
+            if self.numbers_in(expression) <= self.beside and not expression.free_symbols & self.defined.keys():
                 return
             is_truth = isinstance(value, bool)
             self.decided[(expression, value) if is_truth else (is_now(expression, value), True)] = None
@@ -343,6 +346,11 @@ class Symbols:
     def number(self, name: str, value: float):
         """A SymFloat that stands for the number of this name."""
         return torch.SymFloat(number(self.env, self._symbol(name, value), float, value))
+
+    def beside(self, symbol: Any, name: str, value: int) -> None:
+        """Take another symbol for that of the number of this name: conditions may be about both kinds."""
+        self.symbols[name], self.env.hints[symbol] = symbol, value
+        self.env.beside.add(symbol)
 
     def noting(self, name: str, value: float) -> Callable[[torch.Tensor], None]:
         """A function to be called with each fake tensor that holds the number of this name, which has this value now.
@@ -445,6 +453,11 @@ def is_unbacked(value: Any) -> bool:
 # ---- conditions as text -----------------------------------------------------------------------
 
 
+def of_size(name: str) -> str:
+    """The name of the number that is the size of this name: no other number has one of a space."""
+    return f"size {name}"
+
+
 class Conditions:
     """The conditions of a trace on its numbers, as text: what is left of `Symbols` in a saved program.
 
@@ -476,6 +489,12 @@ class Conditions:
         """The names of the numbers that the conditions are about."""
         return frozenset(self.names.values())
 
+    def at(self, sizes: Mapping[str, float]) -> Conditions:
+        """The same at these sizes, by name."""
+        said = {short: repr(sizes[name]) for short, of in self.names.items() for name in sizes if of == of_size(name)}
+        names = {short: of for short, of in self.names.items() if short not in said}
+        return Conditions(names, tuple(_renamed(text, said) for text in self.texts)) if said else self
+
     @functools.cached_property
     def _hold(self) -> Callable[..., bool]:
         return compiled(self.texts, self.names)
@@ -486,3 +505,7 @@ class Conditions:
             return bool(self._hold(*[values[name] for name in self.names.values()]))
         except (ArithmeticError, ValueError):  # of arithmetic that the trace did with other numbers
             return False
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)

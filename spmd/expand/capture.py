@@ -126,10 +126,7 @@ def _capture_once(
             if not to_fix:
                 raise
         else:
-            if captured.assumed.is_mixed and not _ints(to_fix):
-                static = "something is decided by sizes and floats together"
-                continue
-            if not captured.assumed.is_mixed and (not to_fix or only_arithmetic(captured.graph)):
+            if not to_fix or only_arithmetic(captured.graph):
                 return captured
         fixed = fixed | to_fix.pop(0)
 

@@ -99,12 +99,15 @@ class Captured:
         """The first tensors that are to hold one number and hold several, as a sentence; empty for none."""
         return next(filter(None, (parted(several, numbers) for several in self.equal.values())), "")
 
-    def decides_alike(self, numbers: Mapping[str, float]) -> bool:
-        """The same where tensors that are to hold one number do: of these, those of `deciding` are read."""
+    def decides_alike(self, numbers: Mapping[str, float], shapes: Shapes | None = None) -> bool:
+        """The same where tensors that are to hold one number do: of these, those of `deciding` are read. shapes: of the
+        arguments, where the sizes are not known."""
         fixed = all(repr(numbers[path]) == repr(value) for path, value in self.fixed.items())
         if not fixed or environment_differs(self.environment):
             return False
         known = {**numbers, **{name: numbers[str(slot)] for name, slot in self.deciding.items()}}
+        sizes = self.sizes if shapes is None else self.assumed.values(shapes, numbers)
+        known |= {_torch.of_size(name): n for name, n in sizes.items()}
         return self.symbols.still_hold(known) and (not self.sizes or self.assumed.hold_for(self.sizes, numbers))
 
     @property

@@ -9,7 +9,8 @@ import torch
 
 import spmd
 from spmd import LocalTensorMode, Shard
-from spmd._torch.symbolic_math import FUNCTIONS
+from spmd._torch.symbolic_math import NAMES
+from tests.expand.call_by_call import outcome
 
 NUMBERS = {
     "a perplexity": lambda x: math.exp(x.item()),
@@ -38,23 +39,37 @@ def test_a_number_is_that_of_one_device(name):
             got, want = compiled(x), step(x)
             if isinstance(want, torch.Tensor):
                 got, want = got.full_tensor().reconcile().item(), want.item()
-            assert type(got) is type(want) and got == pytest.approx(want, rel=1e-14)
+            assert type(got) is type(want) and got == pytest.approx(want, rel=1e-14)  # of a mean of blocks
     assert math.exp.__module__ == "math" and not hasattr(math.exp, "__wrapped__")
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_tensors_is_that_of_numbers(name):
-    """Each at numbers where both are defined."""
-    inside = {"acosh": (1.5,), "atan2": (0.3, -0.4), "hypot": (3.0, 4.0), "pow": (2.5, 0.5)}.get(name, (0.3,))
-    got = FUNCTIONS[name](*(torch.tensor(x, dtype=torch.float64) for x in inside))
-    assert got.item() == pytest.approx(getattr(math, name)(*inside), rel=1e-14)
+def test_a_function_of_numbers_is_the_same_of_symbols():
+    """Each of a number of the state, and of what is read of a tensor, at numbers where it is defined."""
+    inside = {"acosh": (1.5,), "atan2": (0.3, -0.4), "hypot": (3.0, 4.0), "pow": (2.5, 0.5), "fmod": (7.5, -2.0)}
+    inside |= {"copysign": (3.0, -0.0)}
 
-
-def test_where_math_raises_a_program_gives_what_tensors_have():
-    def step(x):
-        return math.exp(x.sum().item()), math.log(-x.sum().item())
+    def step(x, k):
+        numbers = {name: inside.get(name, (0.3,)) for name in NAMES}
+        return [
+            {name: getattr(math, name)(y * each[0], *each[1:]) for name, each in numbers.items()}
+            for y in (k, x.sum().item())
+        ]  # fmt: skip
 
     with LocalTensorMode(2):
         mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-        largest, none = spmd.compile(step, mesh)(torch.full((2,), 1e3))
-    assert largest == math.inf and math.isnan(none)
+        compiled = spmd.compile(step, mesh)
+        for k in (1.0, 1.0 + 2**-30):
+            x = torch.tensor([k], dtype=torch.float64)
+            assert compiled(x, k) == step(x, k)
+
+
+def test_where_math_raises_the_step_or_its_program_does():
+    def step(x, k):
+        return math.exp(x.sum().item()), math.exp(k), math.log(k)
+
+    with LocalTensorMode(2):
+        mesh = spmd.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        compiled = spmd.compile(step, mesh)
+        for x, k in ((1.0, 2.0), (800.0, 2.0), (1.0, 800.0), (1.0, -2.0), (1.0, 3.0), (0.5, 0.25)):
+            got, want = (outcome(fn, torch.tensor([x]), k) for fn in (compiled, step))
+            assert got == want

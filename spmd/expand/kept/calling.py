@@ -39,7 +39,7 @@ def calling_text(captured: Captured, modules: Mapping[str, nn.Module]) -> str:
     """What a call has to know of the program of a capture. modules: those that the step is given, by path."""
     if captured.writes:
         raise CannotKeep(f"the step changes {captured.writes[0].path}, a Python value outside of modules")
-    conditions = _torch.Conditions.of(captured.symbols)
+    conditions = _torch.Conditions.of(captured.symbols).at(captured.sizes)
     said = {name: getattr(captured, name) for name in FIELDS}
     names, texts = captured.assumed.conditions_at(captured.sizes)
     said |= {"names": conditions.names | names, "conditions": (*conditions.texts, *texts)}

@@ -55,16 +55,14 @@ class Assumed:
     """What a capture took for granted.
 
     sources: its symbols. decisions: what was asked about them. static: the shapes of tensors whose sizes are no
-    symbols. why_static: the error of a trace with symbols, where that is the reason. is_mixed: whether something was
-    decided by sizes together with other numbers, which none of the conditions says. arguments: the names of the ints
-    that stay inputs of the program, for no shape depends on them.
+    symbols. why_static: the error of a trace with symbols, where that is the reason. arguments: the names of
+    the ints that stay inputs of the program, for no shape depends on them.
     """
 
     sources: tuple[Source, ...] = ()
     decisions: tuple[_torch.Decision, ...] = ()
     static: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     why_static: str = ""
-    is_mixed: bool = False
     arguments: frozenset[str] = frozenset()
 
     def values(self, shapes: Shapes, numbers: Numbers) -> dict[str, int]:

@@ -89,7 +89,7 @@ class Captures:
             for several in captured.equal.values():
                 self.apart.note(several, numbers)
             return False
-        if not captured.decides_alike(numbers):
+        if not captured.decides_alike(numbers, shapes):
             if asked := environment_differs(captured.environment):
                 why.append(asked)
             return False

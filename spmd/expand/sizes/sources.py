@@ -70,7 +70,7 @@ class Sizes:
     def assumed(self, why_static: str) -> Assumed:
         """What the trace has taken for granted. To be asked when it is complete."""
         symbols = self.symbols
-        given = tuple(self.found), symbols.decisions, self.static, why_static, symbols.mixed
+        given = tuple(self.found), symbols.decisions, self.static, why_static
         return Assumed(*given, arguments=symbols.arguments)
 
     def _symbol(self, path: str, dim: int | None, n: int) -> torch.SymInt:
