@@ -2,7 +2,7 @@
 
     f"{x.shape[0]}"       the present size, which the trace then takes for granted: a decision, as a branch is
     table[x.shape[0]]     the entry of the present size
-    isinstance(n, int)    True of an argument n that is an int
+    isinstance(n, int)    True of an int; so is `type(n) is int`, for which `TypeOf` stands for `type`
     f"{loss.item()}"      ValueRead: only the run knows it. torch would give the name of its symbol
 
 torch's own code and spmd's find all of this as torch has it.
@@ -11,6 +11,7 @@ torch's own code and spmd's find all of this as torch has it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import sysconfig
@@ -31,11 +32,12 @@ class ValueRead(RuntimeError):
 
 
 class Integer(torch.SymInt):
-    """A symbol for an int that a step is given. Code of the user finds that it is an int."""
+    """A symbol for an int that a step is given, and no size."""
 
-    @property
-    def __class__(self) -> type:
-        return int if asked_by_user(sys._getframe(1)) else Integer
+
+def plain_type(x: Any) -> type:
+    """The type of what a value stands for."""
+    return next((number for kind, number in NUMBERS.items() if issubclass(type(x), kind)), type(x))
 
 
 @contextlib.contextmanager
@@ -48,9 +50,54 @@ def read_as_numbers() -> Iterator[None]:
             for name, read in _methods(kind, number).items():
                 undo.callback(_restore, kind, name, vars(kind).get(name))
                 setattr(kind, name, _for_the_user(thread, read, getattr(kind, name)))
+            _set_class(kind, property(_for_the_user(thread, plain_type, type)))
+            undo.callback(_set_class, kind, None)
         undo.callback(_restore, FunctionalTensor, "__repr__", vars(FunctionalTensor).get("__repr__"))
         FunctionalTensor.__repr__ = _for_the_user(thread, _refuse_tensor, FunctionalTensor.__repr__)
         yield
+
+
+class TypeOf:
+    """What stands for `type` in the code of users: it says of a symbol what it stands for. is_asked: whether code of the
+    user asks."""
+
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        self._is_asked = is_asked
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1:
+            return type(*args, **kwargs)
+        (x,) = args
+        if isinstance(x, tuple(NUMBERS)) and self._is_asked():
+            return plain_type(x)
+        return self if type(x) is type else type(x)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type, name)
+
+    def __eq__(self, other: Any) -> bool:
+        return other is self or other is type
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+    def __repr__(self) -> str:
+        return repr(type)
+
+    def __getitem__(self, kind: Any) -> Any:
+        return type[kind]
+
+    def __or__(self, other: Any) -> Any:
+        return type | other
+
+    def __instancecheck__(self, x: Any) -> bool:
+        return isinstance(x, type)
+
+    def __subclasscheck__(self, kind: type) -> bool:
+        return issubclass(kind, type)
+
+    def __mro_entries__(self, bases: tuple) -> tuple:
+        return (type,)
 
 
 def _methods(kind: type, number: type) -> dict[str, Callable]:
@@ -60,6 +107,17 @@ def _methods(kind: type, number: type) -> dict[str, Callable]:
         "__format__": lambda x, spec: format(_value(x, number), spec),
         "__hash__": lambda x: hash(_value(x, number)),
     }
+
+
+def _set_class(kind: type, of: property | None) -> None:
+    """Let `x.__class__`, which `isinstance` asks, be what a property says. Python sets no such attribute of a class that
+    is there already: it would take it for the class of the class."""
+    (attributes,) = gc.get_referents(vars(kind))
+    if of is None:
+        del attributes["__class__"]
+    else:
+        attributes["__class__"] = of
+    kind.__doc__ = kind.__doc__  # tells Python that the class has changed
 
 
 def _restore(kind: type, name: str, before: Any) -> None:

@@ -5,6 +5,7 @@
     random.random(), numpy.random.rand()                           an error, with the line (`outside`)
     input()                                                        an error
     a function with functools.lru_cache                            called without its cache: that outlives the trace
+    type(n)                                                        of a symbol: the type of what it stands for
 
 While a step is captured, other functions stand for these in their modules, and in the variables of modules of the user.
 They answer code of the user that runs in the thread of the capture, and what it calls of Python's library; all other
@@ -91,6 +92,7 @@ def asked(search: Search) -> Iterator[Asked]:
     found = Asked(threading.get_ident())
     numbers = RandomNumbers.now()
     new = {id(function): (function, stand_in) for function, stand_in in _stand_ins(found, search)}
+    kind_of = _torch.TypeOf(found.by_user)
     with contextlib.ExitStack() as undo:
         for kind in search.classes:
             for name in [name for name, x in vars(kind).items() if id(x) in new]:
@@ -100,6 +102,10 @@ def asked(search: Search) -> Iterator[Asked]:
             for name in [name for name, x in variables.items() if id(x) in new]:
                 undo.callback(variables.__setitem__, name, variables[name])
                 variables[name] = new[id(variables[name])][1]
+        for variables in _of_users(search):
+            if "type" not in variables:
+                undo.callback(variables.pop, "type", None)
+                variables["type"] = kind_of
         for cell in _cells(search):
             if id(cell.cell_contents) in new:
                 undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
@@ -130,9 +136,15 @@ def environment_differs(asked_before: dict[str, tuple[str | None, str]]) -> str:
 
 def _variables(search: Search) -> Iterable[dict[str, Any]]:
     """The variables of the modules whose functions have stand-ins, and of those of the user."""
+    modules = [*TOLD, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules)]
+    found = [*map(vars, modules), *_of_users(search)]
+    return {id(each): each for each in found}.values()
+
+
+def _of_users(search: Search) -> Iterable[dict[str, Any]]:
+    """The variables of the modules of users, and of those whose functions a step calls."""
     users = (m for name, m in list(sys.modules.items()) if not is_installed(package_of(name)))
-    modules = [*TOLD, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules), *users]
-    found = [vars(m) for m in modules if isinstance(m, types.ModuleType)] + [fn.__globals__ for fn in search.functions]
+    found = [vars(m) for m in users if isinstance(m, types.ModuleType)] + [fn.__globals__ for fn in search.functions]
     return {id(each): each for each in found}.values()
 
 
