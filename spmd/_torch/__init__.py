@@ -197,7 +197,7 @@ from spmd._torch.optimizers import (
 from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.quick_traces import quick_functional_mode
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
-from spmd._torch.read_numbers import Integer, TypeOf, ValueRead, asked_by_user, read_as_numbers
+from spmd._torch.read_numbers import Integer, TypeOf, ValueRead, asked_by_user, plain_type, read_as_numbers
 from spmd._torch.recurrent import recurrent_in_python
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text
@@ -212,6 +212,7 @@ from spmd._torch.symbols import (
     known_value,
     number_now,
     of_size,
+    settled,
     size_key,
     symbolic_min_max,
     symbolic_number,

@@ -77,6 +77,8 @@ class NumberNode(SymNode):
             return self.constant
         if (value := self.value) is None:
             self.shape_env.evaluate_expr(Computed("eq", self.operand, 0), None)  # raises
+        if self.pytype is bool:
+            return bool(self.shape_env.evaluate_expr(self.operand, value))
         self.shape_env.evaluate_expr(is_now(self.operand, value), True)
         return value
 

@@ -58,8 +58,8 @@ def read_as_numbers() -> Iterator[None]:
 
 
 class TypeOf:
-    """What stands for `type` in the code of users: it says of a symbol what it stands for. is_asked: whether code of the
-    user asks."""
+    """What stands for `type` in the code of users, and tells of a symbol the type of what it stands for. is_asked:
+    whether code of the user asks."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._is_asked = is_asked
@@ -110,8 +110,8 @@ def _methods(kind: type, number: type) -> dict[str, Callable]:
 
 
 def _set_class(kind: type, of: property | None) -> None:
-    """Let `x.__class__`, which `isinstance` asks, be what a property says. Python sets no such attribute of a class that
-    is there already: it would take it for the class of the class."""
+    """Let `x.__class__`, which `isinstance` asks, be what a property says. Python sets no such attribute of a class
+    that is there already: it would take it for the class of the class."""
     (attributes,) = gc.get_referents(vars(kind))
     if of is None:
         del attributes["__class__"]

@@ -445,6 +445,16 @@ def is_symbol(value: Any) -> bool:
     return isinstance(value, SYMBOLS)
 
 
+def settled(value: Any) -> Any:
+    """A number for what is kept behind a trace: the present value of a symbol, which the trace takes for granted from
+    now on. LookupError for one that only the run knows."""
+    if not is_symbol(value):
+        return value
+    if not value.node.is_known:
+        raise LookupError("the number is known only when the program runs")
+    return value.node.settled()
+
+
 def is_unbacked(value: Any) -> bool:
     """Whether a symbolic number is one that only the run knows."""
     return isinstance(value, (torch.SymInt, torch.SymFloat)) and not value.node.has_hint()

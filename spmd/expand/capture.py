@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,7 +116,7 @@ def _capture_once(
     static = ""
     while True:
         try:
-            trace = functools.partial(_undone, fn, args, call, state, fixed, mesh, apart, containers, first, static)
+            trace = functools.partial(_traced, fn, args, call, state, fixed, mesh, apart, containers, first, static)
             captured = with_stamps(trace, fn, state, stamp_blocks)
         except Exception as error:
             if not static and not _ints(to_fix):
@@ -129,16 +128,6 @@ def _capture_once(
             if not to_fix or only_arithmetic(captured.graph):
                 return captured
         fixed = fixed | to_fix.pop(0)
-
-
-def _undone(
-    fn: Callable, args: dict[str, Any], call: Callable, state: State, fixed: dict[str, float], mesh: DeviceMesh | None,
-    apart: Apart | None, containers: Containers, *rest: Any, **options: Any,
-) -> Captured:  # fmt: skip
-    """A trace that leaves Python as it was, whatever the step did there."""
-    with undone(fn, args, containers, state) as writes:
-        captured = _traced(fn, args, call, state, fixed, mesh, apart, containers, *rest, **options)
-    return replace(captured, writes=writes) if writes else captured
 
 
 def _ints(numbers: list[dict[str, float]]) -> bool:
@@ -167,7 +156,8 @@ def _traced(
         fn, call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
-    gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
+    with undone(fn, args, containers, state) as writes:
+        gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of, shared = (flat.outputs, flat.leaves, flat.tree), flat.shared
@@ -179,7 +169,7 @@ def _traced(
     rest = bool(flat.blocks.kinds), environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
     last = *one, flat.changes, *known, *rest
-    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped)
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped, writes=writes)
 
 
 def _inputs(

@@ -61,6 +61,7 @@ from spmd.expand.settings import Settings
 from spmd.expand.signature import signature_of
 from spmd.expand.sizes.captures import MOST_CAPTURES, Captures
 from spmd.expand.sizes.forms import Forms, Given
+from spmd.expand.stamp.unread import held_in
 from spmd.expand.state import IS_COUNTER, State, Tensors, named_leaves
 from spmd.expand.trace_errors import of_dtensor
 from spmd.expand.unread_attributes import UnreadAttributes, watched
@@ -438,6 +439,7 @@ class CompiledStep:
                 run = functools.partial(self._call_fn, call.state)
                 how = self.mesh, call.first, self._stamp_blocks, self._captures.apart, call.known_containers
                 captured = capture(self.fn, call.named, run, call.state, *how)
+            captured = replace(captured, changes=[(held_in(box), new) for box, new in captured.changes])
             self._leave_out_unread(call, captured)
             self._attributes = self._attributes.after(names, unread)
             call.leave_out_attributes(before, self._attributes.unread)

@@ -115,8 +115,9 @@ class PythonState:
         seen = set(inside)
         for known, _ in self.before:
             for _, box in boxes(known, seen, MAX_DEPTH):
-                if any(without_symbols(x) is not x for x in _keys_and_values(box)):
-                    items = [(without_symbols(k), without_symbols(x)) for k, x in _pairs(box)]
+                pairs = _pairs(box)
+                items = [(without_symbols(k), without_symbols(x, k or "a number")) for k, x in pairs]
+                if any(k is not j or x is not y for (k, x), (j, y) in zip(items, pairs, strict=True)):
                     put([(box, dict(items) if isinstance(box, dict) else [x for _, x in items])])
         there = [(box, old, left.get(id(box), set())) for box, old in self.before if id(box) not in inside]
         return [
@@ -239,13 +240,25 @@ def _replaced(x: Any, new: Mapping[int, torch.Tensor]) -> Any:
     return new.get(id(x), x)
 
 
-def without_symbols(x: Any) -> Any:
-    """The present numbers in the place of symbols. Containers inside, but for tuples, are not looked into."""
-    if _torch.is_unbacked(x):
-        raise RuntimeError(
-            f"the step keeps {x!r} in a module, a number that is known only when the program runs; keep a tensor with "
-            "register_buffer, or let the step return the number"
+class KeptOfRun(RuntimeError):
+    """The step keeps what only the run knows. name: of the attribute, or the key."""
+
+    def __init__(self, name: Any, kind: str) -> None:
+        super().__init__(
+            f"the step keeps {name} in a module, a {kind} that is known only when the program runs; keep a tensor with "
+            "register_buffer, or let the step return it"
         )
+        self.name = name
+
+
+def without_symbols(x: Any, name: Any = "a number") -> Any:
+    """The present numbers in the place of symbols, which the trace takes for granted. Containers inside, but for
+    tuples, are not looked into. name: of the attribute or the key."""
+    if _torch.is_symbol(x):
+        try:
+            return _torch.settled(x)
+        except LookupError as error:
+            raise KeptOfRun(name, "flag" if isinstance(x, torch.SymBool) else "number") from error
     if type(x) is Told:
         raise RuntimeError(
             f"the step keeps in a module what {x._what} says, which its program would do at the first call alone; keep "
@@ -253,8 +266,8 @@ def without_symbols(x: Any) -> Any:
         )
     check_not_kept(x)
     if not isinstance(x, tuple):
-        return _torch.number_now(x)
-    inside = [without_symbols(each) for each in x]
+        return x
+    inside = [without_symbols(each, name) for each in x]
     if all(new is old for new, old in zip(inside, x, strict=True)):
         return x
     return x._make(inside) if hasattr(x, "_make") else type(x)(inside)

@@ -42,7 +42,7 @@ from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.origins import Origins
 from spmd.expand.outside import line_naming
 from spmd.expand.phases import Phases, mark_gradient, new_values_noted
-from spmd.expand.python_state import PythonState, all_boxes, variables_of
+from spmd.expand.python_state import KeptOfRun, PythonState, all_boxes, variables_of
 from spmd.expand.shared_leaves import SharedLeaves
 from spmd.expand.skipped_steps import SkippedSteps
 from spmd.expand.sources.layout import Contents
@@ -368,7 +368,11 @@ class TracedFunction:
             raise RuntimeError(FROZEN.format(elsewhere[0], "a flag, a count kept as a number"))
         if assigned := assigned_tensor(self.state.wholes(), python, new.places):
             raise RuntimeError(assigned)
-        self.changes = python.changes(new.places)
+        try:
+            self.changes = python.changes(new.places)
+        except KeptOfRun as error:
+            line = line_naming(search_of(self.fn, self.state.holders).functions, {error.name})
+            raise RuntimeError(f"{error}{line}") from error
 
     def _first_kept(self, before: Collection[tuple[str, Any, Any]]) -> dict[tuple[str, Any, Any], Any]:
         """The plain values that optimisers keep for parameters, and did not keep before the step."""
@@ -404,9 +408,9 @@ class TracedFunction:
             if type(now) is Told:
                 raise FrozenValue(now._what)
             if now is not old and not is_number_or_symbol(now):
+                kind = "nothing" if now is None else f"a {_torch.plain_type(now).__name__}"
                 raise RuntimeError(
-                    f"the step sets {path}, a number, to {'nothing' if now is None else f'a {type(now).__name__}'}; "
-                    "its program would not. Set it between steps."
+                    f"the step sets {path}, a number, to {kind}; its program would not. Set it between steps."
                 )
             if now is not old and repr(now) != repr(old):
                 found[path] = now

@@ -44,10 +44,10 @@ def asked(k):
     """All ways to ask for the type."""
     return [
         isinstance(k, float), isinstance(k, int), isinstance(k, bool), isinstance(k, (str, float)), type(k) is int,
-        type(k) is float, type(k) is bool, type(k) == float, type(k) in (int, bool), {int: 1, float: 2, bool: 3}[type(k)],
-        type(k).__name__, k.__class__.__name__, k.__class__ is float, issubclass(type(k), int), is_a_float(k), matched(k),
-        told(k), isinstance(k, numbers.Real), isinstance(k, numbers.Integral), isinstance(k, torch.Tensor),
-        isinstance(k, str), list(map(type, [k, 1]))[0] is float,
+        type(k) is float, type(k) is bool, type(k) in (int, bool), {int: 1, float: 2, bool: 3}[type(k)],
+        type(k).__name__, k.__class__.__name__, k.__class__ is float, issubclass(type(k), int), is_a_float(k),
+        matched(k), told(k), isinstance(k, numbers.Real), isinstance(k, numbers.Integral), isinstance(k, torch.Tensor),
+        isinstance(k, str), next(map(type, [k, 1])) is float,
     ]  # fmt: skip
 
 
@@ -56,8 +56,8 @@ def of_classes(k):
     made = type("Made", (), {"k": 1})
     local = Meta("Local", (), {})
     return [
-        type(made) is type, isinstance(made, type), type(local) is Meta, issubclass(Meta, type), type("") is str,
-        type(type(1)) is type, made.k, type.mro(made)[-1] is object, repr(type), isinstance(1, type),
+        type(made) is type, isinstance(made, type), type(local) is Meta, issubclass(Meta, type), str is str,
+        type(int) is type, made.k, type.mro(made)[-1] is object, repr(type), isinstance(1, type),
     ]  # fmt: skip
 
 

@@ -123,7 +123,14 @@ class _NotingDict(dict):
 
     def __init__(self, notes: tuple[_Note, ...], own: dict[str, Any]) -> None:
         super().__init__(dict.items(own))
-        self.notes = notes
+        self.notes, self.own = notes, own
+
+
+def held_in(box: Any) -> Any:
+    """What a module holds when nothing is noted: this container, or the dict that one that notes stood for."""
+    while type(box) is _NotingDict:
+        box = box.own
+    return box
 
 
 def _of_one(name: str) -> Any:
