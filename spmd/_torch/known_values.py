@@ -20,10 +20,17 @@ aten = torch.ops.aten
 _KNOWN = {torch.float64: float, torch.float32: float, torch.int64: int, torch.bool: bool}
 """The dtypes that what is computed is exact in, or is rounded to, with the type of their numbers."""
 
+_READ = _KNOWN | {torch.float16: float, torch.bfloat16: float}
+_READ |= dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32), int)
+"""Those of which numbers are read, and compared with others of theirs."""
+
+_EXACT_IN_ALL = range(128)
+"""Whole numbers that all of these have."""
+
 
 def note_value(out: Any, op: Any, args: tuple, kwargs: dict, leaves: list[Any]) -> None:
     """Note what is known of the result of an op. leaves: its operands."""
-    if not isinstance(out, torch.Tensor) or out.ndim or out.dtype not in _KNOWN:
+    if not isinstance(out, torch.Tensor) or out.ndim or out.dtype not in _READ:
         return
     if op in _FACTORIES:
         value = _operand(_FACTORIES[op](*args), out.dtype)
@@ -36,16 +43,18 @@ def note_value(out: Any, op: Any, args: tuple, kwargs: dict, leaves: list[Any]) 
 
 
 def _result(op: Any, out: torch.Tensor, args: tuple, kwargs: dict) -> Any:
-    if kwargs.get("alpha", 1) != 1:
+    if kwargs.get("alpha", 1) != 1 or any(x.ndim for x in args if isinstance(x, torch.Tensor)):
         return None
     name = _OPS[op]
     computing = out.dtype if name not in _COMPARISONS else torch.result_type(*args[:2])
-    if computing not in _KNOWN:
-        return None
+    if name in _TRUTHS:
+        computing = torch.bool
     operands = [_operand(x, computing) for x in args if isinstance(x, (torch.Tensor, *_NUMBERS))]
     if None in operands or (out.dtype is torch.bool and name in _ARITHMETIC):
         return None
-    return operands[0] if name == "same" else as_dtype(_computed(name, *operands), out.dtype)
+    if name in ("same", "truth"):
+        return operands[0] if out.dtype is not torch.uint8 else _computed("pos", operands[0])  # a truth of bytes is one
+    return as_dtype(_computed(name, *operands), out.dtype) if out.dtype in _KNOWN else None
 
 
 def _operand(x: Any, dtype: torch.dtype) -> Any:
@@ -54,14 +63,16 @@ def _operand(x: Any, dtype: torch.dtype) -> Any:
     if isinstance(constant, torch.Tensor) and not constant.ndim and not constant.is_complex():
         x = constant.item()
     if isinstance(x, torch.Tensor):
-        value, kind = getattr(x, "symbol", None), _KNOWN.get(x.dtype)
+        value, kind = getattr(x, "symbol", None), _READ.get(x.dtype)
     elif isinstance(x, _SYMBOLS):
         value, kind = x.node.operand, x.node.pytype
     else:
         value, kind = x, type(x)
-    if value is None or kind not in (bool, int, float) or (kind is float and dtype is torch.int64):
+    if value is None or kind not in (bool, int, float):
         return None
-    return value if getattr(x, "dtype", None) is dtype else as_dtype(value, dtype)
+    if getattr(x, "dtype", None) is dtype or (isinstance(value, (int, float)) and value in _EXACT_IN_ALL):
+        return _READ[dtype](value) if isinstance(value, (int, float)) else value
+    return None if dtype not in _KNOWN or (kind is float and dtype is torch.int64) else as_dtype(value, dtype)
 
 
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -80,6 +91,7 @@ def _computed(op: str, *args: Any) -> Any:
     return FUNCTIONS[op].run(*args) if plain else Computed(op, *args)
 
 
+_TRUTHS = {"not", "truth"}
 _ARITHMETIC = {"add", "sub", "mul", "neg"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
@@ -88,6 +100,7 @@ def _ops() -> dict[Any, str]:
     """By op, the function that it computes with numbers; "same" where it gives its operand."""
     found = {aten.neg.default: "neg", aten.logical_not.default: "not"}
     found |= {getattr(aten, name).default: "same" for name in ("clone", "detach", "alias", "lift_fresh", "_to_copy")}
+    found |= {aten.all.default: "truth", aten.any.default: "truth"}
     for kind in ("Tensor", "Scalar"):
         found |= {getattr(getattr(aten, name), kind): name for name in ("add", "sub", "mul", *_COMPARISONS)}
     return found

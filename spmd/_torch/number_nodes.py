@@ -217,10 +217,18 @@ _UNARY = {
 _UNARY |= {f"sym_{name}": f"math.{name}" for name in OF_SYMBOLS}
 _FLOATS = {"truediv", "float"}
 """What gives a float of ints."""
+_OF_BITS = {"and_", "or_", "xor"}
 
 
 def _as_number(x: Any) -> Any:
     return NumberNode(x) if type(x) is SymNode else x
+
+
+def _as_int(x: NumberNode) -> NumberNode:
+    """A truth value as 0 or 1."""
+    if x.pytype is not bool:
+        return x
+    return applied("pos", x) if x.constant is None else _as_number(to_node(x, int(x.constant)))
 
 
 def _binary(name: str, op: str) -> Callable:
@@ -229,6 +237,8 @@ def _binary(name: str, op: str) -> Callable:
     @functools.wraps(plain)
     def run(self: NumberNode, other: SymNode) -> Any:
         other = _as_number(other)
+        if op not in _OF_BITS and self.pytype is not other.pytype:  # torch compares a truth value with no number
+            self, other = _as_int(self), _as_int(other)
         if op in _FLOATS or self.is_computed or other.is_computed:
             return applied(op, self, other)
         if op in _DIVISIONS:

@@ -229,7 +229,8 @@ def _environment() -> type:
                 return self.hints[x]
             if x in self.defined:
                 return value_of(self.defined[x], self._of_leaf)
-            values = {symbol: _sympy().sympify(self._of_leaf(symbol)) for symbol in x.free_symbols}
+            values = {symbol: self._of_leaf(symbol) for symbol in x.free_symbols}
+            values = {symbol: _sympy().sympify(n + 0) for symbol, n in values.items()}  # of a truth value: 0 or 1
             found = x.xreplace(values)
             return int(found) if found.is_number else bool(found)
 
