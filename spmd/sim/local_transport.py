@@ -113,8 +113,12 @@ class LocalTransport(SimulatedTransport):
                 transports[rank].where = where
                 return self.mode.playing(rank, transports[rank])
 
-            results = run_together(runs, playing, lambda: self._deliver_ready(transports))
-            self._check_delivered(transports)
+            try:
+                results = run_together(runs, playing, lambda: self._deliver_ready(transports))
+                self._check_delivered(transports)
+            finally:
+                for carrier in transports.values():
+                    carrier.forget()
             return self.mode.join(results)
 
         return run
@@ -175,6 +179,12 @@ class PostingTransport(SimulatedTransport):
         home = self._homes.pop(id(token), None)
         result = result if home is None else home.copy_(result)
         self._results[id(token)] = (token, result)  # the token is kept alive, so that its id stays unique
+
+    def forget(self) -> None:
+        """Drop what was posted and not waited for, as where an error has ended a program."""
+        self.posted.clear()
+        self._results.clear()
+        self._homes.clear()
 
     def has_arrived(self, x: torch.Tensor) -> bool:
         """Whether x is not the placeholder of a result that has not been delivered."""

@@ -26,11 +26,20 @@ class ProgramRun:
         self._loop: _LoopRun | None = None
         self._dead_after = _dead_after_each(self._nodes)
         self.result: Any = None
+        self.error: Exception | None = None
 
     @property
     def ended(self) -> bool:
-        """Whether the program has returned its result."""
-        return self._next == len(self._nodes)
+        """Whether the program has returned its result, or raised an error."""
+        return self._next == len(self._nodes) or self.error is not None
+
+    def advance_or_fail(self) -> bool:
+        """The same as `advance`. An error is kept: the other ranks go on, as they would in a job of their own."""
+        try:
+            return self.advance()
+        except Exception as error:
+            self.error = error
+            return True
 
     def advance(self) -> bool:
         """Run until a wait for a result that has not arrived, or the end; whether any node ran."""
@@ -138,7 +147,8 @@ def _dead_after_each(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 def run_together(
     runs: Sequence[ProgramRun], playing: Callable[[int], AbstractContextManager], deliver: Callable[[], bool]
 ) -> list[Any]:
-    """Run the programs of all ranks as far as possible; return their results.
+    """Run the programs of all ranks as far as possible; return their results. If some raise, all others are run before
+    the error of the first is raised.
 
     `playing(i)`: the context of the i-th rank. `deliver()`: exchanges complete posts; whether there were any.
     """
@@ -148,6 +158,9 @@ def run_together(
             progress = False
             for i, run in enumerate(runs):
                 with playing(i):
-                    progress |= run.advance()
+                    progress |= run.advance_or_fail()
             progress |= deliver()
+    for run in runs:
+        if run.error is not None:
+            raise run.error
     return [run.result for run in runs]
