@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ONE_IN = {
+    "expand/test_raising_steps.py::test_it_raises_what_one_device_raises_and_goes_on": 7,
     "expand/test_bool_tensors.py::test_what_is_read_is_what_is_kept": 13,
     "expand/test_flags_of_comparisons.py::test_a_flag_is_that_of_one_device": 7,
     "expand/test_ieee.py::test_an_argument": 3,
