@@ -50,12 +50,13 @@ class Captured:
     a tensor that the function has been given. fixed: the number arguments that could not stay
     symbols, with the values that the graph is right for. changes: what the function changes in the Python state of
     modules, to be done when the program has run. writes: the same of other Python values. kept: the numbers in the
-    tensors of the state, which the function may decide by. shared: the names of those that several tensors
-    hold, and of which the graph computes something once (`equal_counts`). assumed: what the graph takes for granted about sizes. sizes: the values of their symbols, once
-    they are known (`at`). first: inputs that optimisers make in their first step; they are to be made before the
-    program runs. ignores_gradients: whether the graph is right for any gradients that earlier steps left. stepped: the
-    names of the optimisers that make a step. first_kept: what optimisers keep from then on besides tensors, such as a
-    count of steps, by optimiser, number of the parameter, and key.
+    tensors of the state, which the function may decide by. shared: the names of those that several tensors hold,
+    and of which the graph computes something once (`equal_counts`). assumed: what the graph takes for granted about
+    sizes. sizes: the values of their symbols, once they are known (`at`). first: inputs that optimisers make in
+    their first step; they are to be made before the program runs. ignores_gradients: whether the graph is right for
+    any gradients that earlier steps left. stepped: the names of the optimisers that make a step. first_kept: what
+    optimisers keep from then on besides tensors, such as a count of steps, by optimiser, number of the parameter,
+    and key.
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
     tensors are others than before in number or kind. looped: the graph with equal rounds as a loop, if it has any.

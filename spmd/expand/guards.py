@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd.expand.reads import Reads
-from spmd.expand.sources.kinds import BUFFER, STATE, kinds_of
+from spmd.expand.sources.kinds import BUFFER, STATE, Kind, kinds_of
 from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, items_of, slots_of
 from spmd.tensor.annotations.block_function import BlockFunction
 
@@ -174,8 +174,8 @@ class _Walk:
     def _object(self, x: Any) -> Hashable:
         kind = type(x)
         attributes = self._attributes(x)
-        if {STATE, BUFFER} & {*kinds_of(kind)}:
-            return (kind, self._by_key(x, state_of(x)), *attributes)
+        if hidden := state_of(x):
+            return (kind, self._by_key(x, hidden), *attributes)
         return (kind, *attributes) if attributes and not hides(kind) else (kind, ById(x), *attributes)
 
     def _attributes(self, x: Any) -> tuple:
@@ -200,8 +200,13 @@ class _Walk:
 
 def state_of(x: Any) -> Hashable:
     """What an object keeps in C, as a key."""
-    kept = [kind for kind in kinds_of(type(x)) if kind in (STATE, BUFFER)]
-    return tuple([kind.contents(x)[0] if kind is STATE else kind.contents(x) for kind in kept])
+    kept = _kept_in_c(type(x))
+    return tuple([kind.contents(x)[0] if kind is STATE else kind.contents(x) for kind in kept]) if kept else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_in_c(kind: type) -> tuple[Kind, ...]:
+    return tuple(each for each in kinds_of(kind) if each in (STATE, BUFFER))
 
 
 _WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})
@@ -267,6 +272,10 @@ def module_guard(
             found.append((k, _EMPTY_SET))
         else:
             found.append((k, guard_key(in_order_of_hooks(v, places) if "_hooks" in k else v, reads, apart)))
+    if hidden := state_of(module):
+        found.append(("what its class keeps", hidden))
+        if reads is not None:
+            reads.keyed(module, state_of)
     return ModuleGuard(type(module), tuple(found))
 
 

@@ -248,7 +248,7 @@ class KeptOfRun(RuntimeError):
             f"the step keeps {name} in a module, a {kind} that is known only when the program runs; keep a tensor with "
             "register_buffer, or let the step return it"
         )
-        self.name = name
+        self.name, self.kind = name, kind
 
 
 def without_symbols(x: Any, name: Any = "a number") -> Any:

@@ -25,7 +25,7 @@ from spmd.expand.closed_over import Search, is_generator, names_in, refused, sea
 from spmd.expand.containers import AROUND, Containers
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
-from spmd.expand.python_state import without_symbols
+from spmd.expand.python_state import KeptOfRun, without_symbols
 from spmd.expand.sources.kinds import CLASS, ITERATOR, Kind, is_same, kinds_of
 from spmd.expand.sources.reached import Change, Reached
 from spmd.expand.sources.redo import Write
@@ -116,14 +116,23 @@ class _Plain:
                 f"module, or let the step return it{line_of_path(self._search, self._path)}"
             )
         if _torch.is_symbol(x) or not kinds_of(type(x)):
-            return without_symbols(x)
-        if type(x) is tuple or isinstance(x, tuple):
-            return without_symbols(self._tuple(x))
+            return self._number(x)
+        if isinstance(x, tuple):
+            return self._tuple(x)
         if id(x) not in self._seen and not self._before.knows(x):
             self._seen.add(id(x))
             for kind in kinds_of(type(x)):
                 self._put_plain(kind, x)
         return x
+
+    def _number(self, x: Any) -> Any:
+        try:
+            return without_symbols(x)
+        except KeptOfRun as error:
+            raise RuntimeError(
+                f"the step keeps in {self._path} a {error.kind} that is known only when the program runs; let the step "
+                f"return it{line_of_path(self._search, self._path)}"
+            ) from error
 
     def _tuple(self, x: tuple) -> tuple:
         inside = [self.value(each) for each in x]
