@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import datetime
+import io
 import logging
 import math
 import os

@@ -302,18 +302,24 @@ GIVEN = {
 
 @pytest.mark.parametrize("as_argument", [False, True])
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_program_would_not_do_is_an_error_and_taken_back(name, as_argument):
-    """Also where the object is an argument."""
-    noting = Noting(parts()[0])
-    before = copy.copy(vars(noting))
+def test_plain_values_that_a_step_changes_are_changed_in_each_call(name, as_argument):
+    """Also where the object is an argument. A tensor beside them is an error, and all is taken back."""
+    noting, single = Noting(parts()[0]), Noting(None)
+    before = dict(vars(noting))
     fn = GIVEN[name] if as_argument else getattr(noting, name)
     mesh = spmd.DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
-    with (
-        LocalTensorMode(1),
-        pytest.raises(RuntimeError, match="the step changes"),
-    ):
-        spmd.compile(fn, mesh)(*([noting] * as_argument), X[0])
-    assert vars(noting) == before and noting.losses == []
+    with LocalTensorMode(1):
+        step = spmd.compile(fn, mesh)
+        if name == "keeps":
+            with pytest.raises(RuntimeError, match=r"the step keeps a tensor in \w+.losses"):
+                step(*([noting] * as_argument), X[0])
+            assert vars(noting) == before and noting.losses == []
+            return
+        single.model = torch.detach
+        for _ in range(3):
+            step(*([noting] * as_argument), X[0])
+            GIVEN[name](single, X[0])
+            assert vars(noting) == {**vars(single), "model": noting.model}
 
 
 def test_what_a_hook_holds_may_not_change():
