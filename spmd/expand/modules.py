@@ -6,7 +6,8 @@ here call one function for each module, and give what torch's give: where a clas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,6 +98,36 @@ def named_buffers(root: nn.Module) -> list[tuple[str, torch.Tensor]]:
     if not _note(root, "", found, None):
         return list(root.named_buffers(remove_duplicate=False))
     return [(_path(path, k), b) for path, m in found for k, b in m._buffers.items() if b is not None]
+
+
+def names_of_one(roots: Mapping[str, nn.Module]) -> tuple[tuple[str, ...], ...]:
+    """All paths of each module, parameter and buffer that has several: which one is tied to which.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    >>> model[2].weight = model[0].weight
+    >>> names_of_one({"model": model})
+    (('model.0.weight', 'model.2.weight'),)
+    """
+    found: dict[int, list[str]] = {}
+    for name, root in roots.items():
+        for path, x in _all_within(root):
+            found.setdefault(id(x), []).append(f"{name}.{path}" if path else name)
+    return tuple([tuple(paths) for paths in found.values() if len(paths) > 1])
+
+
+def _all_within(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules, parameters and buffers of a module, each under all its paths."""
+    found: Named = []
+    if not _note(root, "", found, None):
+        yield from root.named_modules(remove_duplicate=False)
+        yield from root.named_parameters(remove_duplicate=False)
+        yield from root.named_buffers(remove_duplicate=False)
+        return
+    for path, m in found:
+        yield path, m
+        for name, x in (*m._parameters.items(), *m._buffers.items()):
+            if x is not None:
+                yield _path(path, name), x
 
 
 def _path(module: str, name: str) -> str:

@@ -30,7 +30,14 @@ from spmd.expand.attributes import note_attributes
 from spmd.expand.closed_over import Search
 from spmd.expand.guards import NOTHING, guard_key, in_order_of_hooks, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
-from spmd.expand.modules import OF_ALL_MODULES, modules_of, named_buffers, named_parameters, named_within
+from spmd.expand.modules import (
+    OF_ALL_MODULES,
+    modules_of,
+    named_buffers,
+    named_parameters,
+    named_within,
+    names_of_one,
+)
 from spmd.expand.objects import NAMED, PLAIN
 from spmd.expand.reads import Reads
 from spmd.expand.variables import Place
@@ -163,7 +170,8 @@ class State:
         self, reads: Reads | None = None, of_tensors: Mapping[int, Mapping[str, Hashable]] | None = None,
         unread: Mapping[str, Collection[str]] = NOTHING,
     ) -> dict[str, Hashable]:  # fmt: skip
-        """Guard keys by path: of the other hyper-parameters, of attributes of modules and of `requires_grad`.
+        """Guard keys by path: of the other hyper-parameters, of attributes of modules, of `requires_grad`, and of what
+        is one under several names.
 
         Also of hooks on parameters and of attributes of tensors. A trace reads these values, and the program is right
         for no others. reads: where to note what else than tensors and floats the state was found in. of_tensors: by
@@ -182,6 +190,8 @@ class State:
             )
             for path, m in self.wholes().items()
         }
+        if several := names_of_one(self.modules):
+            found["what has several names"] = several
         found |= {f"{path}{IS_COUNTER}": guard_key(type(place.value)) for path, place in self.counters.items()}
         for path, owner in (self.optimizers | self.objects).items() if of else ():
             for name, guard in of.get(id(owner), NOTHING).items():
