@@ -19,6 +19,7 @@ from spmd.expand.first_state import FirstState, filled, first_state
 from spmd.expand.given_specs import block_of, input_spec, places_of, state_spec, state_specs
 from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, module_guard, plain_number
 from spmd.expand.kept_numbers import numbers_in
+from spmd.expand.layouts import guards_of_layouts, note_layout
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
 from spmd.expand.named_values import NOTHING as NOT_PLAIN
 from spmd.expand.named_values import PlainValues, named_values
@@ -103,13 +104,19 @@ class Call:
         reads.may_change(state.apart)
         values = named_values(self.search)
         read = {f"{text} around the step": guard_key(x) for text, x in values.items()}
-        read |= self._held_values()
+        read |= self._held_values() | guards_of_layouts(self._given_by_path())
         owners = *state.wholes().values(), *state.optimizers.values(), *state.objects.values()
         self.search.note_kinds({*map(type, owners), *self.search.classes})
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         if one := shared(self.containers | dict(self.attributes.containers)):
             read["containers that are one"] = one
         self.around = tuple((guards | read).items())
+
+    def _given_by_path(self) -> dict[str, torch.Tensor]:
+        """The tensors that the step is given, and that lie in memory as the user has laid them."""
+        state = {str(slot): t for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer")}
+        arguments = {path: x for path, x in self.leaves.items() if isinstance(x, torch.Tensor)}
+        return state | self.attributes.tensors | arguments
 
     def _held_values(self) -> dict[str, Any]:
         """The guards of plain values in the objects among the arguments, and in those that these hold."""
@@ -239,6 +246,7 @@ class Call:
                 there = {slot: _on_whole_mesh(t, self.table.mesh) for slot, t in self.tensors.items()}
                 new = {slot: makers[slot](t, self.specs[slot]) for slot, t in there.items()}
                 for slot, t in self.held():
+                    note_layout(t)
                     become(t, new[slot])
             self.state.install(new | dict(self.held()))
             self.was_in_place = False
@@ -271,6 +279,7 @@ class Call:
         with torch.inference_mode(False):  # they outlive the mode
             for path, x in self.kept(captured):
                 if (present := spec_of_value(x)) is not (spec := self.leaf_specs[path]):
+                    note_layout(x)
                     become(x, placed(x, spec) if present is None else DTensor(block_of(x, spec), spec))
                     self.was_in_place = False
 

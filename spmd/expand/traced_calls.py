@@ -32,13 +32,14 @@ aten = torch.ops.aten
 
 class TracedCalls(TorchFunctionMode):
     """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, recurrent layers are made of many ops,
-    equal parts of a batch have one size, and places in tensors may be values of others. writes: as of `ValuePlaces`."""
+    equal parts of a batch have one size, and places in tensors may be values of others. writes: as of
+    `ValuePlaces`. layouts: what asks how tensors lie in memory (`spmd.expand.layouts.asked_for`)."""
 
-    def __init__(self, writes: ConstrainedWrites) -> None:
+    def __init__(self, writes: ConstrainedWrites, layouts: Mapping[Callable, Callable]) -> None:
         super().__init__()
         self._known = _by_function(
             ValuePlaces(writes).functions, value_sizes.FUNCTIONS, symbolic_sizes.FUNCTIONS, fourier.FUNCTIONS,
-            losses.FUNCTIONS, _PARTS,
+            losses.FUNCTIONS, _PARTS, layouts,
         )  # fmt: skip
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

@@ -30,6 +30,7 @@ from spmd.expand.first_state import FirstSteps
 from spmd.expand.given_gradients import GivenGradients
 from spmd.expand.hooks import copy_hooks, hooks_of
 from spmd.expand.keep_products import KeepProducts
+from spmd.expand.layouts import asked_for
 from spmd.expand.masked import check_not_kept
 from spmd.expand.module_attributes import (
     Attributes,
@@ -301,7 +302,7 @@ class TracedFunction:
         yield gradients.watched(lambda: bool(self.phases.ends))
         yield self.normalise
         yield _torch.scaled_steps(skipped.run)
-        yield TracedCalls(self.normalise.constrained)
+        yield TracedCalls(self.normalise.constrained, asked_for(self._given_tensors()))
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
         yield _torch.assignable_data()
@@ -316,6 +317,11 @@ class TracedFunction:
         yield stream.traced()
         if self.structures:
             yield self.blocks.stamped(self.structures)
+
+    def _given_tensors(self) -> dict[Any, torch.Tensor]:
+        """The tensors that the caller has given, by path."""
+        arguments = {path: x for path, x in named_leaves(self.args) if isinstance(x, torch.Tensor)}
+        return self._replaced() | self.attributes.tensors | arguments
 
     def _as_original(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
         if slot.kind != "parameter":

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd._torch import pytree
+from spmd.expand.layouts import layout_of
 from spmd.expand.objects import NAMED, holds_state, kind_of_node, opened, with_containers
 from spmd.tensor.spec import spec_of_value
 
@@ -30,8 +31,14 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
         known = weakref.ref(x)
         return lambda y: y is known()
     if kind is torch.Tensor:
-        like = x.shape, x.dtype, x.device
-        return lambda y: type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad
+        like, layout = (x.shape, x.dtype, x.device), layout_of(x)
+        if layout is None:
+            return lambda y: (
+                type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and y.is_contiguous()
+            )
+        return lambda y: (
+            type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and layout_of(y) == layout
+        )
     if (spec := spec_of_value(x)) is not None and x._copy is None:
         return lambda y: type(y) is kind and y._spec is spec and y._copy is None and not y.requires_grad
     if kind in (int, float):
