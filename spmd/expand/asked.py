@@ -2,6 +2,8 @@
 
     time.time(), datetime.now(), os.getpid(), uuid.uuid4(), ...    a value that may be shown, and nothing else (`told`)
     os.environ["RANK"], os.getenv("DEBUG", "")                       a guard: another value makes another capture
+    os.path.exists("skip"), os.getcwd(), torch.initial_seed(), ...   guards, too: they are asked again before each call
+    open("weights.npy"), np.load(...), os.listdir("."), os.stat(...)   an error, with the line (`read_outside`)
     random.random(), numpy.random.rand()                           an error, with the line (`outside`)
     input()                                                        an error
     a function with functools.lru_cache                            called without its cache: that outlives the trace
@@ -10,7 +12,7 @@
 While a step is captured, other functions stand for these in their modules, and in the variables of modules of the user.
 They answer code of the user that runs in the thread of the capture, and what it calls of Python's library; all other
 code finds what it always finds. Left out: clocks that are reached as attributes of objects, dates where the step itself
-imports `datetime`, what files and sockets say, and the parts of the time of day (`time.localtime`).
+imports `datetime`, and the parts of the time of day (`time.localtime`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import datetime
 import functools
 import gc
+import hashlib
 import itertools
 import os
 import sys
@@ -31,13 +34,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from spmd import _torch
 from spmd.expand.closed_over import Search, is_installed, package_of
 from spmd.expand.outside import DRAWS, RandomNumbers
+from spmd.expand.read_outside import OUTSIDE, reads_code, refused, watched
 from spmd.expand.sources.kinds import NOTHING
 from spmd.expand.sources.reached import Reached
 from spmd.expand.told import Told
-from spmd.expand.user_code import SPMD_FOLDER, at_user_line, current_frames
+from spmd.expand.user_code import at_user_line, current_frames
 
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 TOLD: dict[types.ModuleType, tuple[str, ...]] = {
@@ -56,33 +62,43 @@ DRAWING = {
 """Functions that draw from the generators of Python and of numpy, or seed them."""
 
 
+def _all_variables() -> str:
+    """What tells all variables of the environment from others, and says none."""
+    return hashlib.sha256(repr(sorted(os.environ._data.items())).encode()).hexdigest()
+
+
+QUESTIONS: dict[str, Callable] = {
+    "os.environ.get": os.environ.get, "os.environ.items": _all_variables,
+    **{f"os.{name}": getattr(os, name) for name in ("getcwd", "getcwdb")},
+    **{f"os.path.{name}": getattr(os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink")},
+    **{f"torch.{name}": getattr(torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")},
+    "sys.getrecursionlimit": sys.getrecursionlimit,
+}  # fmt: skip
+"""Functions whose results are plain values that seldom change: a step may depend on them, and they are asked again before
+each call. Variables of the environment are asked for in other ways, too."""
+
+Question = tuple[str, ...]
+"""One of these by name, with its arguments."""
+
+Answers = dict[Question, tuple[Any, str]]
+"""What was answered, and the line that asked."""
+
+
 @dataclass
 class Asked:
-    """What code of the user asks. environment: variables that it reads, each with its value and the line. draws: the
-    line of the first draw of Python's or numpy's random numbers. results: what cached functions gave."""
+    """What code of the user asks. environment: with the answers, and the lines. draws: the line of the first draw of
+    Python's or numpy's random numbers. results: what cached functions gave."""
 
     thread: int
-    environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    environment: Answers = field(default_factory=dict)
     draws: str = ""
     results: list[Reached] = field(default_factory=list)
 
-    def by_user(self) -> bool:
-        """Whether code of the user asks. To be called by what stands for a function."""
-        here = threading.get_ident() == self.thread
-        return here and _torch.asked_by_user(sys._getframe(2)) and not _is_importing(sys._getframe(2))
-
-
-def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether a module is being imported, by code that runs in the trace: what it asks then it would have been told
-    before the step as well."""
-    while frame is not None and not frame.f_code.co_filename.startswith(SPMD_FOLDER):
-        if frame.f_code.co_filename == _IMPORTING:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_IMPORTING = "<frozen importlib._bootstrap>"
+    def by_user(self, behind: int = 1) -> bool:
+        """Whether code of the user asks, and not for code: what a module asks when it is imported it would have been told
+        before the step as well. behind: how many frames stand between this and who asks."""
+        here, frame = threading.get_ident() == self.thread, sys._getframe(1 + behind)
+        return here and _torch.asked_by_user(frame) and not reads_code(frame)
 
 
 @contextlib.contextmanager
@@ -112,6 +128,7 @@ def asked(search: Search) -> Iterator[Asked]:
                 cell.cell_contents = new[id(cell.cell_contents)][1]
         undo.callback(setattr, os.environ, "_data", os.environ._data)
         os.environ._data = _Environment(os.environ._data, found)
+        undo.enter_context(watched())
         yield found
     for each in found.results:
         for change in each.changes():
@@ -123,11 +140,12 @@ def asked(search: Search) -> Iterator[Asked]:
         raise RuntimeError(f"{DRAWS.format(drawn)}{found.draws}")
 
 
-def environment_differs(asked_before: dict[str, tuple[str | None, str]]) -> str:
-    """The first variable of the environment that is another one now than it was, as a sentence; empty for none."""
-    for name, (value, line) in asked_before.items():
-        if (now := os.environ.get(name)) != value:
-            return f"os.environ[{name!r}] was {value!r} and is {now!r}, read at {line}"
+def environment_differs(asked_before: Answers) -> str:
+    """The first question that has another answer now than it had, as a sentence; empty for none."""
+    for (name, *of), (answer, line) in asked_before.items():
+        if (now := QUESTIONS[name](*of)) != answer:
+            what = f"os.environ[{of[0]!r}]" if name == "os.environ.get" else f"{name}({', '.join(map(repr, of))})"
+            return f"{what} was {answer!r} and is {now!r}, read at {line}"
     return ""
 
 
@@ -136,7 +154,8 @@ def environment_differs(asked_before: dict[str, tuple[str | None, str]]) -> str:
 
 def _variables(search: Search) -> Iterable[dict[str, Any]]:
     """The variables of the modules whose functions have stand-ins, and of those of the user."""
-    modules = [*TOLD, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules)]
+    asked = os.path, torch, torch.random, torch._C, sys
+    modules = [*TOLD, *asked, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules)]
     found = [*map(vars, modules), *_of_users(search)]
     return {id(each): each for each in found}.values()
 
@@ -167,6 +186,11 @@ def _stand_ins(found: Asked, search: Search) -> Iterator[tuple[Any, Any]]:
         for name in names:
             if (function := getattr(module, name, None)) is not None:
                 yield function, _telling(found, function, f"{module.__name__}.{name}()")
+    for name, function in QUESTIONS.items():
+        if not name.startswith("os.environ"):  # whose dict has a stand-in
+            yield function, _answering(found, name, function)
+    for name in OUTSIDE:
+        yield getattr(os, name), _refusing(found, f"os.{name}", getattr(os, name))
     dates = types.ModuleType("datetime")  # the module itself stays: others may pickle its classes meanwhile
     vars(dates).update(vars(datetime))
     for kind, names in DATES.items():
@@ -186,6 +210,26 @@ def _telling(found: Asked, function: Callable, what: str) -> Callable:
         return Told(value, f"{what} ({_line()})") if found.by_user() else value
 
     return tell
+
+
+def _answering(found: Asked, name: str, function: Callable) -> Callable:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        if found.by_user():
+            of = [os.fspath(x) for x in (*args, *kwargs.values())]  # a TypeError for a number, which names an open file
+            found.environment.setdefault((name, *of), (value, _line()))
+        return value
+
+    return answer
+
+
+def _refusing(found: Asked, what: str, function: Callable) -> Callable:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if found.by_user():
+            raise refused(f"asks {what}", args)
+        return function(*args, **kwargs)
+
+    return refuse
 
 
 def _uncached(found: Asked, function: Callable) -> Callable:
@@ -264,11 +308,26 @@ class _Environment(dict):
         self._real, self._found = variables, found
 
     def __getitem__(self, key: bytes) -> bytes:
-        name = os.fsdecode(key)
-        if name not in self._found.environment and self._found.by_user():
-            value = self._real.get(key)
-            self._found.environment[name] = None if value is None else os.fsdecode(value), _line()
+        self._note("os.environ.get", os.fsdecode(key))
         return self._real[key]
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._note("os.environ.items")
+        return iter(self._real)
+
+    def __len__(self) -> int:
+        self._note("os.environ.items")
+        return len(self._real)
+
+    def items(self) -> Iterable[tuple[bytes, bytes]]:
+        self._note("os.environ.items")
+        return self._real.items()
+
+    def _note(self, *question: str) -> None:
+        """Note what code of the user asks, unless it has asked for all of them."""
+        known = self._found.environment
+        if ("os.environ.items",) not in known and question not in known and self._found.by_user(2):
+            known[question] = QUESTIONS[question[0]](*question[1:]), _line()
 
     def __setitem__(self, key: bytes, value: bytes) -> None:
         self._real[key] = value

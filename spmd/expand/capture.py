@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from spmd import _torch
 from spmd.expand.arithmetic import only_arithmetic
-from spmd.expand.asked import asked
+from spmd.expand.asked import Answers, asked
 from spmd.expand.captured import Argument, Captured
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
@@ -188,7 +188,7 @@ def _inputs(
 
 def _complete_trace(
     fn: Callable, flat: TracedFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols
-) -> tuple[fx.GraphModule, dict[str, tuple[str | None, str]]]:
+) -> tuple[fx.GraphModule, Answers]:
     """The trace of a function, and what it has read of the environment. An error is explained in words of the step."""
     table = decompositions | DENSE_VIEWS
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from spmd import _torch
-from spmd.expand.asked import environment_differs
+from spmd.expand.asked import Answers, environment_differs
 from spmd.expand.containers import Outcome, There
 from spmd.expand.draws import Draws
 from spmd.expand.kept_numbers import Kept, parted
@@ -84,7 +84,7 @@ class Captured:
     stepped: tuple[str, ...] = ()
     first_kept: dict[tuple[str, Any, Any], Any] = field(default_factory=dict)
     is_stamped: bool = False
-    environment: dict[str, tuple[str | None, str]] = field(default_factory=dict)
+    environment: Answers = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict, repr=False)
     grown: tuple[str, ...] = ()
     sizes: Mapping[str, float] = field(default_factory=dict)

@@ -7,7 +7,7 @@
     names: {'n0': 'lr'}, conditions: ('n0 > 0.5',)
     kept: {'optimizer.step[model.up.weight]': (Slot(...), Slot(...))}, shared: ('optimizer.step[model.up.weight]',)
     first: (), ignores_gradients: True, stepped: ('optimizer',)
-    environment: {'DEBUG': ('1', 'train.py:31, in step')}
+    environment: {('os.environ.get', 'DEBUG'): ('1', 'train.py:31, in step')}
     changes: [('model', (), {'ready': True}, ())]
 
 It is what is left of a capture (`spmd.expand.captured.Captured`) when its graph has become a program.
