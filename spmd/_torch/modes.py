@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -201,7 +203,7 @@ class _Replaced:
 
     def _look(self) -> None:
         self._unwritten = Unwritten(self._places.values())
-        now = {of: {name: x for name, x in own.items() if callable(x)} for of, own in self._places.items()}
+        now = {of: {name: _behind(x) for name, x in own.items() if callable(x)} for of, own in self._places.items()}
         self._found = {
             f"{of}.{name}": x for of, own in now.items() for name, x in own.items()
             if self._known[of].get(name) is not x
@@ -211,13 +213,65 @@ class _Replaced:
         """What tells whether somebody has written among them."""
         return [functools.partial(version_of, place) for place in self._places.values()]
 
+    def known(self, of: type) -> dict[str, Any]:
+        """What was there before, by name."""
+        return self._known[f"torch.{of.__name__}"]
+
     def found(self) -> dict[str, Any]:
         if not self._unwritten.are_so():
             self._look()
         return self._found
 
 
+def _once(new: Callable, old: Callable) -> Callable:
+    thread = threading.get_ident()
+
+    @functools.wraps(new)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        by_mode = threading.get_ident() == thread and _is_of_mode(sys._getframe(1))
+        return (old if by_mode else new)(*args, **kwargs)
+
+    return run
+
+
+_ONCE = next(x for x in _once.__code__.co_consts if isinstance(x, types.CodeType))
+
+
+def _behind(x: Any) -> Any:
+    """What somebody has put there, where `replaced_once` has put something in its place."""
+    return x.__wrapped__ if isinstance(x, types.FunctionType) and x.__code__ is _ONCE else x
+
+
 _replaced = _Replaced({"torch.nn.functional": vars(torch.nn.functional), "torch.Tensor": vars(torch.Tensor)})
+
+
+@contextlib.contextmanager
+def replaced_once() -> Iterator[None]:
+    """Inside, a method of tensors that somebody has replaced is called once for a call, in this thread.
+
+    A mode of functions is given a method by its name, and so what has replaced it, which the call of the method behind
+    it comes from: each mode would call it again.
+    """
+    all_ = replaced_functions().items()
+    found = {name.removeprefix(_OF_TENSORS): x for name, x in all_ if name.startswith(_OF_TENSORS)}
+    before = {name: getattr(torch._C.TensorBase, name, None) for name in found} | _replaced.known(torch.Tensor)
+    with contextlib.ExitStack() as undo:
+        for name, new in found.items():
+            if (old := before.get(name)) is not None:
+                undo.callback(setattr, torch.Tensor, name, new)
+                setattr(torch.Tensor, name, _once(new, old))
+        yield
+
+
+_OF_TENSORS = "torch.Tensor."
+
+
+def _is_of_mode(frame: types.FrameType) -> bool:
+    """Whether a mode of torch's or of spmd's passes a call on."""
+    return frame.f_code.co_name == "__torch_function__" and frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+_LIBRARIES = tuple(os.path.dirname(sys.modules[name].__file__) + os.sep for name in ("torch", "spmd"))
 
 
 class Around:

@@ -9,6 +9,23 @@ import torch
 from torch._library import custom_ops
 
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+CustomOp = custom_ops.CustomOpDef
+
+
+def functions_of_custom_op(op: CustomOp) -> tuple:
+    """The functions of the gradient of a custom op, or None for one that it has not: a trace runs them."""
+    return op._backward_fn, op._setup_context_fn
+
+
+def is_traced_python(op: OpOverload | OpOverloadPacket) -> bool:
+    """Whether an op of a library is written in Python in such a way that a trace runs its code, and not the op."""
+    of, _, name = str(op).partition(".")
+    found = (key.split("/") for key in torch.library._impls if key.startswith(f"{of}/"))
+    return of not in ("aten", "prims") and any(
+        key.partition(".")[0] == name.partition(".")[0] and how.startswith(("Composite", "Autograd"))
+        for _, key, how in found
+    )
 
 
 def arguments(op: OpOverload) -> list:

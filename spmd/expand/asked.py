@@ -71,11 +71,13 @@ QUESTIONS: dict[str, Callable] = {
     "os.environ.get": os.environ.get, "os.environ.items": _all_variables,
     **{f"os.{name}": getattr(os, name) for name in ("getcwd", "getcwdb")},
     **{f"os.path.{name}": getattr(os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink")},
-    **{f"torch.{name}": getattr(torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")},
+    **{f"torch.{name}": getattr(torch, name) for name in (
+        "get_num_threads", "get_num_interop_threads", "initial_seed", "is_anomaly_enabled",
+    )},
     "sys.getrecursionlimit": sys.getrecursionlimit,
 }  # fmt: skip
-"""Functions whose results are plain values that seldom change: a step may depend on them, and they are asked again before
-each call. Variables of the environment are asked for in other ways, too."""
+"""Functions whose results are plain values that seldom change: a step may depend on them, and they are asked again
+before each call. Variables of the environment are asked for in other ways, too."""
 
 Question = tuple[str, ...]
 """One of these by name, with its arguments."""
@@ -95,8 +97,8 @@ class Asked:
     results: list[Reached] = field(default_factory=list)
 
     def by_user(self, behind: int = 1) -> bool:
-        """Whether code of the user asks, and not for code: what a module asks when it is imported it would have been told
-        before the step as well. behind: how many frames stand between this and who asks."""
+        """Whether code of the user asks, and not for code: what a module asks when it is imported, it would have been
+        told before the step as well. behind: how many frames stand between this and who asks."""
         here, frame = threading.get_ident() == self.thread, sys._getframe(1 + behind)
         return here and _torch.asked_by_user(frame) and not reads_code(frame)
 

@@ -21,6 +21,7 @@ from spmd.expand.guards import NOTHING, flags_guard, guard_key, is_number, modul
 from spmd.expand.kept_numbers import numbers_in
 from spmd.expand.layouts import guards_of_layouts, note_layout
 from spmd.expand.module_attributes import Attributes, is_attribute, set_attributes
+from spmd.expand.modules import named_within
 from spmd.expand.named_values import NOTHING as NOT_PLAIN
 from spmd.expand.named_values import PlainValues, named_values
 from spmd.expand.objects import with_containers
@@ -107,10 +108,17 @@ class Call:
         read |= self._held_values() | guards_of_layouts(self._given_by_path())
         owners = *state.wholes().values(), *state.optimizers.values(), *state.objects.values()
         self.search.note_kinds({*map(type, owners), *self.search.classes})
+        read |= self._guards_of_loose()
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         if one := shared(self.containers | dict(self.attributes.containers)):
             read["containers that are one"] = one
         self.around = tuple((guards | read).items())
+
+    def _guards_of_loose(self) -> dict[str, tuple]:
+        """The guards of modules in plain containers, of which the state knows nothing."""
+        known = {id(m) for m in self.state.submodules()} if self.search.loose else ()
+        roots = {f"module {i} in a container": m for i, m in enumerate(self.search.loose.values())}
+        return {path: module_guard(m, self.search.reads) for path, m in named_within(roots) if id(m) not in known}
 
     def _given_by_path(self) -> dict[str, torch.Tensor]:
         """The tensors that the step is given, and that lie in memory as the user has laid them."""

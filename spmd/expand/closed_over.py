@@ -50,10 +50,6 @@ from spmd.expand.user_code import at_user_line, current_frames
 
 Held = dict[str, nn.Module | Optimizer]
 
-MOST_ITEMS = 100
-"""A list or dict with more items is not looked through: it is data."""
-
-
 Given = Mapping[str, Any]
 """The leaves of the arguments of a step, by path."""
 
@@ -83,6 +79,8 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
     given, and those found."""
     search = Search(package_of(getattr(fn, "__module__", None)), reads or Reads())
     search.function(fn)
+    for each in _torch.replaced_functions().values():
+        search.value(getattr(each, "__name__", ""), each, _NO_NAMES)
     others = {path: x for path, x in given.items() if not isinstance(x, HOLDERS)}
     search.holding = {path: x for path, x in others.items() if _has_attributes(x) and holds_state(x)}
     held = [("", "", x) for path, x in others.items() if path not in search.holding]
@@ -122,7 +120,9 @@ def names_in(code: types.CodeType) -> Names:
             attributes.add(value)
     texts = {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
     attributes |= texts if not REFLECTING.isdisjoint(globals_ | attributes) else set()
-    globals_ |= texts if not _OF_VARIABLES.isdisjoint(globals_) else set()
+    globals_ |= texts if not _OF_VARIABLES.isdisjoint(globals_ | attributes) else set()
+    for text in code.co_consts if not _RUNNING.isdisjoint(globals_) else ():
+        globals_.update(names_in(inner).globals if (inner := _code_of_text(text)) is not None else ())
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             globals_.update(names_in(inner).globals)
@@ -130,7 +130,16 @@ def names_in(code: types.CodeType) -> Names:
     return Names(tuple(sorted(globals_)), tuple(sorted(attributes)))  # the same order on all ranks
 
 
-_OF_VARIABLES = frozenset({"globals", "vars", "locals"})
+def _code_of_text(text: Any) -> types.CodeType | None:
+    """The code of a constant that `eval` or `exec` may run."""
+    try:
+        return compile(text, "<text>", "exec") if isinstance(text, str) else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+_RUNNING = frozenset({"eval", "exec"})
+_OF_VARIABLES = frozenset({"globals", "vars", "locals", "f_globals", "f_locals"})
 REFLECTING = _OF_VARIABLES | {"getattr", "hasattr", "attrgetter", "methodcaller", "__dict__", "__getattribute__"}
 """What finds variables or attributes by their names as text."""
 
@@ -144,7 +153,7 @@ class Search:
     attributes in all code that was found. functions: the user's. owners: of those that are methods, the object, or the
     class. classes: those of the user whose attributes code may read, with the names that it has for them. cached:
     functions of the user with a cache. contexts: context variables, by name. generators: those of Python's or numpy's
-    random numbers, by name.
+    random numbers, by name. loose: modules in containers that others hold.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -162,6 +171,7 @@ class Search:
         self.cached: list[Callable] = []
         self.contexts: list[tuple[str, contextvars.ContextVar]] = []
         self.generators: list[tuple[str, Any]] = []
+        self.loose: dict[int, nn.Module] = {}
         self.seen: set[tuple] = set()
 
     def function(self, fn: Any) -> None:
@@ -184,6 +194,8 @@ class Search:
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             variables |= {name: cell.cell_contents for name, cell in cells if is_set(cell)}
             variables |= self.imported(fn)
+            others = {name: fn.__builtins__.get(name) for name in names.globals if name not in fn.__globals__}
+            variables |= {name: x for name, x in others.items() if isinstance(x, types.FunctionType)}
             for name, value in variables.items():
                 self.value(name, value, names)
         elif isinstance(fn, nn.Module):
@@ -265,8 +277,14 @@ class Search:
         if type(x) in _WITHOUT_CODE or (id(x), attributes) in self.seen:
             return
         if isinstance(x, CONTAINERS):
-            for each in (x.values() if isinstance(x, dict) else x) if len(x) <= MOST_ITEMS else ():
-                self.code(each, attributes)
+            for each in (x.values() if isinstance(x, dict) else x):
+                if type(each) not in _WITHOUT_CODE:
+                    self.code(each, attributes)
+        elif isinstance(x, nn.Module):
+            self.seen.add((id(x), attributes))
+            self.loose[id(x)] = x
+            for each in self.module(x):
+                self.held(*each, attributes)
         elif isinstance(x, types.MethodType):
             self.code_of(type(x.__self__), x.__name__)
             self.code(x.__self__, attributes)
@@ -358,12 +376,14 @@ class Search:
         elif isinstance(value, (list, tuple, dict)):
             if not isinstance(value, tuple):
                 self.boxes.append((name, value))
-                self.reads.box(value if len(value) <= MOST_ITEMS else [])
+                self.reads.box(value)
             self.items(name, value if isinstance(value, dict) else dict(enumerate(value)), names)
         elif isinstance(value, functools.partial):
             self.items(name, {i: x for i, x in enumerate((value.func, *value.args))} | value.keywords, names)
         elif isinstance(value, types.MethodType):
             self.value(name, value.__self__, names)
+            if isinstance(value.__func__, types.FunctionType) and not self.is_foreign(value.__func__.__module__):
+                self.method(value.__func__, value.__self__, name)
         elif isinstance(value, types.FunctionType):
             if not self.is_foreign(value.__module__):
                 self.function(value)
@@ -377,6 +397,10 @@ class Search:
             self.library(name, value)
         elif not self.is_foreign(type(value).__module__):  # it has slots alone
             self.kind(type(value), names)
+        elif hasattr(value, "__dict__") and not isinstance(value, types.ModuleType):
+            # A library may call the user's code.
+            for each in [x for x in vars(value).values() if type(x) not in _WITHOUT_CODE]:
+                self.code(each, frozenset(names.attributes))
 
     def object(self, name: str, x: Any) -> None:
         """Note an object of the user, unless a module has it, which is looked at as a whole. Where another one has the
@@ -405,8 +429,9 @@ class Search:
                             left.append((at, value))
 
     def items(self, name: str, items: dict, names: Names) -> None:
-        for key, value in items.items() if len(items) <= MOST_ITEMS else ():
-            self.value(f"{name}.{key}", value, names)
+        for key, value in items.items():
+            if type(value) not in _WITHOUT_CODE:
+                self.value(f"{name}.{key}", value, names)
 
     def attributes(self, name: str, owner: Any, names: Names) -> None:
         """Look through the attributes and methods of an object, or of a module of Python, that the code names."""
@@ -431,6 +456,8 @@ class Search:
 
     def is_foreign(self, module: str | None) -> bool:
         """Whether the code of a module is no user's: it knows none of the user's models."""
+        if module is None:  # as of a function that `exec` has made
+            return False
         package = package_of(module)
         return package in OURS or (package != self.home and is_installed(package))
 

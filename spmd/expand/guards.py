@@ -8,12 +8,18 @@ A program is used again where every value that its trace read has the same key a
 
 from __future__ import annotations
 
+import copyreg
 import functools
+import marshal
+import random
+import sys
 import types
 import weakref
 from array import array
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import chain
 from logging import Logger
 from typing import Any, NamedTuple
 
@@ -90,6 +96,8 @@ class _Walk:
         kind = type(x)
         if kind is float:
             return float, repr(x)
+        if kind is ById:
+            return x
         if isinstance(x, COMPARED_BY_VALUE):
             return (kind, x, *self._attributes(x))
         if isinstance(x, COMPARED_BY_ID):
@@ -116,6 +124,8 @@ class _Walk:
         left_out = self._left_out(x)
         if self.reads is not None and not isinstance(x, (tuple, frozenset)):
             self.reads.keyed(x, functools.partial(_but_for, keys=left_out)) if left_out else self.reads.box(x)
+        if len(x) > MANY and not left_out and (told := digest_of_items(x)) is not None:
+            return (type(x), f"{len(x)} items {told}", *self._attributes(x))
         if isinstance(x, dict):
             inside: Any = tuple([(self.key(k), self.key(v)) for k, v in items_of(x) if k not in left_out])
         elif left_out:
@@ -147,7 +157,7 @@ class _Walk:
         return (type(x), *map(self.key, (x.func, x.args, x.keywords)), *self._attributes(x))
 
     def _array(self, x: np.ndarray | np.generic) -> Hashable:
-        inside = x.tolist() if x.dtype.hasobject else x.tobytes()
+        inside = x.tolist() if x.dtype.hasobject else bytes_of_array(x)
         return type(x), x.dtype, x.shape, self.key(inside) if isinstance(x, np.generic) else self._by_key(x, inside)
 
     def _bytes(self, x: bytearray | memoryview | array) -> Hashable:
@@ -160,6 +170,9 @@ class _Walk:
         """What a weak reference refers to now; neither the key nor what was read keeps it alive."""
         there = x()
         return type(x), ById(x) if isinstance(there, COMPARED_BY_ID) else self._by_key(x, there)
+
+    def _factory(self, x: defaultdict) -> Hashable:
+        return (*self._container(x), self.key(x.default_factory))
 
     def _by_key(self, x: Any, inside: Any) -> Hashable:
         """The key of what is inside of x, where x alone, by a key of its own, can tell later whether it is the same."""
@@ -174,9 +187,10 @@ class _Walk:
     def _object(self, x: Any) -> Hashable:
         kind = type(x)
         attributes = self._attributes(x)
-        if hidden := state_of(x):
-            return (kind, self._by_key(x, hidden), *attributes)
-        return (kind, *attributes) if attributes and not hides(kind) else (kind, ById(x), *attributes)
+        if attributes and not hides(kind):
+            return (kind, *attributes)
+        parts = state_of(x) or parts_of(x)
+        return (kind, ById(x) if parts is None else self._by_key(x, parts), *attributes)
 
     def _attributes(self, x: Any) -> tuple:
         """The keys of an object's dict and slots, as far as it has them. None of objects of just a class of Python."""
@@ -212,11 +226,54 @@ def _kept_in_c(kind: type) -> tuple[Kind, ...]:
 _WITHOUT_ATTRIBUTES = frozenset({*COMPARED_BY_VALUE, *CONTAINERS})
 _WHOLE_IN_THEMSELVES = frozenset({*COMPARED_BY_VALUE} - {float})
 _LOOKS: tuple[tuple[Any, Callable[[_Walk, Any], Hashable]], ...] = (
-    (CONTAINERS, _Walk._container), (types.FunctionType, _Walk._function), (types.MethodType, _Walk._method),
+    (defaultdict, _Walk._factory), (CONTAINERS, _Walk._container),
+    (types.FunctionType, _Walk._function), (types.MethodType, _Walk._method),
     (types.BuiltinFunctionType, _Walk._builtin), (functools.partial, _Walk._partial),
     ((np.ndarray, np.generic), _Walk._array), ((bytearray, memoryview, array), _Walk._bytes),
     (types.MappingProxyType, _Walk._view), (weakref.ref, _Walk._weak),
 )  # fmt: skip
+
+
+def parts_of(x: Any) -> Any:
+    """What an object of Python's library holds that its attributes do not say; None where Python cannot see it, and of
+    what gives something else each time that it is asked.
+
+    >>> import operator
+    >>> parts_of(operator.methodcaller("get", "a")), parts_of(object())
+    ((<class 'operator.methodcaller'>, ('get', 'a')), None)
+    """
+    kind = type(x)
+    if any(base.__module__ == "_ctypes" for base in kind.__mro__):
+        return bytes(memoryview(x).cast("B")) if memoryview(x).nbytes else b""
+    of_library = kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not object
+    if not of_library or isinstance(x, (Iterator, random.Random, *COMPARED_BY_ID)):
+        return None
+    try:
+        parts = copyreg.dispatch_table[kind](x) if kind in copyreg.dispatch_table else x.__reduce_ex__(4)
+    except Exception:  # it cannot be made again, as a lock or a file
+        return None
+    return parts if isinstance(parts, str) else tuple(tuple(p) if isinstance(p, Iterator) else p for p in parts)
+
+
+MANY = 100
+"""Of a container with more items these are compared by a digest, where they are numbers and texts."""
+
+
+def digest_of_items(x: Any) -> str | None:
+    """A digest of a list, tuple or dict of numbers and texts; None for others."""
+    if not isinstance(x, (list, tuple, deque, dict)):
+        return None
+    inside = [*items_of(x)] if isinstance(x, dict) else [*x]
+    kinds = {*map(type, chain.from_iterable(inside) if isinstance(x, dict) else inside)}
+    return blake2b(marshal.dumps(inside, 2), digest_size=16).hexdigest() if kinds <= _NUMBERS_AND_TEXTS else None
+
+
+_NUMBERS_AND_TEXTS = {bool, int, float, complex, str, bytes, type(None)}
+
+
+def bytes_of_array(x: np.ndarray | np.generic) -> bytes:
+    """The numbers of an array, or a digest of many."""
+    return x.tobytes() if x.nbytes <= MANY * MANY else blake2b(np.ascontiguousarray(x), digest_size=16).digest()
 
 
 def is_number(value: Any) -> bool:

@@ -66,7 +66,7 @@ def asked_for(tensors: Mapping[Any, torch.Tensor]) -> dict[Callable, Callable]:
 
     def of_order(*_: Any, **__: Any) -> Any:  # which is of Python, and asks for its caller
         if otherwise is not None:
-            raise _refused(f"how a tensor lies in memory, and {otherwise} does not lie row by row: its program has it so")
+            raise _refused(f"how a tensor lies in memory, and {otherwise} does not lie row by row, as in its program")
         return NotImplemented
 
     def ask(*_: Any, **__: Any) -> Any:

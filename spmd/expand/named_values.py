@@ -9,8 +9,9 @@ bytecode: a variable, and the attributes and constant keys that follow it. So an
 this object, and not where another object has one of the same name. Where that ends at a list, a dict, a small array or
 an object that is a record, all plain values in it count: a loop or a function may read any. Of any other object that
 the code passes on, or that Python's operators read, these attributes count that code of the step names somewhere. So do
-values of default arguments, functions of libraries, and what functions import when they run. Left out: values that are
-found in other ways, and containers of more than a hundred items, which are data.
+values of default arguments, functions of libraries, and what functions import when they run. Of an object of Python's
+library all counts that it holds, of one of another package that it is the same, and what code names of it. Left out:
+values that are found in other ways.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import enum
 import functools
 import sys
 import types
+import weakref
 from array import array
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from logging import Logger
 from typing import Any
 
 import numpy as np
@@ -33,8 +36,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd.expand.bytecode import Import, imports_in, instructions
-from spmd.expand.closed_over import MOST_ITEMS, REFLECTING, Search, absolute, names_in
-from spmd.expand.guards import guard_key
+from spmd.expand.closed_over import REFLECTING, Search, absolute, names_in, package_of
+from spmd.expand.guards import ById, bytes_of_array, digest_of_items, guard_key
 from spmd.expand.reads import Reads
 from spmd.expand.sources.layout import is_set, items_of, slots_of
 
@@ -168,7 +171,7 @@ def _variable(fn: types.FunctionType, owner: Any, kind: str, name: Any, search: 
         if reads.is_changing(fn.__globals__, name):
             return NOTHING, None
         reads.item(fn.__globals__, name)
-        return fn.__globals__.get(name, NOTHING), fn.__globals__
+        return _builtin(fn, name, reads) if name not in fn.__globals__ else (fn.__globals__[name], fn.__globals__)
     if name not in code.co_freevars:
         return NOTHING, None
     cell = fn.__closure__[code.co_freevars.index(name)]
@@ -176,6 +179,14 @@ def _variable(fn: types.FunctionType, owner: Any, kind: str, name: Any, search: 
         return NOTHING, None
     reads.cell(cell)
     return (cell.cell_contents if is_set(cell) else NOTHING), cell
+
+
+def _builtin(fn: types.FunctionType, name: str, reads: Reads) -> tuple[Any, Any]:
+    """What a name is that a function finds among the builtins, unless it is what Python has there."""
+    reads.item(fn.__builtins__, name)
+    found = fn.__builtins__.get(name, NOTHING)
+    is_pythons = isinstance(found, (type, types.BuiltinFunctionType)) and found.__module__ == "builtins"
+    return (NOTHING if is_pythons and found.__name__ == name else found), fn.__builtins__
 
 
 def _imported(fn: types.FunctionType, what: Import, search: Search) -> tuple[Any, Any]:
@@ -210,15 +221,13 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
 
 
 CONTAINERS, CONTEXT = (dict, list, set, tuple, frozenset, deque), contextvars.ContextVar
-MOST_NUMBERS = 64
-"""An array with more is data."""
-MOST_NESTED = 6
+MOST_NESTED = 16
 
 RECORDS = types.SimpleNamespace, argparse.Namespace
 """Classes whose objects are their attributes; so are those of dataclasses."""
 
 _BY_CONTENTS = bytearray, memoryview, array
-_WITHOUT = torch.Tensor, nn.Module, Optimizer, types.MethodType, property, classmethod, staticmethod
+_WITHOUT = torch.Tensor, nn.Module, Optimizer, types.MethodType, property, classmethod, staticmethod, Logger
 """What has guards of its own, or code that is looked through."""
 
 
@@ -281,28 +290,28 @@ class PlainValues:
         if isinstance(x, RECORDS) or dataclasses.is_dataclass(x):
             return self._attributes(x, list(getattr(x, "__dict__", slots_of(type(x)))), depth)
         if self.search.is_foreign(type(x).__module__):
-            return self._of_library(x)
+            return self._of_library(x, depth)
         there = (*slots_of(type(x)), *getattr(x, "__dict__", ()))
         return self._attributes(x, [name for name in there if name in self.search.attributes_named], depth)
 
     def _array(self, x: np.ndarray) -> Any:
-        few = x.size <= MOST_NUMBERS and x.dtype != object
-        if few:
-            self.reads.keyed(x, guard_key)
-        return (x.dtype.str, x.shape, x.tobytes()) if few else NOTHING
+        if x.dtype.hasobject:
+            return self._whole(x)
+        self.reads.keyed(x, guard_key)
+        return x.dtype.str, x.shape, bytes_of_array(x)
 
     def _function(self, x: Any) -> Any:
         """A function of a library is itself; of the user's, which are looked through, the code."""
         if isinstance(x, types.FunctionType) and not self.search.is_foreign(x.__module__):
             return x.__code__
-        is_method = isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (type(None), _MODULE))
-        return NOTHING if is_method else x
+        is_method = isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (type(None), _MODULE, type))
+        return self._whole(x) if is_method else x
 
     def _items(self, x: Any, depth: int) -> Any:
-        if len(x) > MOST_ITEMS:
-            return NOTHING
         if not isinstance(x, (tuple, frozenset)):
             self.reads.box(x)
+        if isinstance(x, (list, tuple, dict)) and type(x) in _PLAIN_CONTAINERS and digest_of_items(x) is not None:
+            return type(x)(x)
         if isinstance(x, dict):
             inside: Any = {_key(k): self._or_class(v, depth) for k, v in items_of(x)}
         elif isinstance(x, (set, frozenset)):
@@ -312,7 +321,8 @@ class PlainValues:
         if type(x) in _PLAIN_CONTAINERS:
             return type(x)(inside)
         own = self._attributes(x, list(getattr(x, "__dict__", ())), depth)
-        return type(x), inside, own
+        made = (self._or_class(x.default_factory, depth),) if isinstance(x, defaultdict) else ()
+        return type(x), inside, own, *made
 
     def _attributes(self, x: Any, names: Iterable[str], depth: int) -> Any:
         """The class of an object, and the plain values of these of its attributes and slots."""
@@ -328,10 +338,21 @@ class PlainValues:
             found[name] = self._or_class(value, depth)
         return type(x), found
 
-    def _of_library(self, x: Any) -> Any:
-        """An object of a library's class, if it is a value: such as a fraction, a path, a length of time."""
-        is_value = type(x).__hash__ not in (None, object.__hash__) and not hasattr(x, "__dict__")
-        return x if is_value else NOTHING
+    def _of_library(self, x: Any, depth: int) -> Any:
+        """An object of a library's class: itself, if it is a value, such as a fraction, a path, a length of time; of
+        Python's own library all that it holds; of another which one it is, with what code names of it."""
+        kind = type(x)
+        if kind.__hash__ not in (None, object.__hash__) and not hasattr(x, "__dict__") and not isinstance(x, _WEAK):
+            return x
+        if package_of(kind.__module__) in sys.stdlib_module_names or isinstance(x, _COLLECTIONS):
+            return self._whole(x)
+        names = [name for name in getattr(x, "__dict__", ()) if name in self.search.attributes_named]
+        return ById(x), self._attributes(x, names, depth)
+
+    def _whole(self, x: Any) -> Any:
+        """An object as it is, of which it is noted what it holds."""
+        guard_key(x, self.reads)
+        return x
 
     def _or_class(self, x: Any, depth: int) -> Any:
         plain = self.of(x, depth)
@@ -340,6 +361,8 @@ class PlainValues:
         return torch.Tensor if isinstance(x, torch.Tensor) else type(x)  # a call may place it
 
 
+_WEAK = weakref.ReferenceType
+_COLLECTIONS = Mapping, Sequence, Set
 _PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset}
 _MODULE = types.ModuleType
 
@@ -355,7 +378,7 @@ def _key(x: Any) -> Any:
     """A key of a dict, or an item of a set."""
     if isinstance(x, (*PLAIN, np.generic)):
         return x
-    return type(x)(map(_key, x)) if type(x) in (tuple, frozenset) else type(x)
+    return type(x)(map(_key, x)) if type(x) in (tuple, frozenset) else ById(x)
 
 
 def _item(x: Any, key: Any, reads: Reads) -> Any:

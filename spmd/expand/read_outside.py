@@ -4,8 +4,8 @@
         return model(x) * float(open("scale.txt").read())      # a program would have the number of the first call
 
 While a step is captured, that is an error, which names the line. Python tells of each file that is opened (its audit
-events), whoever opens it; what it does not tell of has stand-ins (`spmd.expand.asked`). What is read of code, such as by
-an import or for the text of a warning, is not the step's, and nor is what torch opens for itself. A file that is
+events), whoever opens it; what it does not tell of has stand-ins (`spmd.expand.asked`). What is read of code, such as
+by an import or for the text of a warning, is not the step's, and nor is what torch opens for itself. A file that is
 written alone is left to the step, which writes it once, when it is captured.
 """
 
@@ -46,8 +46,8 @@ def refused(does: str, args: tuple) -> RuntimeError:
     """The error of a step that reads something outside. does: what it does to the first of these arguments."""
     what = f" {os.fspath(args[0])!r}" if args and isinstance(args[0], (str, bytes, os.PathLike)) else ""
     return RuntimeError(
-        f"the step {does}{what}, and its program would have what was there at the first call for ever; do it before the "
-        f"step, and pass what it needs as an argument{at_user_line(current_frames())}"
+        f"the step {does}{what}, and its program would have what was there at the first call for ever; do it before "
+        f"the step, and pass what it needs as an argument{at_user_line(current_frames())}"
     )
 
 

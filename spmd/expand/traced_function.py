@@ -312,6 +312,7 @@ class TracedFunction:
         yield _torch.symbolic_math()
         yield _torch.python_methods()
         yield _torch.read_as_numbers()
+        yield _torch.replaced_once()
         yield _torch.averages_traced()
         yield _torch.inference_without_gradients()
         yield stream.traced()

@@ -15,12 +15,10 @@ other ways, such as plugins by name.
 from __future__ import annotations
 
 import ast
-import contextlib
 import enum
 import functools
 import importlib.metadata
 import importlib.util
-import marshal
 import os
 import sys
 import types
@@ -35,7 +33,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import spmd.expand.kept as here
-from spmd.expand.closed_over import MOST_ITEMS, is_installed, names_in, package_of
+from spmd.expand.closed_over import is_installed, names_in, package_of
+from spmd.expand.guards import MANY, digest_of_items
 from spmd.expand.hooks import hooks_of, hooks_of_module
 from spmd.expand.kept.described import code_text, described, digest, qualified, shortened
 from spmd.expand.kept.notation import MAIN, CannotKeep, module_name
@@ -215,6 +214,8 @@ class _Values:
             return
         self.seen.add((fn,))
         names, where = names_in(fn.__code__), qualified(fn)
+        if frames := FRAMES.intersection(names.globals + names.attributes):
+            raise CannotKeep(f"{where} uses {min(frames)}, and so may read any variable")
         if _path_of(fn.__module__ or "") is None:  # typed in, or made by exec
             self.found[f"code of {where}"] = code_text(fn.__code__)
         given = {name: fn.__globals__[name] for name in names.globals if name in fn.__globals__}
@@ -232,8 +233,12 @@ class _Values:
         if isinstance(x, PLAIN):
             self.found[f"value {path}"] = shortened(described(x))
             return
-        if _is_data(x):
-            self.found |= {f"value {path}": text for text in _data_texts(x)}
+        if isinstance(x, np.ndarray) and not x.dtype.hasobject:
+            self.found[f"value {path}"] = described(x)
+            return
+        is_long = isinstance(x, (list, tuple, dict)) and len(x) > MANY
+        if is_long and (told := digest_of_items(x)) is not None:
+            self.found[f"value {path}"] = f"{len(x)} items {told}"
             return
         if (id(x), names) in self.seen or isinstance(x, (torch.Tensor, nn.Module, Optimizer)):
             return
@@ -267,21 +272,6 @@ class _Values:
                 self.value(f"{path}.{name}", own[name], names)
 
 
-def _is_data(x: Any) -> bool:
-    """Whether a value is an array, or a container with too many items to be looked through."""
-    return isinstance(x, np.ndarray) or (isinstance(x, (list, tuple, dict, set, frozenset)) and len(x) > MOST_ITEMS)
-
-
-def _data_texts(x: Any) -> Iterator[str]:
-    """The text of such a value; none where it holds objects."""
-    if isinstance(x, np.ndarray):
-        if x.dtype != object:
-            yield described(x)
-        return
-    with contextlib.suppress(ValueError):
-        yield f"{len(x)} items {digest(marshal.dumps(list(_items(x)), 2))}"  # a version that knows no shared values
-
-
 def _has_code(x: Any) -> bool:
     return isinstance(x, types.FunctionType)
 
@@ -296,7 +286,12 @@ def _items(x: Any) -> Iterable[tuple[Any, Any]]:
 def _is_of_user(x: Any) -> bool:
     """Whether a function, a class, an object or a Python module is the user's, and no installed package's."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or type(x).__module__
-    return name == MAIN or not is_installed(package_of(name))
+    is_made_by_exec = isinstance(x, types.FunctionType) and x.__module__ is None
+    return is_made_by_exec or name == MAIN or not is_installed(package_of(name))
+
+
+FRAMES = frozenset({"_getframe", "currentframe", "f_globals", "f_locals", "f_builtins", "f_back", "_current_frames"})
+"""What gives code the variables of other code."""
 
 
 __all__ = ["CannotKeep", "code_entries", "version_of_spmd"]

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
+import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
-from spmd.expand.guards import ById, slots_of
+from spmd.expand.guards import GUARDED_APART, ById, hides, parts_of, slots_of
 from spmd.expand.kept.notation import CannotKeep, module_name, spec_text
 from spmd.expand.python_state import is_set
 from spmd.expand.state import Slot
@@ -76,14 +79,31 @@ def _described(x: Any, around: tuple[int, ...]) -> str:
 
     for kinds, describe in _CONTAINERS:
         if isinstance(x, kinds):
-            return describe(x, inner)
-    attributes = _attributes(x)
-    if attributes is not None:
-        return f"{qualified(type(x))}({', '.join(f'{k}={inner(v)}' for k, v in attributes.items())})"
+            return describe(x, inner) + (_own_text(x, inner) if isinstance(x, _WITH_OWN) else "")
+    if not hides(type(x)) and (attributes := _attributes(x)) is not None:
+        return f"{qualified(type(x))}({_named_texts(attributes, inner)})"
+    return _text_of_hidden(x, inner)
+
+
+def _text_of_hidden(x: Any, inner: Callable[[Any], str]) -> str:
+    """An object that has more than its attributes: with what it is made of, or with its own text where that is its
+    contents."""
+    if (parts := parts_of(x)) is not None:
+        return f"{qualified(type(x))} of {inner(parts)}{_own_text(x, inner)}"
     text = repr(x)
     if re.search(r"\b0x[0-9a-f]+", text):
         raise CannotKeep(f"a {qualified(type(x))} says nothing of its contents, so it cannot be compared")
-    return text
+    return text + _own_text(x, inner)
+
+
+def _own_text(x: Any, inner: Callable[[Any], str]) -> str:
+    """The attributes of an object that is more than these; empty where it has none."""
+    own = _attributes(x)
+    return f" with {_named_texts(own, inner)}" if own else ""
+
+
+def _named_texts(own: dict[str, Any], inner: Callable[[Any], str]) -> str:
+    return ", ".join(f"{name}={inner(value)}" for name, value in own.items())
 
 
 def _attributes(x: Any) -> dict[str, Any] | None:
@@ -119,11 +139,38 @@ def _function(fn: types.FunctionType, inner: Callable[[Any], str]) -> str:
     return f"function {qualified(fn)} {digest(code_text(fn.__code__), *bound)}"
 
 
+def _method(x: types.MethodType, inner: Callable[[Any], str]) -> str:
+    return f"{inner(x.__func__)} of {inner(x.__self__)}"
+
+
+def _builtin(x: types.BuiltinFunctionType, inner: Callable[[Any], str]) -> str:
+    of = x.__self__
+    is_bound = of is not None and not isinstance(of, (types.ModuleType, type))
+    return f"method {x.__name__} of {inner(of)}" if is_bound else f"function {qualified(x)}"
+
+
 def _module(x: nn.Module, inner: Callable[[Any], str]) -> str:
     tensors = [f"{name}: {list(t.shape)} {t.dtype}" for name, t in (*x.named_parameters(), *x.named_buffers())]
-    parts = [f"{name}: {qualified(type(m))}" for name, m in x.named_modules()]
+    parts = [f"{name}: {qualified(type(m))} {_attributes_text(m, inner)}" for name, m in x.named_modules()]
     return f"module {digest(*parts, *tensors)}"
 
+
+def _attributes_text(m: nn.Module, inner: Callable[[Any], str]) -> str:
+    """What a module has besides its tensors and modules. Of other tensors the shape: their numbers are inputs."""
+    own = {name: v for name, v in vars(m).items() if name not in GUARDED_APART and not (isinstance(v, dict) and not v)}
+    texts = {name: f"{v.dtype} {list(v.shape)}" if isinstance(v, torch.Tensor) else inner(v) for name, v in own.items()}
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
+
+
+def _op(x: Any) -> str:
+    """An op of torch's, or of a library. CannotKeep for one that is written in Python, which a trace runs."""
+    if _torch.is_traced_python(x):
+        raise CannotKeep(f"the op {x} is written in Python, and its code is not compared")
+    return str(x)
+
+
+_LOCKS = type(threading.Lock()), type(threading.RLock())
+_WITH_OWN = tuple, list, dict, set, frozenset, functools.partial
 
 _TEXTS: list[tuple[Any, Callable[[Any], str]]] = [
     ((bool, int, str, bytes, type(None), complex), repr),
@@ -133,21 +180,26 @@ _TEXTS: list[tuple[Any, Callable[[Any], str]]] = [
     (DeviceMesh, lambda x: f"mesh {x.device_type} {x.axis_names} {x.shape} {list(x.ranks)}"),
     (torch.Tensor, tensor_text),
     (np.ndarray, lambda x: f"array {x.dtype} {x.shape} {digest(np.ascontiguousarray(x).tobytes())}"),
-    ((torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size, _torch.OpOverload), str),
+    ((torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size), str),
+    ((_torch.OpOverload, _torch.OpOverloadPacket), _op),
+    (logging.Logger, lambda x: f"logger {x.name}"),
+    (_LOCKS, lambda x: f"{qualified(type(x))}"),
     (types.CodeType, lambda x: f"code {code_text(x)}"),
     (type, lambda x: f"type {qualified(x)}"),
     (types.ModuleType, lambda x: f"module {module_name(x.__name__)}"),
-    (types.BuiltinFunctionType, lambda x: f"function {qualified(x)}"),
 ]
 """Values that contain no others."""
 
 _CONTAINERS: list[tuple[Any, Callable[[Any, Callable[[Any], str]], str]]] = [
     (tuple, lambda x, inner: f"({', '.join(map(inner, x))})"),
     (list, lambda x, inner: f"[{', '.join(map(inner, x))}]"),
+    (defaultdict, lambda x, inner: f"{inner(x.default_factory)} or {inner(dict(x))}"),
     (dict, lambda x, inner: f"{{{', '.join(f'{inner(k)}: {inner(v)}' for k, v in x.items())}}}"),
     ((set, frozenset), lambda x, inner: f"{{{', '.join(sorted(map(inner, x)))}}}"),
     (types.FunctionType, _function),
-    (types.MethodType, lambda x, inner: f"{inner(x.__func__)} of {qualified(type(x.__self__))}"),
+    (types.MethodType, _method),
+    (_torch.CustomOp, lambda x, inner: f"op {x} {inner(_torch.functions_of_custom_op(x))}"),
+    (types.BuiltinFunctionType, _builtin),
     (functools.partial, lambda x, inner: f"partial {inner(x.func)} {inner(x.args)} {inner(x.keywords)}"),
     (BlockFunction, lambda x, inner: f"local_map {inner(x.func)} {inner((x.ins, x.outs, x.grads, x.redistributes))}"),
     (nn.Module, _module),
