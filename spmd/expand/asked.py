@@ -2,7 +2,7 @@
 
     time.time(), datetime.now(), os.getpid(), uuid.uuid4(), ...    a value that may be shown, and nothing else (`told`)
     os.environ["RANK"], os.getenv("DEBUG", "")                       a guard: another value makes another capture
-    os.path.exists("skip"), os.getcwd(), torch.initial_seed(), ...   guards, too: they are asked again before each call
+    os.path.exists("skip"), os.getcwd(), torch.get_num_threads()     guards, too: they are asked again before each call
     open("weights.npy"), np.load(...), os.listdir("."), os.stat(...)   an error, with the line (`read_outside`)
     random.random(), numpy.random.rand()                           an error, with the line (`outside`)
     input()                                                        an error
@@ -48,6 +48,7 @@ from spmd.expand.user_code import at_user_line, current_frames
 CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 TOLD: dict[types.ModuleType, tuple[str, ...]] = {
     time: (*CLOCKS, *(f"{name}_ns" for name in CLOCKS)), os: ("getpid", "urandom"), uuid: ("uuid1", "uuid4"),
+    torch: ("initial_seed",),  # which has the count of draws, too (`spmd.tensor.recipes.stream`)
 }  # fmt: skip
 """Functions whose results are of the moment or of the process, by their modules."""
 
@@ -72,7 +73,7 @@ QUESTIONS: dict[str, Callable] = {
     **{f"os.{name}": getattr(os, name) for name in ("getcwd", "getcwdb")},
     **{f"os.path.{name}": getattr(os.path, name) for name in ("exists", "lexists", "isfile", "isdir", "islink")},
     **{f"torch.{name}": getattr(torch, name) for name in (
-        "get_num_threads", "get_num_interop_threads", "initial_seed", "is_anomaly_enabled",
+        "get_num_threads", "get_num_interop_threads", "is_anomaly_enabled",
     )},
     "sys.getrecursionlimit": sys.getrecursionlimit,
 }  # fmt: skip

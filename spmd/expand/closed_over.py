@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import inspect
 import io
+import operator
 import random
 import sys
 import sysconfig
@@ -88,7 +89,8 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
     looked_through = -1
     while looked_through < len(search.functions) + len(looked_at):  # what is held may bring functions that name more
         looked_through = len(search.functions) + len(looked_at)
-        search.attributes_named = frozenset(x for fn in search.functions for x in names_in(fn.__code__).attributes)
+        named = {x for fn in search.functions for x in names_in(fn.__code__).attributes}
+        search.attributes_named = frozenset(named | search.got)
         for path, x in [*search.holding.items(), *search.objects.items()]:  # code may pass an object on
             search.value(path, x, Names((), tuple(sorted(search.attributes_named))))
         for x in [*given.values(), *search.found.values()]:
@@ -101,6 +103,15 @@ def search_of(fn: Callable, given: Given = NONE_GIVEN, reads: Reads | None = Non
         for of, name, x in held:
             search.held(of, name, x, search.attributes_named)
     return search
+
+
+GETTERS = operator.attrgetter, operator.methodcaller
+
+
+def _names_got(x: Any) -> list[str]:
+    """The names of the attributes that an object gets."""
+    texts = [each for each in x.__reduce__()[1] if isinstance(each, str)]
+    return [part for text in texts for part in text.split(".")]
 
 
 class Names(NamedTuple):
@@ -153,7 +164,8 @@ class Search:
     attributes in all code that was found. functions: the user's. owners: of those that are methods, the object, or the
     class. classes: those of the user whose attributes code may read, with the names that it has for them. cached:
     functions of the user with a cache. contexts: context variables, by name. generators: those of Python's or numpy's
-    random numbers, by name. loose: modules in containers that others hold.
+    random numbers, by name. loose: modules in containers that others hold. got:
+    the names of attributes in objects that get them.
     """
 
     def __init__(self, home: str, reads: Reads) -> None:
@@ -172,6 +184,7 @@ class Search:
         self.contexts: list[tuple[str, contextvars.ContextVar]] = []
         self.generators: list[tuple[str, Any]] = []
         self.loose: dict[int, nn.Module] = {}
+        self.got: set[str] = set()
         self.seen: set[tuple] = set()
 
     def function(self, fn: Any) -> None:
@@ -196,6 +209,9 @@ class Search:
             variables |= self.imported(fn)
             others = {name: fn.__builtins__.get(name) for name in names.globals if name not in fn.__globals__}
             variables |= {name: x for name, x in others.items() if isinstance(x, types.FunctionType)}
+            got = {part for x in variables.values() if isinstance(x, GETTERS) for part in _names_got(x)}
+            self.got |= got
+            names = names._replace(attributes=tuple(sorted(got.union(names.attributes)))) if got else names
             for name, value in variables.items():
                 self.value(name, value, names)
         elif isinstance(fn, nn.Module):
@@ -359,6 +375,9 @@ class Search:
         self.seen.add((id(value), names))
         if isinstance(value, type):
             self.made(value, names)
+        elif isinstance(value, (_torch.OpOverload, _torch.OpOverloadPacket)):
+            if _torch.is_traced_python(value):
+                raise _refused(name, value)
         elif isinstance(value, _CACHED):
             self.cached.append(value)
             self.value(name, value.__wrapped__, names)
@@ -564,6 +583,11 @@ def refused(name: str, value: Any) -> TypeError:
     if isinstance(value, GradScaler):
         return TypeError(
             f"the step uses {name}, a {type(value).__name__}, whose scale changes in each step; pass it as an argument"
+        )
+    if isinstance(value, (_torch.OpOverload, _torch.OpOverloadPacket)):
+        return TypeError(
+            f"the step uses {name}, the op {value} that is made of others in Python, whose code a step does not see; "
+            "call the function that it is made of, or make it a torch.library.custom_op"
         )
     if isinstance(value, (Iterator, io.IOBase)):
         return TypeError(

@@ -9,6 +9,7 @@ A program is used again where every value that its trace read has the same key a
 from __future__ import annotations
 
 import copyreg
+import ctypes
 import functools
 import marshal
 import random
@@ -243,8 +244,8 @@ def parts_of(x: Any) -> Any:
     ((<class 'operator.methodcaller'>, ('get', 'a')), None)
     """
     kind = type(x)
-    if any(base.__module__ == "_ctypes" for base in kind.__mro__):
-        return bytes(memoryview(x).cast("B")) if memoryview(x).nbytes else b""
+    if issubclass(kind, _OF_CTYPES):
+        return bytes(x)
     of_library = kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not object
     if not of_library or isinstance(x, (Iterator, random.Random, *COMPARED_BY_ID)):
         return None
@@ -254,6 +255,8 @@ def parts_of(x: Any) -> Any:
         return None
     return parts if isinstance(parts, str) else tuple(tuple(p) if isinstance(p, Iterator) else p for p in parts)
 
+
+_OF_CTYPES = tuple(kind.__base__ for kind in (ctypes.c_int, ctypes.Array, ctypes.Structure, ctypes.Union))
 
 MANY = 100
 """Of a container with more items these are compared by a digest, where they are numbers and texts."""
@@ -319,7 +322,9 @@ def module_guard(
     places: dict[int, int] = {}
     found: list[tuple[str, Hashable]] = []
     for k, v in own.items():  # most are None, flags, and dicts that are empty
-        if v is None or k in GUARDED_APART or k in without or (isinstance(v, dict) and not v):
+        if v is None or k in GUARDED_APART or k in without:
+            continue
+        if isinstance(v, dict) and not v and (type(v) in _PLAIN_DICTS or "_hooks" in k):
             continue
         if type(v) is bool:
             found.append((k, v))
@@ -336,6 +341,7 @@ def module_guard(
     return ModuleGuard(type(module), tuple(found))
 
 
+_PLAIN_DICTS = dict, OrderedDict
 _EMPTY_SET = guard_key(set())
 
 

@@ -21,12 +21,13 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import os
 import sys
 import types
 import weakref
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
+from collections.abc import Iterable, Iterator
 from logging import Logger
 from typing import Any
 
@@ -37,9 +38,9 @@ from torch.optim import Optimizer
 
 from spmd.expand.bytecode import Import, imports_in, instructions
 from spmd.expand.closed_over import REFLECTING, Search, absolute, names_in, package_of
-from spmd.expand.guards import ById, bytes_of_array, digest_of_items, guard_key
+from spmd.expand.guards import ById, bytes_of_array, digest_of_items, guard_key, parts_of
 from spmd.expand.reads import Reads
-from spmd.expand.sources.layout import is_set, items_of, slots_of
+from spmd.expand.sources.layout import hides, is_set, items_of, slots_of
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range,
@@ -227,7 +228,9 @@ RECORDS = types.SimpleNamespace, argparse.Namespace
 """Classes whose objects are their attributes; so are those of dataclasses."""
 
 _BY_CONTENTS = bytearray, memoryview, array
-_WITHOUT = torch.Tensor, nn.Module, Optimizer, types.MethodType, property, classmethod, staticmethod, Logger
+_WITHOUT = (
+    torch.Tensor, nn.Module, Optimizer, types.MethodType, property, classmethod, staticmethod, Logger, type(os.environ),
+)  # fmt: skip
 """What has guards of its own, or code that is looked through."""
 
 
@@ -291,6 +294,8 @@ class PlainValues:
             return self._attributes(x, list(getattr(x, "__dict__", slots_of(type(x)))), depth)
         if self.search.is_foreign(type(x).__module__):
             return self._of_library(x, depth)
+        if isinstance(x, _COLLECTIONS) or (hides(type(x)) and parts_of(x) is not None):
+            return self._whole(x)
         there = (*slots_of(type(x)), *getattr(x, "__dict__", ()))
         return self._attributes(x, [name for name in there if name in self.search.attributes_named], depth)
 
@@ -362,7 +367,8 @@ class PlainValues:
 
 
 _WEAK = weakref.ReferenceType
-_COLLECTIONS = Mapping, Sequence, Set
+_COLLECTIONS = UserDict, UserList, ChainMap
+"""Collections that are objects of Python, whose methods read what code does not name."""
 _PLAIN_CONTAINERS = {dict, list, tuple, set, frozenset}
 _MODULE = types.ModuleType
 

@@ -96,7 +96,9 @@ def _reads(event: str, args: tuple) -> bool:
     """Whether a file is opened to be read; all other events are of what reads."""
     if event != "open":
         return True
-    _, mode, flags = args
+    path, mode, flags = args
+    if isinstance(path, int):  # it was opened before
+        return False
     if isinstance(mode, str):
         return "r" in mode or "+" in mode
     return not isinstance(flags, int) or flags & os.O_ACCMODE != os.O_WRONLY
