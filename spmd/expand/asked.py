@@ -23,6 +23,7 @@ import datetime
 import functools
 import gc
 import hashlib
+import io
 import itertools
 import os
 import sys
@@ -39,7 +40,7 @@ import torch
 from spmd import _torch
 from spmd.expand.closed_over import Search, is_installed, package_of
 from spmd.expand.outside import DRAWS, RandomNumbers
-from spmd.expand.read_outside import OUTSIDE, reads_code, refused, watched
+from spmd.expand.read_outside import PROCESS, READING, reads, reads_code, refused, who_reads
 from spmd.expand.sources.kinds import NOTHING
 from spmd.expand.sources.reached import Reached
 from spmd.expand.told import Told
@@ -90,17 +91,24 @@ Answers = dict[Question, tuple[Any, str]]
 @dataclass
 class Asked:
     """What code of the user asks. environment: with the answers, and the lines. draws: the line of the first draw of
-    Python's or numpy's random numbers. results: what cached functions gave."""
+    Python's or numpy's random numbers. error: of the first thing outside that it reads.
+    results: what cached functions gave."""
 
     thread: int
     environment: Answers = field(default_factory=dict)
     draws: str = ""
     results: list[Reached] = field(default_factory=list)
+    error: RuntimeError | None = None
+
+    def refuse(self, error: RuntimeError) -> None:
+        """Raise an error, also where the step catches it and goes on."""
+        self.error = self.error or error
+        raise error
 
     def by_user(self, behind: int = 1) -> bool:
         """Whether code of the user asks, and not for code: what a module asks when it is imported, it would have been
         told before the step as well. behind: how many frames stand between this and who asks."""
-        here, frame = threading.get_ident() == self.thread, sys._getframe(1 + behind)
+        here, frame = threading.get_ident() == self.thread, who_reads(sys._getframe(1 + behind))
         return here and _torch.asked_by_user(frame) and not reads_code(frame)
 
 
@@ -131,8 +139,11 @@ def asked(search: Search) -> Iterator[Asked]:
                 cell.cell_contents = new[id(cell.cell_contents)][1]
         undo.callback(setattr, os.environ, "_data", os.environ._data)
         os.environ._data = _Environment(os.environ._data, found)
-        undo.enter_context(watched())
+        undo.callback(setattr, PROCESS, "__init__", PROCESS.__init__)
+        PROCESS.__init__ = _refusing_process(found, PROCESS.__init__)
         yield found
+    if found.error is not None:
+        raise found.error
     for each in found.results:
         for change in each.changes():
             raise RuntimeError(
@@ -157,7 +168,7 @@ def environment_differs(asked_before: Answers) -> str:
 
 def _variables(search: Search) -> Iterable[dict[str, Any]]:
     """The variables of the modules whose functions have stand-ins, and of those of the user."""
-    asked = os.path, torch, torch.random, torch._C, sys
+    asked = os.path, io, torch, torch.random, torch._C, sys
     modules = [*TOLD, *asked, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules)]
     found = [*map(vars, modules), *_of_users(search)]
     return {id(each): each for each in found}.values()
@@ -192,8 +203,9 @@ def _stand_ins(found: Asked, search: Search) -> Iterator[tuple[Any, Any]]:
     for name, function in QUESTIONS.items():
         if not name.startswith("os.environ"):  # whose dict has a stand-in
             yield function, _answering(found, name, function)
-    for name in OUTSIDE:
-        yield getattr(os, name), _refusing(found, f"os.{name}", getattr(os, name))
+    for module, names in READING.items():
+        for name, does in names.items():
+            yield getattr(module, name), _refusing(found, does, getattr(module, name))
     dates = types.ModuleType("datetime")  # the module itself stays: others may pickle its classes meanwhile
     vars(dates).update(vars(datetime))
     for kind, names in DATES.items():
@@ -226,13 +238,23 @@ def _answering(found: Asked, name: str, function: Callable) -> Callable:
     return answer
 
 
-def _refusing(found: Asked, what: str, function: Callable) -> Callable:
+def _refusing(found: Asked, does: str, function: Callable) -> Callable:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        if found.by_user():
-            raise refused(f"asks {what}", args)
+        if reads(does, args, kwargs) and found.by_user():
+            found.refuse(refused(does, args))
         return function(*args, **kwargs)
 
     return refuse
+
+
+def _refusing_process(found: Asked, init: Callable) -> Callable:
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        if found.by_user():
+            what = kwargs.get("args", args[0] if args else "")
+            found.refuse(refused("runs", (what if isinstance(what, str) else what[0],)))
+        return init(self, *args, **kwargs)
+
+    return begin
 
 
 def _uncached(found: Asked, function: Callable) -> Callable:

@@ -377,7 +377,7 @@ class Search:
             self.made(value, names)
         elif isinstance(value, (_torch.OpOverload, _torch.OpOverloadPacket)):
             if _torch.is_traced_python(value):
-                raise _refused(name, value)
+                raise refused(name, value)
         elif isinstance(value, _CACHED):
             self.cached.append(value)
             self.value(name, value.__wrapped__, names)

@@ -347,6 +347,8 @@ class PlainValues:
         """An object of a library's class: itself, if it is a value, such as a fraction, a path, a length of time; of
         Python's own library all that it holds; of another which one it is, with what code names of it."""
         kind = type(x)
+        if isinstance(x, _OF_PYTHON):
+            return x
         if kind.__hash__ not in (None, object.__hash__) and not hasattr(x, "__dict__") and not isinstance(x, _WEAK):
             return x
         if package_of(kind.__module__) in sys.stdlib_module_names or isinstance(x, _COLLECTIONS):
@@ -366,6 +368,11 @@ class PlainValues:
         return torch.Tensor if isinstance(x, torch.Tensor) else type(x)  # a call may place it
 
 
+_OF_PYTHON = (
+    type(NotImplemented), types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+"""What Python itself has, and never changes."""
 _WEAK = weakref.ReferenceType
 _COLLECTIONS = UserDict, UserList, ChainMap
 """Collections that are objects of Python, whose methods read what code does not name."""

@@ -10,8 +10,11 @@ import logging
 import math
 import os
 import random
+import subprocess
 import time
 import uuid
+import warnings
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -139,12 +142,46 @@ def draws_further_down(model, x):
     return y * random.random()
 
 
+def by_the_seed(model, x):
+    return x * (torch.initial_seed() % 7)
+
+
+def reads_a_file(model, x):
+    return x * len(open(__file__).read())
+
+
+def reads_a_file_if_it_can(model, x):
+    try:
+        return x * len(Path(__file__).read_text())
+    except Exception:
+        return x
+
+
+def loads(model, x):
+    return x * float(np.load(open(__file__, "rb")))
+
+
+def lists_a_folder(model, x):
+    return x * len(os.listdir("."))
+
+
+def asks_for_a_size(model, x):
+    return x * os.path.getsize(__file__)
+
+
+def runs_a_program(model, x):
+    return x * len(subprocess.check_output(["true"]))
+
+
 FROZEN = [
     *[(step, "time.") for step in (
         scales, fills, makes_a_tensor, writes, makes_an_int, takes_a_root, by_numpy, decides, seeds, returns, keeps,
     )],
     (scales_from_the_left, "time.perf_counter"), (by_the_hour, "datetime.now"), (by_the_process, "os.getpid"),
-    (by_an_identity, "uuid.uuid4"), (asks_the_user, r"input\(\)"), (draws_from_a_generator, "from GENERATOR"),
+    (by_an_identity, "uuid.uuid4"), (by_the_seed, "torch.initial_seed"), (reads_a_file, "opens '.*test_asked.py'"),
+    (reads_a_file_if_it_can, "opens"), (loads, "opens"), (lists_a_folder, r"lists '\.'"),
+    (asks_for_a_size, "os.stat of"),
+    (runs_a_program, "runs 'true'"), (asks_the_user, r"input\(\)"), (draws_from_a_generator, "from GENERATOR"),
     (draws_from_a_generator_of_numpy, "from NUMPY"),
     (draws_further_down, "from random"),
 ]  # fmt: skip
@@ -237,3 +274,32 @@ def test_what_an_import_asks_is_not_asked_by_the_step(tmp_path, monkeypatch, cap
     monkeypatch.setenv("FIRST", "1")
     compiled.program_for(net(), X)
     assert "captured anew" not in caplog.text
+
+
+def test_what_is_read_of_code_is_not_the_steps():
+    """The line of a warning, a module that is imported, a file that is written."""
+
+    def step(x):
+        import tabnanny  # noqa: F401, which nothing else imports
+
+        warnings.warn("the line of this one is read", stacklevel=1)
+        open(os.devnull, "w").close()
+        return x * 2
+
+    with pytest.warns(UserWarning, match="is read"):
+        spmd.compile(step, LINE).program_for(X)
+
+
+def test_what_is_asked_is_asked_again(alone, tmp_path, monkeypatch):
+    """A path that is there, and the working directory: another answer is another program."""
+    there = tmp_path / "there"
+
+    def step(x):
+        return x * (2 if os.path.exists(there) else 3) + len(os.getcwd())
+
+    compiled = spmd.compile(step, spmd.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    for change in (lambda: None, there.touch, lambda: monkeypatch.chdir("/"), there.unlink):
+        change()
+        for _ in range(3):
+            torch.testing.assert_close(compiled(X).full_tensor(), step(X))
+    assert len(compiled.programs) == 4

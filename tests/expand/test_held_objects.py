@@ -1,6 +1,5 @@
 """Objects of the user that hold models, optimisers and tensors: trainers, averages, optimisers around others."""
 
-import copy
 import types
 
 import pytest
