@@ -19,7 +19,7 @@ try:
     from spmd.tensor.eager.plain_tensors import implicit_replication
     from spmd.tensor.modes.deterministic import deterministic, set_deterministic
     from spmd.tensor.modes.explicit import ImplicitCommunicationError, explicit, set_explicit
-    from spmd.tensor.placement import Partial, Placement, Replicate, Shard
+    from spmd.tensor.placement import Partial, PerRank, Placement, Replicate, Shard
     from spmd.tensor.recipes.stream import get_rng_state, manual_seed, recompute, set_rng_state
     from spmd.tensor.redistribute.plan import plan_redistribute, redistribute_cost
     from spmd.tensor.rules import equations as rules
@@ -32,7 +32,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CommTensor", "CompiledStep", "DTensor", "DeviceMesh", "FullyShard", "ImplicitCommunicationError",
-    "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "MixedPrecision", "Partial", "Placement", "Places", "Program",
+    "LocalTensor", "LocalTensorMode", "MeshTopoInfo", "MixedPrecision", "Partial", "PerRank", "Placement", "Places",
+    "Program",
     "Replicate", "Shard", "StaleStep", "UnreadableStep", "compile", "constrain", "debug", "deterministic",
     "distribute_module", "distribute_tensor", "empty", "explicit", "full", "get_rng_state", "implicit_replication",
     "init_device_mesh", "load_step", "local_map", "manual_seed",

@@ -43,7 +43,8 @@ class BoundProgram:
 
     source: the program, or where it was read. code: what this rank runs, as a function. inputs, outputs: as those of
     the program. dropped: the gradients that the program gets and does not read. They are freed before it runs, and so
-    are those that it does not get. changed: the state that it writes. wanted: the calls that it serves, by key.
+    are those that it does not get. changed: the state that it writes. arguments: the paths of those that it reads, or
+    that are placed on the mesh, and of such tensors in attributes. wanted: the calls that it serves, by key.
     """
 
     source: Program | Kept
@@ -55,6 +56,7 @@ class BoundProgram:
     outputs: Named
     dropped: tuple[Slot, ...]
     changed: tuple[Slot, ...]
+    arguments: frozenset[str]
     wanted: dict[Hashable, Wanted] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +76,9 @@ class BoundProgram:
             x for i, x in enumerate(captured.inputs) if i in unread and isinstance(x, Slot) and x.kind == "grad"
         ])
         changed = tuple([x for i, x in enumerate(captured.outputs) if i not in same and isinstance(x, Slot)])
-        bound = cls(source, captured, backend, mesh, function, inputs, outputs, dropped, changed)
+        read = [x.path for i, x in enumerate(captured.inputs) if i not in unread and isinstance(x, Argument)]
+        arguments = captured.placed.union(read)
+        bound = cls(source, captured, backend, mesh, function, inputs, outputs, dropped, changed, arguments)
         if run is not None:
             bound.module = run
         return bound

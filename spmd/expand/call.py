@@ -25,6 +25,7 @@ from spmd.expand.modules import named_within
 from spmd.expand.named_values import NOTHING as NOT_PLAIN
 from spmd.expand.named_values import PlainValues, named_values
 from spmd.expand.objects import with_containers
+from spmd.expand.own_arguments import NOTHING_OWN, Given
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
 from spmd.expand.reads import Reads
@@ -72,11 +73,15 @@ class Call:
     def of(
         cls, arguments: dict[str, Any], around: Search, table: PlacesTable, inputs, first: bool, reads: Reads,
         unread: Collection[str] = (), unread_attributes: Names = NOTHING, counted: Names = NOTHING,
+        own: Given = NOTHING_OWN,
     ) -> Call:  # fmt: skip
         """unread: the tensors in attributes of modules that no program reads so far. unread_attributes: others.
-        counted: numbers that were found to change, besides those that the code says."""
+        counted: numbers that were found to change, besides those that the code says. own: what takes the place of
+        arguments that are blocks of this rank."""
         both = {name: with_containers(x) for name, x in arguments.items()}
         named, containers = ({name: each[i] for name, each in both.items()} for i in (0, 1))
+        if own:
+            named = pytree.tree_map(lambda x: own.get(id(x), x), named)
         state = State.of(named, around)
         state.counters = counters_of(state, around, counted)
         tensors = state.tensors()

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from spmd.comm import agree
+from spmd.comm import RanksDiffer, agree
 from spmd.comm.user_line import caller
 from spmd.expand.again.repeat import Ready, Repeat, repeat_of
 from spmd.expand.agreed import Made, agreed
@@ -40,6 +40,9 @@ from spmd.expand.kept.rank_code import place_of_code
 from spmd.expand.kept.settings import settings_text
 from spmd.expand.local_map import tracing_lock
 from spmd.expand.outside import unchanged
+from spmd.expand.own_arguments import NOTHING_OWN, as_equal_blocks, check_not_written, exchanged, own_of_call
+from spmd.expand.own_arguments import Given as Own
+from spmd.expand.own_arguments import Own as OwnBlock
 from spmd.expand.passes.passes import Pass
 from spmd.expand.places.table import Sharding
 from spmd.expand.precision import MixedPrecision, computed_in
@@ -49,11 +52,13 @@ from spmd.expand.recent import Recent
 from spmd.expand.regions import EAGER, Backend, check_backend
 from spmd.expand.results import Results
 from spmd.expand.same_call import (
+    FIRST_CALLS,
     TO_BE_MADE,
     SomeMakeIt,
     agree_on_call,
     calls_between_checks,
     check_equal,
+    check_given,
     one_element,
 )
 from spmd.expand.saying import check_explicit, random_state
@@ -94,7 +99,8 @@ def compile(
     fully_shard: the same in a word, for parameters that no pattern of `stored` matches: the axes over which they are
     kept in shards; a `FullyShard` with its level; or a dict of these by name pattern.
     inputs: placements of tensor arguments by argument name. The caller passes *global* tensors, equal on all ranks,
-    or DTensors; the sizes need not be divisible.
+    or DTensors; the sizes need not be divisible. `PerRank(Shard(0))` says that each rank passes its own block, as a
+    loader with a `DistributedSampler` gives it. The first calls compare what the ranks pass.
     mixed_precision: a `MixedPrecision`, or torch's `MixedPrecisionPolicy`: the dtype to compute with and the one to
     reduce gradients in. Parameters and optimiser state keep theirs.
     bucket_mb: all-reduces that can wait, such as those of gradients, are sent together, up to this many megabytes, and
@@ -229,26 +235,37 @@ class CompiledStep:
         Nothing is run, moved or sent, and no other rank takes part. No process group is needed: one machine can plan
         for a mesh of any size.
         """
-        call = self._call(args, kwargs, first=True)
+        own = as_equal_blocks(self._find_own(args, kwargs), self.mesh) if self.settings.own else NOTHING_OWN
+        call = self._call(args, kwargs, True, own)
         call.find_first_specs()
         with collector_off():
             captured, given = self._captured(call)
             return self._writer.program(captured.known_at(given.shapes, given.numbers), given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._own_blocks(args, kwargs) if self.settings.own else NOTHING_OWN
         for repeat in self._repeats:
-            if (ready := repeat.ready(args, kwargs)) is not None:
-                return self._run_again(repeat, ready, args, kwargs)
-        return self._run_anew(args, kwargs)
+            if (ready := repeat.ready(args, kwargs, own)) is not None:
+                return self._run_again(repeat, ready, args, kwargs, own)
+        return self._run_anew(args, kwargs, own)
 
-    def _run_again(self, repeat: Repeat, ready: Ready, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _own_blocks(self, args: tuple, kwargs: dict[str, Any]) -> Own:
+        """What takes the place of the blocks that the ranks give as their own."""
+        return exchanged(lambda: self._find_own(args, kwargs), self.mesh, self._call_title)
+
+    def _find_own(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, OwnBlock]:
+        return own_of_call(self._by_name(args, kwargs), self.settings.inputs, self.settings.own)
+
+    def _run_again(self, repeat: Repeat, ready: Ready, args: tuple, kwargs: dict[str, Any], own: Own) -> Any:
         bound = repeat.bound
         if self.mesh.size() > 1:
             numbers = dict(zip(repeat.paths, ready.numbers, strict=True))
             try:
-                self._agree_on_objects(bound, repeat.objects(), repeat.small(ready), numbers)
+                calls = self._agree_on_objects(bound, repeat.objects(), repeat.small(ready), numbers)
             except SomeMakeIt:
-                return self._run_anew(args, kwargs, some_make_it=True)
+                return self._run_anew(args, kwargs, own, some_make_it=True)
+            if calls < FIRST_CALLS:
+                self._check_given(repeat.arguments(ready), own)
         if repeat is not self._repeats[0]:
             self._repeats.remove(repeat)
             self._repeats.insert(0, repeat)
@@ -257,9 +274,12 @@ class CompiledStep:
         check_explicit(self._title, bound)
         return repeat.run(ready)
 
-    def _run_anew(self, args: tuple, kwargs: dict[str, Any], some_make_it: bool = False) -> Any:
+    def _check_given(self, arguments: Mapping[str, Any], own: Own) -> None:
+        check_given(self._call_title, self.mesh, arguments, {id(x) for x in own.values()})
+
+    def _run_anew(self, args: tuple, kwargs: dict[str, Any], own: Own, some_make_it: bool = False) -> Any:
         """some_make_it: whether the ranks have found out that some have to make the program."""
-        call, error = self._prepare(args, kwargs)
+        call, error = self._prepare(args, kwargs, own)
         bound = self._find_program(call) if call and not some_make_it else None
         try:
             calls = self._agree_to_run(bound, call, error, call.leaf_specs if call and some_make_it else NO_SPECS)
@@ -267,7 +287,14 @@ class CompiledStep:
             bound = None
             calls = self._agree_to_run(bound, call, error, arguments=call.leaf_specs)
         is_known = bound is not None
-        bound = self._serve(bound, call) if bound else self._make_program(call)
+        try:
+            bound = self._serve(bound, call) if bound else self._make_program(call)
+        except RanksDiffer:  # they may have been given blocks of several sizes
+            self._check_given(call.leaves, own)
+            raise
+        if calls < FIRST_CALLS and self.mesh.size() > 1:
+            self._check_given({path: call.leaves.get(path) for path in bound.arguments}, own)
+        check_not_written(own, call.leaves, bound.captured.written)
         check_arguments(call.leaves, call.attributes.tensors, call.tensors, (*bound.changed, *bound.captured.written))
         check_can_be_placed(kept := call.kept(bound.captured), call.given_tensors)
         check_can_become(self._title, kept)
@@ -282,12 +309,13 @@ class CompiledStep:
         leaves = bound.run(call.state, call.tensors, blocks, given, call.numbers, made)
         result = call.give(bound.captured, leaves)
         if is_known and not self._check_every:
-            self._expect_again(bound, call, args, kwargs)
+            self._expect_again(bound, call, args, kwargs, own)
         return result
 
-    def _expect_again(self, bound: BoundProgram, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _expect_again(self, bound: BoundProgram, call: Call, args: tuple, kwargs: dict[str, Any], own: Own) -> None:
         """Note what a call has found out: the next may be the same one."""
-        if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, self._by_name, self._forget_past)):
+        how = self._by_name, self._forget_past, own
+        if call.was_in_place and (repeat := repeat_of(bound, call, args, kwargs, *how)):
             del self._repeats[MOST_REPEATS - 1 :]
             self._repeats.insert(0, repeat)
 
@@ -295,10 +323,10 @@ class CompiledStep:
         """Give up the calls whose models are no more, and keep those of others."""
         self._repeats[:] = [repeat for repeat in self._repeats if not repeat.is_over()]
 
-    def _prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Call | None, Exception | None]:
+    def _prepare(self, args: tuple, kwargs: dict[str, Any], own: Own) -> tuple[Call | None, Exception | None]:
         """The arguments, state and specs of a call, or the error that they raise. Nothing is moved yet."""
         try:
-            call = self._call(args, kwargs, first=self._last is None)
+            call = self._call(args, kwargs, self._last is None, own)
             check_can_become(self._title, call.held())
             if self.mesh.device_type != "meta":
                 check_initialisers(call.state.modules, self._init)
@@ -453,12 +481,12 @@ class CompiledStep:
         self._unread = (self._unread | call.attributes.tensors.keys()) - self._read
         call.leave_out(self._unread)
 
-    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool) -> Call:
+    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool, own: Own = NOTHING_OWN) -> Call:
         named = self._by_name(args, kwargs)
         reads = Reads()
         search = find_closed_over(self.fn, dict(named_leaves(named)), reads)
         unread = self._unread, self._attributes.unread
-        return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread, self._counted)
+        return Call.of(named, search, self._table, self.settings.inputs, first, reads, *unread, self._counted, own)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = self._signature.bind(*args, **kwargs).arguments

@@ -8,13 +8,16 @@
 
 Without it, ranks that were called with different arguments would wait for each other for ever, or their replicas would
 diverge. Tensors of one element on the CPU, such as counts of steps and learning rates, are read at every call: they
-cost microseconds. Larger ones are compared where $SPMD_CHECK_EQUAL is set to n: at the first call of a step and at each
-n-th one the ranks compare digests of the plain arguments, parameters and buffers.
+cost microseconds. Digests of the arguments are compared in the first calls of a step (`FIRST_CALLS`): whoever comes
+from DistributedDataParallel has a loader that gives each rank other rows, and here each rank would take its part of its
+own rows alone. Where $SPMD_CHECK_EQUAL is set to n, digests of the plain arguments, parameters and buffers are compared
+at the first call of a step and at each n-th one.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from spmd.comm.numbered import Met
 from spmd.expand.state import Slot, Tensors
 from spmd.mesh import DeviceMesh, per_rank
 from spmd.tensor.redistribute.replicas import check_replicas
-from spmd.tensor.spec import Spec
+from spmd.tensor.spec import Spec, spec_of_value
 
 TO_BE_MADE = "to be made"
 """In the place of the program that a call runs."""
@@ -108,3 +111,30 @@ def check_equal(what: str, mesh: DeviceMesh, leaves: dict[str, Any], tensors: Te
     plain = {path: x for path, x in leaves.items() if isinstance(x, torch.Tensor) and not hasattr(x, "_spec")}
     state = {str(slot): t for slot, t in tensors.items() if slot.kind in ("parameter", "buffer")}
     check_replicas(plain | state, mesh, what)
+
+
+FIRST_CALLS = 3
+"""In how many calls of a step the arguments are compared. A first batch alone may be equal by chance, as one of zeros
+for warming up is; after three loaders of ranks have parted, if ever they do, and later calls cost nothing."""
+
+
+def check_given(what: str, mesh: DeviceMesh, arguments: Mapping[str, Any], own: Collection[int]) -> None:
+    """RuntimeError on all ranks if a plain tensor, or a block that several ranks are to give alike, differs. own: the
+    arguments that stand for blocks of the ranks, by identity."""
+    tensors = {path: x for path, x in arguments.items() if isinstance(x, torch.Tensor)}
+    blocks = {path for path, x in tensors.items() if id(x) in own}
+    compared = {path: x for path, x in sorted(tensors.items()) if path in blocks or spec_of_value(x) is None}
+    if compared:
+        check_replicas(compared, mesh, what, lambda path: _advice(path, path in blocks, mesh))
+
+
+def _advice(path: str, is_block: bool, mesh: DeviceMesh) -> str:
+    if is_block:
+        return "they are at one place of the axes for which inputs say PerRank, so let them read the same rows"
+    axis = mesh.axis_name(0)
+    return (
+        "a compiled step takes the global tensor, and each rank computes with its part of it. Give all ranks the same, "
+        "from a loader without a DistributedSampler; or, if each rank has rows of its own, say so: "
+        f'inputs={{"{path}": spmd.PerRank(Shard(0))}}, or {{"{path}": {{"{axis}": spmd.PerRank(Shard(0))}}}} for rows '
+        "that differ along one axis alone"
+    )

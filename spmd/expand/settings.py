@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from spmd.expand.own_arguments import OwnAxes, own_axes, without_own
 from spmd.expand.passes.passes import Pass, checked_passes, usual_passes
 from spmd.expand.pins import Pins, checked_pins, pin_of
 from spmd.expand.places.fully_shard import FullyShard
@@ -17,7 +18,10 @@ from spmd.tensor.placement import Placement
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `spmd.compile` under their names, with placements in the order of the mesh."""
+    """The arguments of `spmd.compile` under their names, with placements in the order of the mesh.
+
+    own: of which inputs each rank gives its own block, and along which axes.
+    """
 
     params: Mapping[str, tuple[Placement, ...] | None]
     stored: Placed
@@ -31,6 +35,7 @@ class Settings:
     passes: tuple[Pass, ...] | None
     memory_budget: int | None = None
     offload: bool = False
+    own: OwnAxes = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -49,12 +54,13 @@ class Settings:
         if offload and memory_budget is None:
             raise ValueError("compile: offload keeps within a memory_budget; give that too, such as 8 << 30 bytes")
         table = PlacesTable.of(mesh, params, stored, fully_shard, mixed_precision)
-        inputs = check_patterns(mesh, inputs or {}, "inputs")
+        placed = check_patterns(mesh, without_own(mesh, inputs or {}), "inputs")
+        own = own_axes(mesh, inputs or {})
         outputs = check_patterns(mesh, outputs or {}, "outputs", may_be_partial=True)
         said = dict(table.params), dict(table.stored), dict(table.fully_shard), table.precision
         pins = {key: pin.placements for key, pin in checked_pins(mesh, placements).items()}
         checked = None if passes is None else checked_passes(passes)
-        return cls(*said, inputs, outputs, bucket_mb, choose, pins, checked, memory_budget, offload)
+        return cls(*said, placed, outputs, bucket_mb, choose, pins, checked, memory_budget, offload, own)
 
     def passes_on(self, device_type: str, keeps_memory: bool = False) -> tuple[Pass, ...]:
         """The passes over each program for this kind of device. keeps_memory: as in `usual_passes`."""

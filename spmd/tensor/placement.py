@@ -98,3 +98,33 @@ class Partial(Placement):
 
 
 REPLICATE = Replicate()
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """Of an argument of a compiled step: each rank gives the block that it has, in place of the global tensor.
+
+    So a loader gives it that reads other rows on each rank, as one with torch's `DistributedSampler` does. The blocks
+    side by side, in the order of the ranks, are the tensor that the step computes with; its size is the sum of theirs,
+    which may be uneven. `PerRank(Shard(0))` alone is over all axes of the mesh. By axis, `{"dp": PerRank(Shard(0))}`,
+    ranks that differ on other axes alone give equal blocks.
+
+    >>> from spmd import LocalTensor, LocalTensorMode, PerRank, Shard, compile, init_device_mesh
+    >>> import torch
+    >>> rows = LocalTensor({0: torch.tensor([1.0, 2.0, 3.0]), 1: torch.tensor([6.0])})  # of two simulated ranks
+    >>> with LocalTensorMode(2):
+    ...     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    ...     mean = compile(lambda x: x.mean(), mesh, inputs={"x": PerRank(Shard(0))})
+    ...     print(mean(rows).item(), mean.program.inputs[0][1])
+    3.0 f32[4@dp]
+    """
+
+    placement: Shard
+
+    def __post_init__(self):
+        if not isinstance(self.placement, Shard) or self.placement.blocks > 1:
+            given = f"not {self.placement!r}"
+            raise TypeError(f"PerRank: takes the dim along which the ranks' blocks lie, such as Shard(0), {given}")
+
+    def __repr__(self):
+        return f"PerRank({self.placement!r})"

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from spmd._torch import pytree
 from spmd.expand.layouts import layout_of
 from spmd.expand.objects import NAMED, holds_state, kind_of_node, opened, with_containers
+from spmd.expand.own_arguments import NOTHING_OWN
+from spmd.expand.own_arguments import Given as Own
 from spmd.tensor.spec import spec_of_value
 
 BY_VALUE = (bool, str, bytes)
@@ -65,7 +67,8 @@ class Given:
     """The arguments of a call, flattened, with their objects opened. tree: their structure; None where all of them are
     leaves."""
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple, kwargs: dict[str, Any], own: Own = NOTHING_OWN) -> None:
+        """own: what takes the place of blocks of this rank."""
         self.count, self.names = len(args), tuple(kwargs)
         given = [*args, *kwargs.values()]
         leaves, tree = pytree.tree_flatten(given)
@@ -73,7 +76,7 @@ class Given:
         if self._opens:
             leaves, tree = pytree.tree_flatten(opened(given))
         self.tree = None if len(given) == len(leaves) and all(map(is_, given, leaves)) else tree
-        self._alike = [likeness(x) for x in leaves]
+        self._alike = [likeness(own.get(id(x), x)) for x in leaves]
         self.can_repeat = None not in self._alike
 
     def numbered(self) -> tuple[tuple, dict[str, Any]]:
@@ -95,8 +98,8 @@ class Given:
             _add_containers(each, found)
         return found
 
-    def leaves(self, args: tuple, kwargs: dict[str, Any]) -> list[Any] | None:
-        """The leaves of other arguments, if they are alike."""
+    def leaves(self, args: tuple, kwargs: dict[str, Any], own: Own = NOTHING_OWN) -> list[Any] | None:
+        """The leaves of other arguments, if they are alike. own: as above."""
         if len(args) != self.count or tuple(kwargs) != self.names:
             return None
         found = [*args, *kwargs.values()]
@@ -104,4 +107,6 @@ class Given:
             found, tree = pytree.tree_flatten(opened(found) if self._opens else found)
             if tree != self.tree:
                 return None
+        if own:
+            found = [own.get(id(x), x) for x in found]
         return found if all([alike(x) for alike, x in zip(self._alike, found, strict=True)]) else None

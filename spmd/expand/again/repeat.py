@@ -35,6 +35,8 @@ from spmd.expand.given_specs import block_of, blocks_like
 from spmd.expand.guards import flags_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.module_attributes import is_attribute
+from spmd.expand.own_arguments import NOTHING_OWN
+from spmd.expand.own_arguments import Given as Own
 from spmd.expand.same_call import one_element
 from spmd.expand.state import Slot, State, Tensors, named_leaves
 from spmd.expand.variables import Place
@@ -122,6 +124,7 @@ class Repeat:
         _added: the gradients that the program reads, by the place of their parameter.
         """
         captured, known = self.bound.captured, list(self._kept.slots)
+        self._read_arguments = {path: paths[path] for path in self.bound.arguments if path in paths}
         self._blocks = [
             (paths[path], blocks_like(call.leaves[path], spec))
             for path, spec in call.leaf_specs.items() if path in paths
@@ -199,9 +202,10 @@ class Repeat:
         self._detached = [(leaf, captured.same[leaf], another[leaf]) for leaf in captured.detached if leaf in another]
         self._leaves = list(captured.leaves)
 
-    def ready(self, args: tuple, kwargs: dict[str, Any]) -> Ready | None:
-        """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed."""
-        leaves = self._given.leaves(args, kwargs)
+    def ready(self, args: tuple, kwargs: dict[str, Any], own: Own = NOTHING_OWN) -> Ready | None:
+        """What the call reads, if it is the same call with other numbers; else None. Nothing is sent or changed. own:
+        what takes the place of arguments that are blocks of this rank."""
+        leaves = self._given.leaves(args, kwargs, own)
         if leaves is None or not self._surroundings.are_so() or not self._read.holds():
             return None
         if not all([type(of()) is kind for of, kind in zip(self._objects.values(), self._classes, strict=True)]):
@@ -252,6 +256,10 @@ class Repeat:
         """The tensors whose values the ranks compare."""
         kept = self._kept.slots
         return {x: ready.held[self._buffers[x]] if x in self._buffers else kept[x] for x in self._small}
+
+    def arguments(self, ready: Ready) -> dict[str, Any]:
+        """The arguments that the program reads, by path."""
+        return {path: ready.leaves[i] for path, i in self._read_arguments.items()}
 
     def objects(self) -> dict[str, Any]:
         """The modules and optimisers of the call, by path."""
@@ -314,13 +322,13 @@ class Repeat:
 
 def repeat_of(
     bound: BoundProgram, call: Any, args: tuple, kwargs: dict[str, Any], by_name: Callable[..., dict[str, Any]],
-    ended: Callable[[], object],
+    ended: Callable[[], object], own: Own = NOTHING_OWN,
 ) -> Repeat | None:  # fmt: skip
     """The call, which a program has served, to be made again; None where that has to be done the long way.
 
     by_name: gives arguments by their names. ended: is called when one of its modules or optimisers is no more.
     """
-    given, outcome = Given(args, kwargs), bound.captured.outcome
+    given, outcome = Given(args, kwargs, own), bound.captured.outcome
     if not given.can_repeat or bound.captured.is_for_one_call or not _is_found_plainly(call.state):
         return None
     counts = {path: outcome.changed[path] for path in call.state.counters if path in outcome.changed}

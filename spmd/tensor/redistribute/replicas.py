@@ -9,7 +9,7 @@ one small collective. Ranks that hold the same part must have the same digest. N
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -22,10 +22,16 @@ Part = tuple[int, ...]
 """Which part of a tensor a rank holds: its coordinate, with -1 for each axis that replicates."""
 
 
-def check_replicas(tensors: dict[str, torch.Tensor], mesh: DeviceMesh, what: str) -> None:
+ADVICE = "seed the ranks alike, read the same data, or broadcast it (spmd.comm.mesh_broadcast)"
+
+
+def check_replicas(
+    tensors: dict[str, torch.Tensor], mesh: DeviceMesh, what: str, advice: Callable[[str], str] = lambda name: ADVICE
+) -> None:
     """RuntimeError on all ranks of the mesh if plain tensors, or replicas of blocks of DTensors, differ between ranks.
 
-    It names the first such tensor in `what`, and the ranks. All ranks of the mesh must call it.
+    It names the first such tensor in `what`, and the ranks. All ranks of the mesh must call it. advice: what to do
+    about a tensor of this name.
     """
     specs = [getattr(x, "_spec", None) for x in tensors.values()]
     blocks = [getattr(x, "_current_block", x).detach() for x in tensors.values()]
@@ -39,8 +45,7 @@ def check_replicas(tensors: dict[str, torch.Tensor], mesh: DeviceMesh, what: str
             shown = dict(zip(mesh.ranks, (of_rank[i][3] for of_rank in every), strict=True))
             raise RuntimeError(
                 f"{what}: {name} differs between ranks: {ranks_text(ranks)} {_has(ranks)} {shown[ranks[0]]}, but "
-                f"{ranks_text(others)} {shown[others[0]]}. It must be equal on all of them: seed the ranks alike, read "
-                "the same data, or broadcast it (spmd.comm.mesh_broadcast)."
+                f"{ranks_text(others)} {shown[others[0]]}. It must be equal on all of them: {advice(name)}."
             )
 
 
