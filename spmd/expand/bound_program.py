@@ -157,6 +157,7 @@ class BoundProgram:
         new = {where: x for where, x in results.items() if isinstance(where, Slot)}
         self._update_state(state, tensors, new, made)
         state.set_kept_by_optimizers(self.captured.first_kept)
+        state.add_options(self.captured.new_options, new)
         for name in self.captured.stepped:
             _torch.note_step(state.optimizers[name])
         put_changes(self.captured.changes)

@@ -169,7 +169,8 @@ def _traced(
     rest = bool(flat.blocks.kinds), environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
     last = *one, flat.changes, *known, *rest
-    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, looped=looped, writes=writes)
+    named = {"looped": looped, "new_options": flat.new_options, "writes": writes}
+    return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, **named)
 
 
 def _inputs(

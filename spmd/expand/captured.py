@@ -56,7 +56,7 @@ class Captured:
     their first step; they are to be made before the program runs. ignores_gradients: whether the graph is right for
     any gradients that earlier steps left. stepped: the names of the optimisers that make a step. first_kept: what
     optimisers keep from then on besides tensors, such as a count of steps, by optimiser, number of the parameter,
-    and key.
+    and key. new_options: what the step adds to parameter groups (`new_options`).
     is_stamped: whether calls of equal modules were traced as blocks, for which independent nodes have another order.
     attributes: those of modules that it sets, by path, with tensors without values of their own. grown: those whose
     tensors are others than before in number or kind. looped: the graph with equal rounds as a loop, if it has any.
@@ -90,6 +90,7 @@ class Captured:
     sizes: Mapping[str, float] = field(default_factory=dict)
     looped: fx.Graph | None = None
     writes: list[Write] = field(default_factory=list, repr=False)
+    new_options: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
     def holds(self, numbers: Mapping[str, float]) -> bool:
         """Whether the graph is right for these numbers, those of `watched` among them: a trace would go the same way.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -213,8 +213,17 @@ def all_numbers(state: State) -> dict[tuple[str, Any], float]:
     found |= {(root, ("state", i, key)): x for (root, i, key), x in kept if type(x) in KINDS and type(i) is int}
     for root, optimizer in state.optimizers.items():
         for i, group in enumerate(optimizer.param_groups):
-            found |= {(root, ("param_groups", i, key)): x for key, x in group.items() if type(x) is int}
+            found |= {(root, ("param_groups", i, *steps)): x for steps, x in _ints_in(group)}
     return found
+
+
+def _ints_in(box: dict) -> Iterator[tuple[tuple, int]]:
+    """The ints in a dict, and in dicts in it, with the keys that lead there."""
+    for key, x in box.items():
+        if type(x) is int:
+            yield (key,), x
+        elif type(x) is dict:
+            yield from (((key, *steps), n) for steps, n in _ints_in(x))
 
 
 def owners_of(state: State) -> dict[str, Any]:

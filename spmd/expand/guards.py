@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from array import array
-from collections import defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain

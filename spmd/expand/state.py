@@ -386,7 +386,18 @@ class State:
         for path, group in self.groups() if new else ():
             for key, value in list(group.items()):
                 if key != "params":
-                    group[key] = _with_values(value, f"{path}.{key}", new)
+                    group[key] = _with_values(value, option_path(path, key), new)
+
+    def options(self) -> dict[tuple[str, Any], Any]:
+        """What the parameter groups have besides parameters, by the path of the group and by key."""
+        return {(path, key): x for path, group in self.groups() for key, x in group.items() if key != "params"}
+
+    def add_options(self, new: Mapping[tuple[str, Any], Any], values: Mapping[Slot, Any]) -> None:
+        """Give groups options that they have not had, as `options` names them. values: what takes the place of slots
+        in them. Each gets containers of its own."""
+        groups = dict(self.groups()) if new else {}
+        for (path, key), option in new.items():
+            groups[path][key] = pytree.tree_map_only(Slot, values.__getitem__, option, is_leaf=_is_slot)
 
     def _snapshot(self) -> list[Callable[[], None]]:
         dicts: list[dict] = []
@@ -395,6 +406,7 @@ class State:
                 dicts += [vars(m), m._parameters, m._buffers, m._modules]
         for optimizer in self.optimizers.values():
             dicts += [optimizer.state, *optimizer.param_groups, *optimizer.state.values()]
+        dicts += [box for option in self.options().values() for box in _boxes(option)]
         counters = [partial(place.set, place.value) for place in self.counters.values()]
         return [*map(_restore_later, dicts), *counters]
 
@@ -523,12 +535,37 @@ def _by_first_name(named: Iterator[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _is_slot(x: Any) -> bool:
+    return type(x) is Slot
+
+
+def option_path(group: str, key: Any) -> str:
+    """The path of an option of a parameter group, as `named_leaves` has it."""
+    return f"{group}.{_key_text(key)}"
+
+
 def _with_values(value: Any, path: str, new: dict[str, Any]) -> Any:
+    """The value at a path with others at these paths: dicts and lists stay the objects that they are."""
     if path in new:
         return new[path]
-    if isinstance(value, (tuple, list)):
-        return type(value)(_with_values(v, f"{path}.{i}", new) for i, v in enumerate(value))
+    if type(value) in BOXES:
+        for key, x in list(value.items() if type(value) is dict else enumerate(value)):
+            value[key] = _with_values(x, option_path(path, key), new)
+    elif type(value) is tuple:
+        return tuple([_with_values(x, f"{path}.{i}", new) for i, x in enumerate(value)])
     return value
+
+
+BOXES = dict, list
+"""The containers in options of parameter groups that can be given other contents."""
+
+
+def _boxes(option: Any) -> Iterator[Any]:
+    """The dicts and lists in an option."""
+    if type(option) in BOXES:
+        yield option
+    for x in option.values() if type(option) is dict else option if type(option) in (list, tuple) else ():
+        yield from _boxes(x)
 
 
 def _install_optimizer_state(
@@ -551,11 +588,11 @@ def _install_optimizer_state(
     optimizer.state.update(of_none)
 
 
-def _restore_later(d: dict) -> Callable[[], None]:
-    kept = dict(d)
+def _restore_later(box: dict | list) -> Callable[[], None]:
+    kept = box.copy()
 
     def restore() -> None:
-        d.clear()
-        d.update(kept)
+        box.clear()
+        box.update(kept) if isinstance(box, dict) else box.extend(kept)
 
     return restore

@@ -38,6 +38,7 @@ from spmd.expand.module_attributes import (
     SetByStep,
     leaves_of,
 )
+from spmd.expand.new_options import NewOptions, check_kept, check_memories, new_options, options_in
 from spmd.expand.nodes import line_of
 from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.origins import Origins
@@ -102,6 +103,7 @@ class _Before(NamedTuple):
     constants: dict[str, Hashable]
     plain: Any
     kept: Collection[Any]
+    options: Mapping[tuple[str, Any], Any]
     python: PythonState
 
 
@@ -170,6 +172,7 @@ class TracedFunction:
     ignores_gradients: bool = False
     stepped: tuple[str, ...] = ()
     first_kept: dict[tuple[str, Any, Any], Any] = field(default_factory=dict)
+    new_options: NewOptions = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self)._called.__code__)
@@ -250,10 +253,10 @@ class TracedFunction:
         held = self.attributes.put(given_attributes, self.state, copies)
         with _torch.no_function_modes():
             constants, plain = self.state.constants(), all_numbers(self.state)
-            kept = self.state.kept_by_optimizers().keys()
+            kept, options = self.state.kept_by_optimizers().keys(), self.state.options()
             held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
             python = PythonState(_each_once(self.state.wholes()), self._around(there.own), held_by_optimizers)
-        return _Before(counters, counts, others, held, copies, constants, plain, kept, python)
+        return _Before(counters, counts, others, held, copies, constants, plain, kept, options, python)
 
     def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
         """What the step returns. Notes which optimisers have made a step, and whether gradients were asked for."""
@@ -276,6 +279,10 @@ class TracedFunction:
         counted = self._counted(before.counts)
         check_constant(before.plain, self.state, before.python)
         self.first_kept = self._first_kept(before.kept)
+        check_kept(self.state)
+        check_memories(there.new, after, {i: x for i, x in there.wrapped.items() if isinstance(i, Argument)})
+        self.new_options, numbers = new_options(before.options, self.state, after)
+        self.new_numbers |= numbers
         self._note_changes(before.constants, before.python, there.numbers, attributes)
         self._check_parted(held, before.attributes)
         before.python.check_around()
@@ -368,6 +375,7 @@ class TracedFunction:
         with _torch.no_function_modes():
             before, now = (self._but_for(new.places, x) for x in (constants, self.state.constants()))
         first = {f"{root}.state.{i}.{key}" for root, i, key in self.first_kept}
+        first |= options_in({**before, **now}, self.new_options)
         changed = [path for path in changed_guards(before, now) if path not in first]
         if not changed:
             return

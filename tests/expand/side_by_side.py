@@ -215,6 +215,8 @@ def same(theirs: Any, ours: Any, where: str, rtol: float = 1e-4, atol: float = 1
         assert len(theirs) == len(ours), where
         for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
             same(a, b, f"{where}.{i}", rtol, atol)
+    elif ours is None or isinstance(ours, str):
+        assert theirs == ours, where
     else:
         torch.testing.assert_close(theirs, ours, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
 

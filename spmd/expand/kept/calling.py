@@ -32,6 +32,7 @@ from spmd.mesh import DeviceMesh
 FIELDS = (
     "inputs", "outputs", "leaves", "identities", "same", "given", "detached", "views", "fixed", "kept", "shared",
     "first", "ignores_gradients", "stepped", "first_kept", "environment",
+    "new_options",
 )  # fmt: skip
 
 
