@@ -14,6 +14,7 @@ Every other module imports them from here, so that one place shows what a new ve
     size_nodes              their arithmetic
     read_numbers            both, as Python code of the user sees them
     traces                  make_fx: tensors and their proxies
+    trees                   torch's trees, in which sizes stay sizes
     graphs                  nodes of fx graphs
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
@@ -257,5 +258,6 @@ from spmd._torch.traces import (
     without_cleaning,
     without_layouts,
 )
+from spmd._torch.trees import node, unflatten
 from spmd._torch.updates import FUSED_STEPS, fused_adamw_
 from spmd._torch.versions import Unwritten, dict_behind

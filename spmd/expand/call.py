@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from spmd import _torch
 from spmd._torch import pytree
+from spmd.expand.attributes import attribute_guards
 from spmd.expand.captured import Captured
 from spmd.expand.closed_over import Search
 from spmd.expand.containers import AROUND, There, shared
@@ -25,6 +27,7 @@ from spmd.expand.modules import named_within
 from spmd.expand.named_values import NOTHING as NOT_PLAIN
 from spmd.expand.named_values import PlainValues, named_values
 from spmd.expand.objects import with_containers
+from spmd.expand.one_tensor import Pairs, ones
 from spmd.expand.own_arguments import NOTHING_OWN, Given
 from spmd.expand.places.slices import present_spec
 from spmd.expand.places.table import PlacesTable
@@ -81,7 +84,8 @@ class Call:
         both = {name: with_containers(x) for name, x in arguments.items()}
         named, containers = ({name: each[i] for name, each in both.items()} for i in (0, 1))
         if own:
-            named = pytree.tree_map(lambda x: own.get(id(x), x), named)
+            found, structure = pytree.tree_flatten(named)
+            named = _torch.unflatten([own.get(id(x), x) for x in found], structure)
         state = State.of(named, around)
         state.counters = counters_of(state, around, counted)
         tensors = state.tensors()
@@ -117,6 +121,9 @@ class Call:
         guards = state.constants(reads, self.attributes.guards(), unread_attributes)
         if one := shared(self.containers | dict(self.attributes.containers)):
             read["containers that are one"] = one
+        if pairs := self.ones:
+            read["tensors that are one"] = pairs
+        read |= attribute_guards(self.leaves | self.attributes.tensors, reads)
         self.around = tuple((guards | read).items())
 
     def _guards_of_loose(self) -> dict[str, tuple]:
@@ -130,6 +137,12 @@ class Call:
         state = {str(slot): t for slot, t in self.tensors.items() if slot.kind in ("parameter", "buffer")}
         arguments = {path: x for path, x in self.leaves.items() if isinstance(x, torch.Tensor)}
         return state | self.attributes.tensors | arguments
+
+    @property
+    def ones(self) -> Pairs:
+        """The arguments that are one tensor with others, or with one of the state or in an attribute."""
+        known = {str(slot): t for slot, t in self.tensors.items()} | self.attributes.tensors
+        return ones(known, {path: x for path, x in self.leaves.items() if path not in self.attributes.tensors})
 
     def _held_values(self) -> dict[str, Any]:
         """The guards of plain values in the objects among the arguments, and in those that these hold."""

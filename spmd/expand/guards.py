@@ -17,7 +17,7 @@ import sys
 import types
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from hashlib import blake2b
 from itertools import chain
@@ -30,6 +30,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
+from spmd.expand.modules import OF_ALL_MODULES
 from spmd.expand.reads import Reads
 from spmd.expand.sources.kinds import BUFFER, STATE, Kind, kinds_of
 from spmd.expand.sources.layout import COMPARED_BY_VALUE, hides, items_of, slots_of
@@ -321,10 +322,10 @@ def module_guard(
             guard_key(own[k], reads, apart)
     places: dict[int, int] = {}
     found: list[tuple[str, Hashable]] = []
-    for k, v in own.items():  # most are None, flags, and dicts that are empty
-        if v is None or k in GUARDED_APART or k in without:
+    for k, v in own.items():  # most are torch's own: None, flags, and dicts that are empty
+        if k in GUARDED_APART or k in without:
             continue
-        if isinstance(v, dict) and not v and (type(v) in _PLAIN_DICTS or "_hooks" in k):
+        if k in OF_ALL_MODULES and (v is None or (isinstance(v, dict) and not v)):
             continue
         if type(v) is bool:
             found.append((k, v))

@@ -78,7 +78,7 @@ class BlockCall:
         leaves = list(self.statics)
         for position, x in zip(self.positions, blocks, strict=True):
             leaves[position] = x
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        args, kwargs = _torch.unflatten(leaves, self.tree)
         return pytree.tree_flatten(self.function.func(*args, **kwargs))
 
     def fake_blocks(self, at: Coordinate) -> list[torch.Tensor]:
@@ -231,7 +231,7 @@ def capture_local_maps(mesh: DeviceMesh | None) -> Iterator[Callable[[fx.Graph],
         number = next(_numbers)
         calls[number] = _calls[number] = op
         found = iter(_LocalMapFunction.apply(number, op, *tensors))
-        return pytree.tree_unflatten([next(found) if isinstance(x, torch.Tensor) else x for x in out], tree)
+        return _torch.unflatten([next(found) if isinstance(x, torch.Tensor) else x for x in out], tree)
 
     def insert_calls(graph: fx.Graph) -> None:
         for op in (torch.ops.spmd.local_map.default, torch.ops.spmd.local_map_gradients.default):

@@ -175,7 +175,7 @@ def kind_of_node(x: Any) -> Any:
 
 def node(kind: Any, context: Any, children: list[Any]) -> Any:
     """A node of such a tree: a container, or an `Opened`."""
-    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+    return _torch.node(kind, context, children)
 
 
 CONTAINERS = (OrderedDict, dict, list)

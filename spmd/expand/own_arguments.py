@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd.comm.agree import FAILED, Statement, differing, digest, raise_if_one_failed, raise_if_other_things
+from spmd.expand.attributes import give_attributes
 from spmd.expand.objects import opened
 from spmd.expand.state import named_leaves
 from spmd.mesh import DeviceMesh, per_rank
@@ -134,7 +135,9 @@ def _made(path: str, x: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placem
     except (ValueError, TypeError) as error:
         raise type(error)(f"argument {path}, of which each rank gives its own block: {error}") from None
     with torch.inference_mode(False):
-        return DTensor(blocks.block(x), blocks.spec)
+        made = DTensor(blocks.block(x), blocks.spec)
+    give_attributes(made, x)
+    return made
 
 
 def _shapes(own: Mapping[str, Own], mesh: DeviceMesh, what: str, error: Exception | None) -> dict[str, tuple]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.phases import mark
 
@@ -151,4 +152,9 @@ def _hooks(root: nn.Module, precision: MixedPrecision) -> Iterator[Any]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    leaves, structure = pytree.tree_flatten(tree)
+    return _torch.unflatten([x.to(dtype) if _is_float(x) else x for x in leaves], structure)
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()

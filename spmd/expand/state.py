@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from spmd import _torch
 from spmd._torch import pytree
-from spmd.expand.attributes import note_attributes
+from spmd.expand.attributes import ATTRIBUTE, attribute_guards
 from spmd.expand.closed_over import Search
 from spmd.expand.guards import NOTHING, guard_key, in_order_of_hooks, module_guard
 from spmd.expand.hooks import hooks_of, note_hooks
@@ -205,11 +205,7 @@ class State:
             found[f"{path} hooks"] = guard_key(hooks_of([p]), apart=apart)
             if reads is not None:
                 note_hooks(p, reads)
-        for path, x in (*parameters.items(), *self.buffers().items()):
-            attributes = _torch.user_attributes(x)
-            found |= {f"{ATTRIBUTE}{path}.{k}": guard_key(v, reads=reads) for k, v in attributes.items()}
-            if attributes and reads is not None:
-                note_attributes(x, reads)
+        found |= attribute_guards({**self.buffers(), **parameters}, reads)
         for root, optimizer in self.optimizers.items():
             found[root] = guard_key(type(optimizer))  # options that are no floats may be those of another class
             found[f"{root}.defaults"] = guard_key(_without_tensors(optimizer.defaults))
@@ -426,9 +422,6 @@ def _without_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
 
 IS_COUNTER = " is a counter"
 """Behind the path of a number that the step keeps."""
-
-ATTRIBUTE = "attribute "
-"""Before the path of what users have set on a tensor."""
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

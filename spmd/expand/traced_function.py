@@ -20,7 +20,7 @@ from torch import fx, nn
 from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.assigned import assigned_tensor
-from spmd.expand.attributes import first_set, give_attributes
+from spmd.expand.attributes import check_no_gradients, first_set, give_attributes
 from spmd.expand.captured import Argument
 from spmd.expand.closed_over import search_of
 from spmd.expand.containers import AROUND, Before, Containers, Copies, There, is_filled
@@ -41,6 +41,7 @@ from spmd.expand.module_attributes import (
 from spmd.expand.new_options import NewOptions, check_kept, check_memories, new_options, options_in
 from spmd.expand.nodes import line_of
 from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
+from spmd.expand.one_tensor import ones
 from spmd.expand.origins import Origins
 from spmd.expand.outside import line_naming
 from spmd.expand.phases import Phases, mark_gradient, new_values_noted
@@ -208,10 +209,19 @@ class TracedFunction:
         wrapped = _wrapped(given)
         with _torch.no_function_modes():
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
-        own, self.own = self._give_attributes(new), dict(new)
+        given_tensors = {i: x for i, x in wrapped.items() if isinstance(i, Argument) and isinstance(x, torch.Tensor)}
+        own, self.own = self._give_attributes(new | given_tensors), dict(new)
         numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
+        numbers |= self._ones(new, numbers)
         first = {slot: new.pop(slot) for slot in self.first}
         return _StandIns(given, wrapped, new, first, numbers, own)
+
+    def _ones(self, new: Tensors, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """What stands for arguments that are one tensor with others, or with one of the state or in an attribute."""
+        state = {str(slot): slot for slot in self.slots}
+        known = {path: self.slots[slot] for path, slot in state.items()} | self.attributes.tensors
+        pairs = ones(known, dict(named_leaves(self.args)))
+        return {path: new[state[other]] if other in state else arguments[other] for path, other in pairs}
 
     def _run(self, there: _StandIns) -> _Ran:
         """Run the step in the trace. What it does to Python objects is noted, and taken back."""
@@ -274,13 +284,15 @@ class TracedFunction:
     ) -> dict[str, Any]:
         """The counters that the step has set. Notes what else it has changed; raises for what no program does."""
         self._check_slots(after)
-        _check_attributes(there.new, there.own)
+        given = {i: x for i, x in there.wrapped.items() if isinstance(i, Argument) and isinstance(x, torch.Tensor)}
+        _check_attributes(there.new | given, there.own)
+        check_no_gradients({i.path: x for i, x in given.items()})
         before.python.replace({id(there.new[slot]): x for slot, x in self._replaced().items()})
         counted = self._counted(before.counts)
         check_constant(before.plain, self.state, before.python)
         self.first_kept = self._first_kept(before.kept)
         check_kept(self.state)
-        check_memories(there.new, after, {i: x for i, x in there.wrapped.items() if isinstance(i, Argument)})
+        check_memories(there.new, after, given)
         self.new_options, numbers = new_options(before.options, self.state, after)
         self.new_numbers |= numbers
         self._note_changes(before.constants, before.python, there.numbers, attributes)
@@ -339,14 +351,17 @@ class TracedFunction:
         copy_hooks(parameter, self.slots[slot])
         return parameter
 
-    def _give_attributes(self, new: Tensors) -> dict[Slot, dict[str, Any]]:
-        """Give the new tensors what users have set on parameters and buffers, and say what each has then."""
+    def _give_attributes(self, new: Mapping[Any, torch.Tensor]) -> dict[Any, dict[str, Any]]:
+        """Give the new tensors what users have set on parameters, buffers and what is given, and say what each has
+        then."""
+        there = {**dict(named_leaves(self.args)), **self.attributes.tensors}
+        given = {i: there[i.path] for i in new if isinstance(i, Argument)}
         stand_ins = {id(x): new[slot] for slot, x in self._replaced().items()}
-        for slot, x in self._replaced().items():
-            give_attributes(new[slot], x, stand_ins)
-        return {slot: _torch.user_attributes(x) for slot, x in new.items()}
+        for at, x in (*self._replaced().items(), *given.items()):
+            give_attributes(new[at], x, stand_ins)
+        return {at: _torch.user_attributes(x) for at, x in new.items()}
 
-    def _around(self, attributes: dict[Slot, dict[str, Any]]) -> list[Any]:
+    def _around(self, attributes: Mapping[Any, dict[str, Any]]) -> list[Any]:
         """What else than modules may hold tensors of the state."""
         of_hooks = [x for hook in hooks_of(self._replaced().values()) for x in variables_of(hook)]
         own = [x for optimizer in self.state.optimizers.values() for _, x in own_attributes(optimizer)]
@@ -619,17 +634,17 @@ def _wrapped(given: dict[Any, Any]) -> dict[Any, Any]:
     return rest | functional
 
 
-def _check_attributes(tensors: Tensors, before: dict[Slot, dict[str, Any]]) -> None:
-    """Refuse attributes that the step has set on tensors of the state: those of a trace are not the ones that stay."""
-    for slot, x in tensors.items():
-        if slot in before and (name := first_set(x, before[slot])):
+def _check_attributes(tensors: Mapping[Any, torch.Tensor], before: Mapping[Any, dict[str, Any]]) -> None:
+    """Refuse attributes that the step has set on tensors of the state, or on others that it was given: those of a trace
+    are not the ones that stay."""
+    for at, x in tensors.items():
+        if at in before and (name := first_set(x, before[at])):
+            of = f"{at.kind} {at.path}" if isinstance(at, Slot) else f"argument {at}"
             raise RuntimeError(
-                f"the step sets the attribute {name} of the {slot.kind} {slot.path}, which its program would not; set "
+                f"the step sets the attribute {name} of the {of}, which its program would not; set "
                 "it before the step, or keep the value in a module"
             )
 
 
 def _with_leaves(args: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    found, tree = pytree.tree_flatten(args)
-    paths = [path for path, _ in named_leaves(args)]
-    return pytree.tree_unflatten([new.get(path, x) for path, x in zip(paths, found, strict=True)], tree)
+    return _torch.unflatten([new.get(path, x) for path, x in named_leaves(args)], pytree.tree_structure(args))

@@ -86,12 +86,15 @@ class Place:
 
 
 def assigned_variables(search: Search) -> Iterator[tuple[str, Place]]:
-    """The variables around the functions of the user that they assign to, by name."""
+    """The variables around the functions of the user that they assign to, or delete, by name."""
     for fn in search.functions:
-        stored = {i.value for i in instructions(fn.__code__) if i.name in ("STORE_GLOBAL", "STORE_DEREF")}
+        stored = {i.value for i in instructions(fn.__code__) if i.name in ASSIGNING}
         cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
         for name in sorted(stored):
             if name in cells:
                 yield name, Place(cells[name], name)
             elif name in fn.__globals__:
                 yield name, Place(fn.__globals__, name)
+
+
+ASSIGNING = ("STORE_GLOBAL", "STORE_DEREF", "DELETE_GLOBAL", "DELETE_DEREF")

@@ -456,7 +456,7 @@ def test_arguments_and_results_in_containers():
         assert got.keys() == want.keys() and (got["flag"], got["n"]) == (want["flag"], want["n"])
         for name in ("sum", "twice"):
             torch.testing.assert_close(got[name].full_tensor(), want[name])
-    assert step._repeats[0].ready(({"x": X, "more": [X]}, (1, 2.0), "a"), {})
+    assert step._repeats[0].ready(({"x": X, "more": [X * 2]}, (1, 2.0), "a"), {})
     for args in [({"x": X, "more": (X,)}, (1, 2.0), "a"), ({"x": X, "more": [X]}, (1, 2.0), "b"), (X, (1, 2.0), "a")]:
         assert step._repeats[0].ready(args, {}) is None
 

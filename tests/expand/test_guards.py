@@ -645,3 +645,46 @@ def test_iterators_are_refused(kind):
     with pytest.raises(TypeError, match=r"the step uses iterator, a .*, of which the capture would take a value once"):
         spmd.compile(lambda x: x * next(iterator), mesh).program_for(torch.ones(2))
     assert next(iterator) == 1
+
+
+def test_nothing_and_an_empty_dict_of_a_module_are_two_values():
+    """And a module that lacks an attribute has not None."""
+    def fn(model, x):
+        kept = getattr(model, "kept", 5)
+        return x * (2 if kept is None else kept if kept == 5 else 3 + len(kept))
+
+    model, step = nn.Identity(), spmd.compile(fn, line())
+    for kept in (None, {}, None, {}, {"a": 1}, {}, "none", None, "none", {}):
+        vars(model).pop("kept", None)
+        if kept != "none":
+            model.kept = kept
+        torch.testing.assert_close(value(step(model, X)), fn(model, X))
+
+
+GONE = None
+
+
+def deletes_a_global(x):
+    global GONE
+    del GONE
+    return x * 2
+
+
+def deleting(value):
+    def fn(x):
+        nonlocal value
+        del value
+        return x * 2
+
+    return fn, lambda: fn.__closure__[0].cell_contents
+
+
+@pytest.mark.parametrize("was", [1, 0.5, "a", None, [1]])
+def test_a_step_that_deletes_a_variable_is_refused(was, monkeypatch):
+    """The variable is there again."""
+    monkeypatch.setitem(globals(), "GONE", was)
+    fn, now = deleting(was)
+    for step, kept in ((deletes_a_global, lambda: GONE), (fn, now)):
+        with pytest.raises(RuntimeError, match="the step (changes|sets) (GONE|value)"):
+            spmd.compile(step, line())(X)
+        assert kept() is was

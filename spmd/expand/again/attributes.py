@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from spmd._torch import pytree
-from spmd.expand.again.given import likeness
+from spmd.expand.again.given import is_plain, likeness
 from spmd.expand.containers import There, is_constant
 from spmd.expand.counters import KINDS
 from spmd.expand.guards import guard_key
@@ -73,7 +73,9 @@ def _like(x: torch.Tensor) -> Callable[[Any], bool]:
     kind, spec = type(x), spec_of_value(x)
     if spec is None:
         return likeness(x) or _never
-    return lambda y: type(y) is kind and y._spec is spec and y._copy is None and not y.requires_grad
+    if not is_plain(x):
+        return _never
+    return lambda y: type(y) is kind and y._spec is spec and y._copy is None and is_plain(y)
 
 
 def _never(x: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spmd import _torch
 from spmd._torch import pytree
 from spmd.expand.layouts import layout_of
 from spmd.expand.objects import NAMED, holds_state, kind_of_node, opened, with_containers
@@ -32,17 +33,19 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
     if isinstance(x, (nn.Module, Optimizer)):
         known = weakref.ref(x)
         return lambda y: y is known()
+    if isinstance(x, torch.Tensor) and _torch.user_attributes(x):
+        return None
     if kind is torch.Tensor:
         like, layout = (x.shape, x.dtype, x.device), layout_of(x)
         if layout is None:
             return lambda y: (
-                type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and y.is_contiguous()
+                type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and not y.__dict__ and y.is_contiguous()
             )
         return lambda y: (
-            type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and layout_of(y) == layout
+            type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and not y.__dict__ and layout_of(y) == layout
         )
     if (spec := spec_of_value(x)) is not None and x._copy is None:
-        return lambda y: type(y) is kind and y._spec is spec and y._copy is None and not y.requires_grad
+        return lambda y: type(y) is kind and y._spec is spec and y._copy is None and is_plain(y)
     if kind in (int, float):
         return lambda y: type(y) is kind
     if kind in BY_VALUE:
@@ -53,6 +56,11 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
         known = weakref.ref(x)
         return lambda y: y is known()
     return None
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor wants no gradient, and users have set no attributes on it."""
+    return not x.requires_grad and not _torch.user_attributes(x)
 
 
 def _add_containers(x: Any, found: list[Any]) -> None:
@@ -83,7 +91,7 @@ class Given:
         """Arguments of the same structure, with the place of each leaf in place of the leaf."""
         places: Any = list(range(len(self._alike)))
         if self.tree is not None:
-            places = pytree.tree_unflatten(places, self.tree)
+            places = _torch.unflatten(places, self.tree)
         return tuple(places[: self.count]), dict(zip(self.names, places[self.count :], strict=True))
 
     def containers(self, args: tuple, kwargs: dict[str, Any]) -> list[Any]:

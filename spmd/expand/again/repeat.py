@@ -35,6 +35,7 @@ from spmd.expand.given_specs import block_of, blocks_like
 from spmd.expand.guards import flags_guard
 from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.module_attributes import is_attribute
+from spmd.expand.one_tensor import places as firsts
 from spmd.expand.own_arguments import NOTHING_OWN
 from spmd.expand.own_arguments import Given as Own
 from spmd.expand.same_call import one_element
@@ -141,6 +142,10 @@ class Repeat:
         fixed = {path: x for path, x in call.attributes.tensors.items() if path in known_paths}
         self._attributes = [(x, call.leaf_specs[path]) for path, x in fixed.items()]
         self._attributes_alike = [likeness(x) for x in fixed.values()]
+        self._tensors = [i for i, _ in self._blocks]
+        self._ones = firsts([call.leaves[path] for path in call.leaf_specs if path in paths])
+        self._not_given = {id(x) for x in (*self._kept.all, *fixed.values())}
+        self._may_give_gradients = any(spec_of_value(call.leaves[path]) for path in call.leaf_specs if path in paths)
         self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
         gradients = [Slot("grad", path) for path in self._kept.parameters]
         self._added = [i for i, slot in enumerate(gradients) if slot in self.bound.read]
@@ -216,6 +221,8 @@ class Repeat:
         gradients, held = self._kept.gradients(), self._held.read([leaves[i] for i, _ in self._blocks], given)
         if gradients is None or held is None or not self._kept.are_as_before():
             return None
+        if self._tensors and not self._are_ones_as_before([leaves[i] for i in self._tensors], held[0]):
+            return None
         numbers = self._numbers.copy()
         for i, group, key in self._options:
             numbers[i] = group[key]
@@ -230,6 +237,15 @@ class Repeat:
         if not self._hold_one_number() or (self._decides and not self._decides_alike(numbers)):
             return None
         return Ready(leaves, numbers, gradients, *held)
+
+    def _are_ones_as_before(self, given: list[torch.Tensor], held: list[torch.Tensor]) -> bool:
+        """Whether the arguments are the same tensors as each other as they were, and none of the state or in an
+        attribute."""
+        if firsts(given) != self._ones:
+            return False
+        others = [*held, *self._kept.present_gradients()] if self._may_give_gradients else held
+        mine = list(map(id, given))
+        return self._not_given.isdisjoint(mine) and (not others or set(map(id, others)).isdisjoint(mine))
 
     def _hold_one_number(self) -> bool:
         """Whether the tensors that are to hold one number each do. As they are: a view that had to be copied is not
@@ -330,6 +346,8 @@ def repeat_of(
     """
     given, outcome = Given(args, kwargs, own), bound.captured.outcome
     if not given.can_repeat or bound.captured.is_for_one_call or not _is_found_plainly(call.state):
+        return None
+    if any(other not in call.leaves or other in call.attributes.tensors for _, other in call.ones):
         return None
     counts = {path: outcome.changed[path] for path in call.state.counters if path in outcome.changed}
     changed = [path for path in outcome.changed if path not in counts and is_attribute(path)]

@@ -74,6 +74,10 @@ class Kept:
             found[i] = self.all[i]._current_block
         return found
 
+    def present_gradients(self) -> list[Any]:
+        """The gradients that are there."""
+        return [g for g in map(_grad, self._trained) if g is not None]
+
     def gradients(self) -> list[Any] | None:
         """The gradients that are there, by parameter, if the program is right for them; none where it is for any."""
         if self._any_gradients:

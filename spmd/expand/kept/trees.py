@@ -14,7 +14,7 @@ from typing import Any
 
 from spmd._torch import pytree
 from spmd.expand.kept.notation import Branch, CannotKeep, Leaf, found_at, place_of
-from spmd.expand.objects import Opened
+from spmd.expand.objects import Opened, node
 
 _LEAF = Leaf()
 
@@ -61,9 +61,9 @@ def as_tree(value: Any) -> Any:
 
 
 def _object(value: Any) -> Any:
-    """An object with this structure; its leaves are None."""
+    """An object with this structure; its leaves are 0, which a size may have, too."""
     if isinstance(value, Leaf):
-        return None
+        return 0
     if isinstance(value, Branch):
         return _made(found_at(value.kind), value.context, [_object(x) for x in value.children])
     if isinstance(value, dict):
@@ -73,7 +73,7 @@ def _object(value: Any) -> Any:
 
 def _made(kind: type, context: Any, children: list) -> Any:
     if kind in pytree.SUPPORTED_NODES:
-        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+        return node(kind, context, children)
     if context is None:
         return kind(*children)  # a named tuple
     return Opened(kind.__new__(kind), dict(zip(context, children, strict=True)))

@@ -157,7 +157,7 @@ class Blocks:
         values = iter(found)
         leaves = [next(values) if x is _MADE else x for x in made.leaves]
         leaves = [call.tensors[x.number] if type(x) is _Input else x for x in leaves]
-        return pytree.tree_unflatten(leaves, made.tree)
+        return _torch.unflatten(leaves, made.tree)
 
     def _kind(self, call: Given) -> Kind | None:
         """The kind of a call; None where too few modules have what this one has in what the code reads."""
@@ -242,7 +242,7 @@ class _Traced:
         self.places, drawn = self._places(), stream.get_rng_state()
         arguments = iter(self.inner)
         leaves = [next(arguments) if isinstance(x, torch.Tensor) else x for x in self.given.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.given.tree)
+        args, kwargs = _torch.unflatten(leaves, self.given.tree)
         with (
             self.blocks.inside(), torch.set_grad_enabled(self.given.grad), self._parameters(list(arguments)),
             AutogradSeen() as asked, Reads(self.given.module, self.given.structure.differing) as reads,

@@ -226,7 +226,7 @@ class _Call:
                 for site in sites:
                     blocks.origins.listen(x, site)
         results = iter(found)
-        return pytree.tree_unflatten([next(results) if x is _MADE else x for x in self.leaves], self.tree)
+        return _torch.unflatten([next(results) if x is _MADE else x for x in self.leaves], self.tree)
 
     def check_nothing_leaks(self) -> None:
         """Check that only its results are read outside of a call, and of its backward pass only gradients."""
