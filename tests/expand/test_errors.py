@@ -434,6 +434,38 @@ def test_one_rank_that_fails_fails_all():
         assert second.split(": ", 1)[1][:40] in first
 
 
+class Skips(torch.nn.Module):
+    """A step that raises at each second call, after it has changed its state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, []
+        self.register_buffer("sum", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.sum += x.sum()
+        self.last = x * 2
+        if self.calls % 2 == 0:
+            raise ValueError("not this one")
+        return x * self.calls
+
+
+def test_a_step_that_raises_is_taken_back_as_a_whole():
+    """As docs/train.md says: who calls it again is where he was."""
+    model = Skips()
+    step = spmd.compile(lambda model, x: model(x), spmd.DeviceMesh("cpu", [0]))
+    torch.testing.assert_close(step(model, X).full_tensor(), X)
+    last = model.last
+    for _ in range(3):
+        with pytest.raises(ValueError, match="not this one"):
+            step(model, X)
+        assert model.calls == 1 and model.last is last
+        torch.testing.assert_close(model.sum.full_tensor(), X.sum())
+    model.calls = 2
+    torch.testing.assert_close(step(model, X).full_tensor(), X * 3)
+
+
 def test_ranks_with_other_shapes_all_raise():
     """Global sizes must be equal; a batch is given whole to every rank."""
 

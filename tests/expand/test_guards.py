@@ -685,6 +685,6 @@ def test_a_step_that_deletes_a_variable_is_refused(was, monkeypatch):
     monkeypatch.setitem(globals(), "GONE", was)
     fn, now = deleting(was)
     for step, kept in ((deletes_a_global, lambda: GONE), (fn, now)):
-        with pytest.raises(RuntimeError, match="the step (changes|sets) (GONE|value)"):
+        with pytest.raises(RuntimeError, match=r"the step (changes|sets) (GONE|value)"):
             spmd.compile(step, line())(X)
         assert kept() is was
