@@ -105,6 +105,7 @@ ONE_IN = {
     "expand/test_memory.py::test_a_rank_needs_what_its_program_says": 7,
     "expand/test_memory_budget.py::test_results_are_the_same_to_the_bit": 0,
     "expand/test_offload.py::test_results_are_the_same_to_the_bit": 0,
+    "expand/test_caught.py::test_an_error_is_caught_where_one_device_raises_it": 12,
     "expand/test_new_options.py::test_each_group_has_its_own": 3,
     "expand/test_new_options.py::test_kept_programs_add_it_too": 4,
     "expand/test_new_options.py::test_what_a_step_adds_to_groups_is_there": 6,

@@ -24,6 +24,7 @@ from spmd import _torch
 from spmd.expand.arithmetic import only_arithmetic
 from spmd.expand.asked import Answers, asked
 from spmd.expand.captured import Argument, Captured
+from spmd.expand.caught import NotTheOps
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
 from spmd.expand.closed_over import search_of
 from spmd.expand.constraints import capture_constraints
@@ -51,7 +52,7 @@ from spmd.expand.stamp.repeats import Structure
 from spmd.expand.state import Slot, State, Tensors, in_order, named_leaves
 from spmd.expand.trace_errors import explained
 from spmd.expand.traced_function import TracedFunction
-from spmd.expand.user_code import ended_in_user_code
+from spmd.expand.user_code import ended_in_user_code, in_user_code
 from spmd.mesh import DeviceMesh
 from spmd.tensor.rules.decompositions import decompositions
 
@@ -157,7 +158,7 @@ def _traced(
         sizes.symbols, more,
     )  # fmt: skip
     with undone(fn, args, containers, state) as writes:
-        gm, environment = _complete_trace(fn, flat, begin, mesh, symbols)
+        gm, environment = _complete_trace(fn, flat, begin, mesh, symbols, bool(static))
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     made_of, shared = (flat.outputs, flat.leaves, flat.tree), flat.shared
@@ -188,14 +189,17 @@ def _inputs(
 
 
 def _complete_trace(
-    fn: Callable, flat: TracedFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols
-) -> tuple[fx.GraphModule, Answers]:
-    """The trace of a function, and what it has read of the environment. An error is explained in words of the step."""
-    table = decompositions | DENSE_VIEWS
+    fn: Callable, flat: TracedFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols,
+    is_exact: bool,
+) -> tuple[fx.GraphModule, Answers]:  # fmt: skip
+    """The trace of a function, and what it has read of the environment. An error is explained in words of the step.
+    is_exact: whether sizes are numbers."""
+    table, search = decompositions | DENSE_VIEWS, search_of(fn, flat.state.holders)
+    flat.watch_errors(search.functions, is_exact)
     try:
         with (
             tracing_lock, capture_local_maps(mesh) as insert_calls, capture_constraints(mesh) as insert_constraints,
-            _torch.backward_under(KeepProducts), asked(search_of(fn, flat.state.holders)) as process,
+            _torch.backward_under(KeepProducts), asked(search) as process,
         ):  # fmt: skip
             # Its code is never asked for: its graph alone is read, and cleaned later.
             with _torch.code_when_called(), _torch.without_layouts(), _torch.without_cleaning():
@@ -204,10 +208,14 @@ def _complete_trace(
             insert_calls(gm.graph)
             insert_constraints(gm.graph)
             flat.counts.finish(gm.graph)
+            flat.caught.check(gm.graph)
             symbols.forget_ops()
         for error in symbols.refused:
             if ended_in_user_code(error):
                 raise error
+    except NotTheOps as error:
+        in_words = explained(getattr(fn, "__name__", str(fn)), error.__cause__)
+        raise in_words or RuntimeError(f"{error}{in_user_code(error)}") from error
     except Exception as error:
         if flat.blocks.kinds:  # a step that is wrong is so without stamps, too, and says it in its own words
             raise CoupledBlocks(f"{type(error).__name__}: {error}") from error

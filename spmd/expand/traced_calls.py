@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from spmd import _torch
 from spmd.expand import fourier, losses, masked, symbolic_sizes, value_sizes
+from spmd.expand.caught import Caught
 from spmd.expand.constrained_writes import ConstrainedWrites
 from spmd.expand.told import FrozenValue, find_told
 from spmd.expand.traced_ops import Normalise
@@ -33,10 +34,14 @@ aten = torch.ops.aten
 class TracedCalls(TorchFunctionMode):
     """Inside, `torch.tensor`, `torch.as_tensor` and fused updates take symbols, recurrent layers are made of many ops,
     equal parts of a batch have one size, and places in tensors may be values of others. writes: as of
-    `ValuePlaces`. layouts: what asks how tensors lie in memory (`spmd.expand.layouts.asked_for`)."""
+    `ValuePlaces`. layouts: what asks how tensors lie in memory (`spmd.expand.layouts.asked_for`). caught: notes
+    errors."""
 
-    def __init__(self, writes: ConstrainedWrites, layouts: Mapping[Callable, Callable]) -> None:
+    def __init__(
+        self, writes: ConstrainedWrites, layouts: Mapping[Callable, Callable], caught: Caught
+    ) -> None:  # fmt: skip
         super().__init__()
+        self._caught = caught
         self._known = _by_function(
             ValuePlaces(writes).functions, value_sizes.FUNCTIONS, symbolic_sizes.FUNCTIONS, fourier.FUNCTIONS,
             losses.FUNCTIONS, _PARTS, layouts,
@@ -44,6 +49,16 @@ class TracedCalls(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        try:
+            if self._caught.watches:
+                return self._caught.run(self._run, function, args, kwargs)
+            return self._run(function, args, kwargs)
+        except Exception as error:
+            if (real := self._caught.noted(error, function, args, kwargs)) is not error:
+                raise real from None
+            raise
+
+    def _run(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in RECURRENT:
             with _without_kernels_of_the_machine(), _torch.recurrent_in_python():
                 return function(*args, **kwargs)

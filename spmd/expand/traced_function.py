@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from spmd._torch import pytree
 from spmd.expand.assigned import assigned_tensor
 from spmd.expand.attributes import check_no_gradients, first_set, give_attributes
 from spmd.expand.captured import Argument
+from spmd.expand.caught import Caught
 from spmd.expand.closed_over import search_of
 from spmd.expand.containers import AROUND, Before, Containers, Copies, There, is_filled
 from spmd.expand.counters import all_numbers, check_constant, is_number_or_symbol
@@ -175,6 +177,10 @@ class TracedFunction:
     first_kept: dict[tuple[str, Any, Any], Any] = field(default_factory=dict)
     new_options: NewOptions = field(default_factory=dict)
 
+    def watch_errors(self, functions: Collection[FunctionType], is_exact: bool) -> None:
+        """To be called before the trace. functions: the user's. is_exact: whether sizes are numbers."""
+        self.caught = Caught(functions, type(self)._called.__code__, is_exact)
+
     def __post_init__(self) -> None:
         self.origins = Origins.of(self.state.modules, type(self)._called.__code__)
         self.normalise = Normalise(self.phases, self.origins)
@@ -321,7 +327,7 @@ class TracedFunction:
         yield gradients.watched(lambda: bool(self.phases.ends))
         yield self.normalise
         yield _torch.scaled_steps(skipped.run)
-        yield TracedCalls(self.normalise.constrained, asked_for(self._given_tensors()))
+        yield TracedCalls(self.normalise.constrained, asked_for(self._given_tensors()), self.caught)
         yield KeepProducts(self.origins.made)
         yield self.origins.noted()
         yield _torch.assignable_data()

@@ -174,8 +174,14 @@ def dims_of(value, ndim: int) -> tuple[int, ...]:
 
     >>> dims_of(-1, 3), dims_of([0, -1], 3), dims_of(None, 2)
     ((2,), (0, 2), (0, 1))
+
+    IndexError for a dim that the tensor does not have, as torch's.
     """
     if value is None or value == [] or value == ():
         return tuple(range(ndim))
-    values = value if isinstance(value, (list, tuple)) else (value,)
+    values, least = value if isinstance(value, (list, tuple)) else (value,), max(ndim, 1)
+    for d in values:
+        if not -least <= d < least:
+            allowed = f"[{-least}, {least - 1}]"
+            raise IndexError(f"Dimension out of range (expected to be in range of {allowed}, but got {d})")
     return tuple(d % ndim for d in values) if ndim else ()

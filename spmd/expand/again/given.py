@@ -37,13 +37,11 @@ def likeness(x: Any) -> Callable[[Any], bool] | None:
         return None
     if kind is torch.Tensor:
         like, layout = (x.shape, x.dtype, x.device), layout_of(x)
-        if layout is None:
-            return lambda y: (
-                type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and not y.__dict__ and y.is_contiguous()
-            )
+        lies = torch.Tensor.is_contiguous if layout is None else lambda y: layout_of(y) == layout
         return lambda y: (
-            type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and not y.__dict__ and layout_of(y) == layout
-        )
+            type(y) is kind and (y.shape, y.dtype, y.device) == like and not y.requires_grad and not y.__dict__
+            and lies(y)
+        )  # fmt: skip
     if (spec := spec_of_value(x)) is not None and x._copy is None:
         return lambda y: type(y) is kind and y._spec is spec and y._copy is None and is_plain(y)
     if kind in (int, float):

@@ -18,6 +18,7 @@ from math import prod
 
 import torch
 
+from spmd.tensor.call import dims_of
 from spmd.tensor.rules.decomposition_table import Table, decomposition_registrar
 
 aten = torch.ops.aten
@@ -221,7 +222,8 @@ def native_group_norm_backward(grad_out, input, mean, rstd, weight, N, C, HxW, g
 @register_decomposition(aten.native_layer_norm.default)
 def native_layer_norm(input, normalized_shape, weight, bias, eps):
     dims = range(input.ndim - len(normalized_shape), input.ndim)
-    if not is_sharded(input, dims) or not input.numel():
+    fits = dims.start >= 0 and list(input.shape[dims.start :]) == list(normalized_shape)
+    if not fits or not is_sharded(input, dims) or not input.numel():  # what does not fit is torch's error
         return NotImplemented
     mean, centred, var = centred_moments(upcast(input), dims)
     rstd = aten.rsqrt.default(aten.add.Scalar(var, eps))
@@ -314,7 +316,7 @@ def log_softmax_backward(grad_output, output, dim, input_dtype):
 
 @register_decomposition(aten.logsumexp.default)
 def logsumexp(self, dim, keepdim=False):
-    dims = [d % self.ndim for d in dim] if self.ndim else []
+    dims = list(dims_of(dim, self.ndim)) if dim else []
     if not dims or not self.is_floating_point() or not self.numel() or not is_sharded(self, dims):
         return NotImplemented
     x = upcast(self)

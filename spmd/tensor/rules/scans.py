@@ -57,7 +57,7 @@ def positions(x: torch.Tensor, n: int, dim: int, ndim: int) -> torch.Tensor:
 
 def _extremum(x, dim: int, keepdim: bool, best: Callable):
     """The best value along a dim (`best` is amax or amin), and its first index. NaN is better than all numbers."""
-    dim = dim % x.ndim if x.ndim else 0
+    (dim,) = dims_of(dim, x.ndim) or (0,)
     if x.is_complex() or not block_lengths(x, dim):
         return NotImplemented
     if x.dtype == torch.bool:
@@ -152,7 +152,7 @@ MIN_REDUCTION = 4
 
 @register_decomposition(aten.topk.default)
 def topk(self, k, dim=-1, largest=True, sorted=True):
-    dim = dim % self.ndim if self.ndim else 0
+    (dim,) = dims_of(dim, self.ndim) or (0,)
     lengths = block_lengths(self, dim)
     if not 0 < k * len(lengths) * MIN_REDUCTION <= prod(self.shape[dim : dim + 1]) or len(set(lengths)) > 1:
         return NotImplemented
@@ -168,7 +168,7 @@ def topk(self, k, dim=-1, largest=True, sorted=True):
 
 def _scan_by_blocks(x: torch.Tensor, dim: int, scan: Callable, join: Callable, nothing: float):
     """The scan of each block, joined with the total of all blocks before it. nothing: the total of no blocks."""
-    dim = dim % x.ndim if x.ndim else 0
+    (dim,) = dims_of(dim, x.ndim) or (0,)
     lengths, parts = block_lengths(x, dim), split_into_blocks(x, dim, nothing)
     if parts is None and lengths and x.ndim == 1:  # one number on each rank
         return aten.squeeze.dim(scan(aten.unsqueeze.default(x, 1), 0), 1)
@@ -216,7 +216,7 @@ def _only_last_is_shorter(lengths: Sequence[int]) -> bool:
 
 def _running_extremum(x: torch.Tensor, dim: int, scan: Callable, is_better: Callable, best: Callable):
     """`cummax` or `cummin` and its indices. NaN is better than all numbers; of equal values the last one counts."""
-    dim = dim % x.ndim if x.ndim else 0
+    (dim,) = dims_of(dim, x.ndim) or (0,)
     if x.dtype == torch.bool or x.is_complex() or not x.ndim:
         return NotImplemented
     lengths, parts = block_lengths(x, dim), split_into_blocks(x, dim, _worst(x.dtype, best))
