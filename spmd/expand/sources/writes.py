@@ -26,7 +26,7 @@ from spmd.expand.containers import AROUND, Containers
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
 from spmd.expand.python_state import KeptOfRun, without_symbols
-from spmd.expand.sources.kinds import CLASS, ITERATOR, Kind, is_same, kinds_of
+from spmd.expand.sources.kinds import CLASS, CONTEXT, ELEMENTS, ITERATOR, MEMBERS, VARIABLE, Kind, is_same, kinds_of
 from spmd.expand.sources.reached import Change, Reached
 from spmd.expand.sources.redo import Write
 from spmd.expand.state import State
@@ -93,9 +93,12 @@ def _plain_writes(changes: list[Change], before: Reached, search: Search) -> Ite
         boxes.setdefault((id(change.box), change.kind), []).append(change)
     for several in boxes.values():
         first = several[0]
-        new = _Plain(before, first.path, search).contents(first.contents)
+        new = _Plain(before, first.path, search).contents(first.kind, first.contents)
         if not first.kind.same(first.before, new):
             yield Write(first.path, first.kind, first.box, first.before, new)
+
+
+_OF_VALUES = frozenset({ELEMENTS, MEMBERS, VARIABLE, CONTEXT})
 
 
 class _Plain:
@@ -104,10 +107,10 @@ class _Plain:
     def __init__(self, before: Reached, path: str, search: Search) -> None:
         self._before, self._path, self._search, self._seen = before, path, search, set[int]()
 
-    def contents(self, contents: Any) -> Any:
+    def contents(self, kind: Kind, contents: Any) -> Any:
         if isinstance(contents, dict):
             return {self.value(key): self.value(x) for key, x in contents.items()}
-        return type(contents)(map(self.value, contents)) if type(contents) in (list, set) else contents
+        return type(contents)(map(self.value, contents)) if kind in _OF_VALUES else contents
 
     def value(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor) and _torch.is_fake(x):
@@ -143,7 +146,7 @@ class _Plain:
     def _put_plain(self, kind: Kind, x: Any) -> None:
         """Make what is in a new value plain, in place."""
         old = kind.contents(x)
-        new = self.contents(old)
+        new = self.contents(kind, old)
         if kind.put is not None and not kind.same(old, new):
             kind.put(x, new)
 
