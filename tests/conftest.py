@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from sampled import is_sampled
 from workers import Pool
+
+from tests.audit.beside import audited
 
 FUNCTIONS = {name: x for name, x in vars(torch).items() if callable(x) and not name.startswith("_")}
 
@@ -30,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", choices=("sampled", "rest", "all"), default="sampled",
         help="of tests with many cases: some, which is the default; the rest; or all (tests/sampled.py)",
+    )  # fmt: skip
+    parser.addoption(
+        "--audit", type=int, default=0, metavar="CALLS",
+        help="how many calls of each compiled step are made beside one device, too (tests/audit/beside.py)",
     )  # fmt: skip
 
 
@@ -86,6 +93,24 @@ def torch_is_left_as_it_was() -> Iterator[None]:
     assert not left, f"the test left another torch.{left[0]} behind"
 
 
+@pytest.fixture(autouse=True)
+def steps_leave_what_one_device_leaves(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No compiled step leaves dead tensors or symbols of a capture behind; with --audit, nothing else that one device
+    would not. A test marked `not_audited` says why that is not for it."""
+    if request.node.get_closest_marker("not_audited"):
+        yield
+        return
+    with audited(request.config.getoption("audit")) as audit:
+        yield
+    found = audit.found()
+    AUDITED.update({"checked": audit.checked, "compared": audit.compared, **audit.alone})
+    assert not found, "\n".join(found)
+
+
+AUDITED: Counter[str] = Counter()
+"""How many calls of compiled steps were audited, and how many were not compared with one device, by reason."""
+
+
 @pytest.fixture(scope="session")
 def gloo4() -> Iterator[Pool]:
     """Four processes on gloo, started at the first test that asks and reused by all; `gloo4.run(fn, *args)`."""
@@ -117,3 +142,5 @@ def pytest_terminal_summary(terminalreporter) -> None:
         for name, value in report.user_properties:
             if name == "cases":
                 terminalreporter.write_line(f"{report.nodeid}: {value}")
+    if terminalreporter.config.getoption("audit"):
+        terminalreporter.write_line(f"audited calls: {dict(AUDITED)}")

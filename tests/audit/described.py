@@ -48,6 +48,7 @@ LEFT_OUT = {
     "parameters, buffers, gradients and state of optimisers are DTensors": "a call makes them such, by design",
     "requires_grad of what is no leaf": "a program hands out values, and no graph of how they were computed",
     "_opt_called of optimisers": "a note that they were called, by which torch's schedules choose a warning",
+    "the order in which an optimiser's state of a parameter was filled": "torch looks it up, and loads it, by name",
     "ids of hooks": "torch numbers the hooks of a process; their order is compared",
     "globals of Python, torch, spmd and installed packages": "they are no part of the step's state; 150,000 objects",
     "which tuple of equal values it is": "tuples cannot be changed, and torch makes new ones",
@@ -155,6 +156,13 @@ class Walk:
         while found:
             found.extend(self._inside(*found.popleft()))
 
+    @classmethod
+    def tensors_in(cls, roots: Table) -> list[torch.Tensor]:
+        """All tensors that are met."""
+        walk = cls(check_ranks=False)
+        walk.run(roots)
+        return [x for _, x in walk._met.values() if isinstance(x, torch.Tensor)]
+
     def _inside(self, path: str, x: Any) -> Found:
         """Note a value, and give what is in it."""
         if not TRACED.isdisjoint(kind.__name__ for kind in type(x).__mro__):
@@ -184,11 +192,11 @@ class Walk:
             yield from ((f"{path}.{name}", y) for name, y in own.items())
 
     def _tensors(self, path: str, x: torch.Tensor) -> Found:
-        value = _whole(path, x) if self._check_ranks else x
+        value = whole(path, x) if self._check_ranks else x
         is_parameter = isinstance(x, nn.Parameter)
         self.table[path] = Whole(value, is_parameter, x.requires_grad if x.is_leaf else None)
         yield f"{path}.grad", x.grad if x.is_leaf else None
-        own = {name: y for name, y in vars(x).items() if not (isinstance(x, DTensor) and name in OF_DTENSOR)}
+        own = attributes_of(x)
         if own:
             yield from self._dicts(f"{path} attributes", own, f"{path}.{{}}")
 
@@ -196,7 +204,7 @@ class Walk:
         """The values by keys, whose order counts. Keys that are no plain values are known by their order."""
         text = text or path.replace("{", "{{").replace("}", "}}") + "[{!r}]"
         shown = [key if isinstance(key, PLAIN_KEYS) else f"key {i}" for i, key in enumerate(x)]
-        self.table[path] = _name(type(x)), *map(str, shown)
+        self.table[path] = _name(type(x)), *map(str, sorted(shown) if IN_STATE in path else shown)
         for name, (key, value) in zip(shown, x.items(), strict=True):
             if not isinstance(key, PLAIN_KEYS):
                 yield f"{path} {name}", key
@@ -348,7 +356,11 @@ WITHOUT_ATTRIBUTES = (
 MADE_ANEW = tuple, frozenset, types.BuiltinMethodType, types.MethodType, types.MethodWrapperType, types.CellType
 """Kinds of which it says nothing that two are one object: they cannot be changed, or are made when asked for."""
 
+IN_STATE = ".state['key "
+"""In the paths of what an optimiser keeps for a parameter."""
+
 OF_DTENSOR = {"_spec", "_local_tensor", "_memory", "_copy", "_offset", "_is_param"}
+OF_LOCAL_TENSOR = {"_locals", "ranks", "_is_param"}
 
 
 def _own_of(owner: Any, own: dict) -> dict:
@@ -361,6 +373,12 @@ def _own_of(owner: Any, own: dict) -> dict:
         own = {name: x for name, x in own.items() if name != "_opt_called"}
         return {name: list(x.values()) if "hook" in name and isinstance(x, dict) else x for name, x in own.items()}
     return own
+
+
+def attributes_of(x: torch.Tensor) -> dict[str, Any]:
+    """What users have set on a tensor."""
+    made = OF_DTENSOR if isinstance(x, DTensor) else OF_LOCAL_TENSOR if isinstance(x, LocalTensor) else ()
+    return {name: y for name, y in vars(x).items() if name not in made}
 
 
 def own_of(x: Any) -> dict[str, Any]:
@@ -394,10 +412,11 @@ def _names_of(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _whole(path: str, x: torch.Tensor) -> torch.Tensor:
+def whole(path: str, x: torch.Tensor) -> torch.Tensor:
     """The tensor of one device that a tensor of simulated ranks stands for. The ranks must agree on it."""
+    with torch.no_grad():  # and not `detach`, of which a DTensor would take note
+        x = x.full_tensor() if isinstance(x, DTensor) else x
     x = x.detach()
-    x = x.full_tensor() if isinstance(x, DTensor) else x
     try:
         return x.reconcile() if isinstance(x, LocalTensor) else x
     except Exception as error:
