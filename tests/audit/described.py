@@ -46,6 +46,7 @@ from spmd import CompiledStep, DeviceMesh, DTensor, LocalTensor, LocalTensorMode
 
 LEFT_OUT = {
     "parameters, buffers, gradients and state of optimisers are DTensors": "a call makes them such, by design",
+    "whether a tensor that is returned is one of those that were given": "`spmd.compile` says when it is a copy",
     "requires_grad of what is no leaf": "a program hands out values, and no graph of how they were computed",
     "_opt_called of optimisers": "a note that they were called, by which torch's schedules choose a warning",
     "the order in which an optimiser's state of a parameter was filled": "torch looks it up, and loads it, by name",
@@ -112,20 +113,36 @@ def described(roots: Table) -> Table:
     """All that is in these values, by path. Raises `Left` for what a capture has left behind, or where simulated ranks
     have different tensors."""
     walk = Walk()
-    walk.run(roots)
+    walk.run({name: x for name, x in roots.items() if name != RETURNED})
+    walk.run({name: x for name, x in roots.items() if name == RETURNED})  # whose names come last
     return walk.table
 
 
 def difference(want: Table, got: Table, rtol: float = 1e-8, atol: float = 1e-10) -> str:
     """The first place at which two tables differ, with both values; empty where there is none."""
+    own = {path for path in want.keys() ^ got.keys() if path.startswith(RETURNED)}  # of copies of what was given
     for path, a in want.items():
+        if path in own:
+            continue
         if path not in got:
             return f"{path}: {_short(a)} on one device, and nothing if compiled"
-        if not _equal(a, b := got[path], rtol, atol):
+        b = got[path]
+        if path.startswith(RETURNED):
+            a, b = (_returned(x, table) for x, table in ((a, want), (b, got)))
+        if not _equal(a, b, rtol, atol):
             return f"{path}: {_apart(a, b)}"
-    return next(
-        (f"{path}: {_short(got[path])} if compiled, and nothing on one device" for path in got.keys() - want), ""
-    )
+    more = [path for path in got if path not in want and path not in own]
+    return f"{more[0]}: {_short(got[more[0]])} if compiled, and nothing on one device" if more else ""
+
+
+RETURNED = "returned"
+"""Where a step's result is among the values that are described."""
+
+
+def _returned(x: Any, table: Table) -> Any:
+    """What a step returns of the tensors that it was given is a copy if compiled, and no parameter."""
+    there = table[x.path] if isinstance(x, Same) else x
+    return Whole(there.value, False, None) if isinstance(there, Whole) else x
 
 
 def left_behind(roots: Table) -> str:
@@ -152,7 +169,6 @@ class Walk:
 
     def run(self, roots: Table) -> None:
         found = collections.deque(roots.items())
-        self.table["names"] = tuple(roots)
         while found:
             found.extend(self._inside(*found.popleft()))
 
@@ -170,9 +186,8 @@ class Walk:
         if isinstance(x, ATOMS):
             self.table[path] = x if is_library(type(x).__module__) else (_name(type(x)), repr(x))
             return ()
-        if id(x) in self._met:
-            if path not in self.table:  # a global may be met by several functions
-                self.table[path] = None if isinstance(x, MADE_ANEW) else Same(self._met[id(x)][0])
+        if id(x) in self._met and not isinstance(x, MADE_ANEW):
+            self.table.setdefault(path, Same(self._met[id(x)][0]))  # a global may be met by several functions
             return ()
         self._met[id(x)] = path, x  # kept alive, so that no other gets its id
         look = next((look for kinds, look in ROWS if isinstance(x, kinds)), Walk._by_referents)
@@ -444,8 +459,8 @@ def _equal(a: Any, b: Any, rtol: float, atol: float) -> bool:
 def _close(a: torch.Tensor, b: torch.Tensor, rtol: float, atol: float) -> bool:
     if not a.is_floating_point() and not a.is_complex():
         return torch.equal(a, b)
-    low = torch.finfo(a.dtype).eps > 1e-10
-    return torch.allclose(a, b, max(rtol, 1e-3) if low else rtol, max(atol, 1e-4) if low else atol, equal_nan=True)
+    eps = torch.finfo(a.dtype).eps
+    return torch.allclose(a, b, max(rtol, 1e4 * eps if eps < 1e-4 else 4 * eps), max(atol, 4 * eps), equal_nan=True)
 
 
 def _apart(a: Any, b: Any) -> str:
@@ -454,10 +469,16 @@ def _apart(a: Any, b: Any) -> str:
         return f"compiled it lacks {_short(lost)}"
     if isinstance(a, tuple) and isinstance(b, tuple) and (new := [x for x in b if x not in a]):
         return f"compiled it has {_short(new)}, too"
-    if isinstance(a, Whole) and isinstance(b, Whole) and a.requires_grad != b.requires_grad:
-        return f"requires_grad is {a.requires_grad} on one device, and compiled {b.requires_grad}"
-    a, b = (x.value if isinstance(x, Whole) else x for x in (a, b))
+    if isinstance(a, Whole) and isinstance(b, Whole):
+        a, b = (_said(a), a.value), (_said(b), b.value)
+        a, b = (x[0] for x in (a, b)) if a[0] != b[0] else (x[1] for x in (a, b))
     return f"{_short(a)} on one device, and compiled {_short(b)}"
+
+
+def _said(x: Whole) -> str:
+    kind = "parameter" if x.is_parameter else "tensor"
+    grad = "" if x.requires_grad is None else f" with requires_grad={x.requires_grad}"
+    return f"a {kind} of {str(x.value.dtype)[6:]} {list(x.value.shape)}{grad}"
 
 
 def _name(kind: Any) -> str:
