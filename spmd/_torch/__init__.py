@@ -203,7 +203,7 @@ from spmd._torch.optimizers import (
 from spmd._torch.quick_functions import QUICK_FUNCTIONS, quick_function
 from spmd._torch.quick_traces import quick_functional_mode
 from spmd._torch.random_numbers import Twister, keep_seed, kept_seed, own_seed, own_seeds
-from spmd._torch.read_numbers import Integer, TypeOf, ValueRead, asked_by_user, plain_type, read_as_numbers
+from spmd._torch.read_numbers import ErrorOfRun, Integer, TypeOf, ValueRead, asked_by_user, plain_type, read_as_numbers
 from spmd._torch.recurrent import recurrent_in_python
 from spmd._torch.simulated_distributed import DistributedState, simulated_distributed
 from spmd._torch.size_nodes import strides_text

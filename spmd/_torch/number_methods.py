@@ -55,6 +55,20 @@ def _here(thread: int, method: Callable, before: Callable | None) -> Callable:
     return run
 
 
+def _of_ints(method: str, reflected: bool) -> Callable:
+    """Arithmetic and comparisons of sizes, which a trace has by the thousand: without torch's questions about types."""
+    def run(before: Any, x: torch.SymInt, y: Any) -> Any:
+        if type(y) is int:
+            other = x.node.wrap_int(y)
+        elif type(y) is torch.SymInt and isinstance(y.node, NumberNode):
+            other = y.node
+        else:
+            return before(x, as_int(y))
+        return wrap_node(getattr(other, method)(x.node) if reflected else getattr(x.node, method)(other))
+
+    return run
+
+
 def _of_floats(op: str, is_reflected: bool) -> Callable:
     def run(before: Any, x: Any, y: Any) -> Any:
         if not isinstance(y, _NUMBERS):
@@ -99,6 +113,10 @@ _METHODS: dict[type, dict[str, Callable]] = {
     torch.SymFloat: {name: _with_truths for _, name, _ in _BOTH},
     torch.SymBool: {name: _of_truths(op, reflected) for op, name, reflected in _BOTH},
 }
+_METHODS[torch.SymInt] |= {
+    name: _of_ints(op, reflected) for op, name, reflected in _BOTH if op in ("add", "sub", "mul")
+}
+_METHODS[torch.SymInt] |= {f"__{op}__": _of_ints(op, False) for op in ("eq", "ne", "lt", "le", "gt", "ge")}
 _METHODS[torch.SymFloat] |= {
     name: _of_floats(op, reflected) for op, name, reflected in _BOTH if op in ("pow", "floordiv")
 }

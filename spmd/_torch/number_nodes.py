@@ -19,6 +19,8 @@ from torch.fx.experimental.sym_node import SymNode, to_node, wrap_node
 from torch.utils._thunk import Thunk
 
 from spmd._torch.computed import FUNCTIONS, MATH, OF_SYMBOLS, Computed, outcome
+from spmd._torch.handlers import is_caught
+from spmd._torch.read_numbers import ErrorOfRun
 
 
 class NumberNode(SymNode):
@@ -168,18 +170,39 @@ _NEVER_RAISE = {f"math.{name}" for name in ("atan", "atan2", "tanh", "erf", "erf
 
 def _check(op: str, nodes: tuple[NumberNode, ...]) -> None:
     """Raise what Python raises for the present values. Whether it does becomes a condition of the trace."""
-    may_raise = op in _WHOLE or op == "pow" or (op.removeprefix("math.") in MATH and op not in _NEVER_RAISE)
-    if op in _DIVISIONS:
+    may_raise = _errors_of(op)
+    deciding = nodes[-1:] if op in _DIVISIONS else nodes
+    if not may_raise or (op in _DIVISIONS and nodes[-1].constant):
+        return
+    if not all(x.is_known for x in deciding):
+        _refuse_if_caught(op, nodes[0].shape_env)
+    elif op in _DIVISIONS:
         _check_divisor(op, *nodes)
-    elif may_raise and all(x.is_known for x in nodes):
+    else:
         _check_outcome(op, nodes)
 
 
+def _refuse_if_caught(op: str, env: Any) -> None:
+    """Raise ErrorOfRun where code of the user catches what the run may raise: the program would raise it."""
+    if is_caught(_errors_of(op)):
+        env.refused.append(ErrorOfRun(f"{op.removeprefix('math.')} of a number in a tensor"))
+        raise env.refused[-1]
+
+
+@functools.cache
+def _errors_of(op: str) -> tuple[type[Exception], ...]:
+    """What a function may raise."""
+    if op in _DIVISIONS:
+        return (ZeroDivisionError,)
+    if op in _WHOLE:
+        return OverflowError, ValueError
+    if op == "pow":
+        return ZeroDivisionError, OverflowError
+    return (OverflowError, ValueError) if op.removeprefix("math.") in MATH and op not in _NEVER_RAISE else ()
+
+
 def _check_divisor(op: str, number: NumberNode, divisor: NumberNode) -> None:
-    if divisor.constant is None:
-        if not divisor.is_known or divisor.ne(to_node(divisor, divisor.pytype(0))).guard_bool("", 0):
-            return
-    elif divisor.constant:
+    if divisor.constant is None and divisor.ne(to_node(divisor, divisor.pytype(0))).guard_bool("", 0):
         return
     FUNCTIONS[op].run(number.pytype(1), divisor.pytype(0))  # raises
 
@@ -242,7 +265,7 @@ def _binary(name: str, op: str) -> Callable:
         if op in _FLOATS or self.is_computed or other.is_computed:
             return applied(op, self, other)
         if op in _DIVISIONS:
-            _check_divisor(op, self, other)
+            _check(op, (self, other))
         return _as_number(plain(self, other))
 
     return run

@@ -11,6 +11,7 @@ torch's own code and spmd's find all of this as torch has it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -29,6 +30,10 @@ NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 class ValueRead(RuntimeError):
     """Python code asks for a value that only the run knows."""
+
+
+class ErrorOfRun(RuntimeError):
+    """Python code catches an error that only the run may raise."""
 
 
 class Integer(torch.SymInt):
@@ -50,7 +55,7 @@ def read_as_numbers() -> Iterator[None]:
             for name, read in _methods(kind, number).items():
                 undo.callback(_restore, kind, name, vars(kind).get(name))
                 setattr(kind, name, _for_the_user(thread, read, getattr(kind, name)))
-            _set_class(kind, property(_for_the_user(thread, plain_type, type)))
+            _set_class(kind, property(functools.partial(_class_of, thread)))
             undo.callback(_set_class, kind, None)
         undo.callback(_restore, FunctionalTensor, "__repr__", vars(FunctionalTensor).get("__repr__"))
         FunctionalTensor.__repr__ = _for_the_user(thread, _refuse_tensor, FunctionalTensor.__repr__)
@@ -109,6 +114,21 @@ def _methods(kind: type, number: type) -> dict[str, Callable]:
     }
 
 
+_OF_LIBRARIES: set[str] = set()
+"""Files of torch and spmd whose code has asked for a class: it asks as often as it has sizes."""
+
+
+def _class_of(thread: int, x: Any) -> type:
+    """The class of a symbol, or of what it stands for where code of the user asks."""
+    frame = sys._getframe(1)
+    code = frame.f_code
+    if code.co_filename in _OF_LIBRARIES and code.co_name not in _PASSED_ON:
+        return type(x)
+    if code.co_filename.startswith(_TORCH):
+        _OF_LIBRARIES.add(code.co_filename)
+    return plain_type(x) if threading.get_ident() == thread and asked_by_user(frame) else type(x)
+
+
 def _set_class(kind: type, of: property | None) -> None:
     """Let `x.__class__`, which `isinstance` asks, be what a property says. Python sets no such attribute of a class
     that is there already: it would take it for the class of the class."""
@@ -156,6 +176,13 @@ _PACKAGES = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")
 _SYMPY, _DEBUGGERS = os.sep + "sympy" + os.sep, ("pdb.py", "bdb.py")
 _PASSED_ON = {"__repr__", "__format__", "__torch_function__", "handle_torch_function"}
 """What torch's code of these names does, its caller does."""
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame is one of code of the user, or of a package that the user calls."""
+    file = frame.f_code.co_filename
+    is_library = file.startswith((*_TORCH, "<")) or _SYMPY in file or file.endswith(_DEBUGGERS)
+    return not is_library and (not file.startswith(_PYTHON) or file.startswith(_PACKAGES))
 
 
 def asked_by_user(frame: FrameType | None) -> bool:

@@ -25,6 +25,11 @@ def _meaning(error: Exception) -> tuple[type[Exception], str] | None:
             "decides by a value in a tensor, which only the run knows; write it with ops on tensors, such as "
             "torch.where, with x.item() in the place of float(x) or int(x), or move it out of the step"
         )
+    if isinstance(error, _torch.ErrorOfRun):
+        return RuntimeError, (
+            f"catches the error of a {error}, which only the run knows: its program would raise it; return the number, "
+            "and compute with it after the step"
+        )
     if isinstance(error, AssertionError) and "token for effect" in text:
         return NotImplementedError, ONLY_ACTS
     simulated = isinstance(error, TypeError) and "LocalTensor" in text  # it meets no traced tensor

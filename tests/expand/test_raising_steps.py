@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from spmd import LocalTensorMode
 from spmd.sim import run_ranks
 from tests.expand.call_by_call import WAYS, Plain, X, check, compiled, outcome, same
 
@@ -91,3 +93,72 @@ def test_a_training_goes_on(name):
     want = trained(lambda step: step)
     for got in run_ranks(lambda rank: trained(lambda step: compiled(step, "sharded")), 4):
         same([x for x, _ in got], [x for x, _ in want], name)
+
+
+def by_name(y):
+    try:
+        return math.exp(y)
+    except OverflowError:
+        return math.inf
+
+
+def by_a_base(y):
+    try:
+        return 1 / y
+    except (KeyError, ArithmeticError) as error:
+        return str(error)
+
+
+def by_none(y):
+    with contextlib.nullcontext():
+        try:
+            return int(y)
+        except:  # noqa: E722
+            return 0
+
+
+def behind_another(y):
+    try:
+        try:
+            return y**-1.5
+        except KeyError:
+            return 1
+        finally:
+            y = 2
+    except Exception:
+        return 0
+
+
+def of_another_kind(y):
+    try:
+        found = math.exp(y) + 1 / y
+    except (KeyError, OSError):
+        return 0
+    try:
+        return {}["a"]
+    except Exception:
+        return found
+
+
+def of_a_finally(y):
+    try:
+        return y / 2 + 1 / y
+    finally:
+        y = 2
+
+
+@pytest.mark.parametrize("read", [by_name, by_a_base, by_none, behind_another], ids=lambda f: f.__name__)
+def test_an_error_of_the_run_that_the_step_catches_is_refused_with_the_line(read):
+    def step(model, x):
+        return read((x @ model.weight).mean().item())
+
+    with LocalTensorMode(4), pytest.raises(RuntimeError, match=r"only the run knows.*\n  at .*test_raising_steps"):
+        compiled(step, "dp")(Plain(), X)
+
+
+@pytest.mark.parametrize("read", [of_another_kind, of_a_finally], ids=lambda f: f.__name__)
+def test_what_catches_no_such_error_does_not_matter(read):
+    def step(model, x):
+        return x * read((x @ model.weight).mean().item())
+
+    check(Plain, step, [(X,), (X * 0,), (X,)])
