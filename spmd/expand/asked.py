@@ -168,7 +168,7 @@ def environment_differs(asked_before: Answers) -> str:
 
 def _variables(search: Search) -> Iterable[dict[str, Any]]:
     """The variables of the modules whose functions have stand-ins, and of those of the user."""
-    asked = os.path, io, torch, torch.random, torch._C, sys
+    asked = os.path, io, torch, torch.random, sys
     modules = [*TOLD, *asked, builtins, *(sys.modules[name] for name in DRAWING if name in sys.modules)]
     found = [*map(vars, modules), *_of_users(search)]
     return {id(each): each for each in found}.values()
