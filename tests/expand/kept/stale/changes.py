@@ -446,6 +446,7 @@ def step(model, x):
     return of_source(name, group, source, f"M = ARGS[0]\n{now}", **options)
 
 
+SHARDED = "HOW = {'ranks': 4, 'fully_shard': 'dp'}"
 LINEAR = "nn.Linear(4, 4, bias=False)"
 FOUR = ", ".join([LINEAR] * 4)
 TANH = "nn.Tanh()"
@@ -468,6 +469,10 @@ class Holds(nn.Module):
 
 MODELS = [
     of_model("another tie of weights", FOUR, "M[2].weight = M[0].weight", "ties", then="M = ARGS[0]; M[1].weight = M[0].weight"),
+    of_model("another tie of weights in shards", FOUR, "M[2].weight = M[0].weight", "ties", SHARDED,
+             then="M = ARGS[0]; M[1].weight = M[0].weight"),
+    of_model("other places of a module in shards", f"{LINEAR}, {TANH}, {LINEAR}, {TANH}", "M[2], M[3] = M[1], M[0]", "ties", SHARDED,
+             then="M = ARGS[0]; M[2], M[3] = M[0], M[1]"),
     of_model("a tie of weights", FOUR, "M[2].weight = M[0].weight", "ties"),
     of_model("a tie given up", FOUR, "M[1].weight = nn.Parameter(M[0].weight.detach().clone() * 2)", "ties",
              then="M = ARGS[0]; M[1].weight = M[0].weight", between_calls=False),
@@ -801,6 +806,15 @@ ARGUMENTS = [
         def step(model, x):
             return model(x) * (2 if model.weight.is_contiguous() else 3)
         """, "ARGS[0].weight = nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4).t())", between_calls=False),
+    of_source("strides of a parameter in shards", "arguments", SHARDED + """
+
+def make():
+    torch.manual_seed(0)
+    return nn.Linear(4, 4), torch.ones(4, 4)
+
+def step(model, x):
+    return model(x) * (2 if model.weight.stride(0) == 4 else 3)
+""", "ARGS[0].weight = nn.Parameter(torch.linspace(-1, 1, 16).reshape(4, 4).t())", between_calls=False),
     of_source("strides of a buffer", "arguments", """
         def make():
             model = nn.Linear(4, 4)
