@@ -25,6 +25,9 @@ from spmd.expand.unread_attributes import Names, changed
 from spmd.mesh import DeviceMesh, current_rank, per_rank
 from spmd.tensor.spec import Spec, contiguous
 
+MANY_ALONE = 3
+"""Of so many captures that were right for one call alone a line in the log tells."""
+
 MOST_CAPTURES = 64
 """The most captures that a compiled step keeps."""
 
@@ -45,6 +48,7 @@ class Captures:
         self.apart = Apart()
         self._last: Guards = {}
         self._said: set[str] = set()
+        self._alone = 0
         self._steps = _steps_of(fn)
         self._steps.add(self)
 
@@ -65,7 +69,9 @@ class Captures:
                 if names and (numbers := changed_numbers(self._last, guards, names)):
                     raise CountersFound(numbers)
                 found = self._of_others(call, shapes) or make(names)
-                if not found.is_for_one_call:  # what changes Python state is right for one call alone
+                if found.is_for_one_call:  # what changes Python state is right for one call alone
+                    self._count(found)
+                else:
                     self._keep(found, call)
         self._last = guards_of(call.key)
         return found
@@ -110,6 +116,13 @@ class Captures:
                 "is neither a size nor a float changes from call to call. The log of spmd says what it is.",
                 stacklevel=6,
             )
+
+    def _count(self, found: Captured) -> None:
+        """Say once where one call after the other is captured because the step changes Python values in each."""
+        self._alone += 1
+        if self._alone == MANY_ALONE:
+            what = found.writes[0].path if found.writes else "a value in a module"
+            _warn(self._mesh, f"{self._title} is captured in each call: it changes {what}, which no program does")
 
     def _say(self, why: str) -> None:
         """One line, once for each reason."""
