@@ -18,7 +18,7 @@ import re
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,9 @@ _MUTABLE = frozenset({ITEMS, ELEMENTS, MEMBERS, ATTRIBUTES})
 _OF_PYTHON = sys.stdlib_module_names
 
 
+NONE_NAMED: Mapping[int, Collection[str]] = types.MappingProxyType({})
+
+
 @dataclass(frozen=True, eq=False)
 class Change:
     """A place that has another value now. path: as the user would write it. box: what has the place. old, new: the
@@ -68,10 +71,15 @@ class Change:
 
 class Reached:
     """The values that are reached from some roots, by name, with what was in them. is_foreign: whether a Python module
-    is no user's, by its name."""
+    is no user's, by its name. named: of objects of the user, by identity, the attributes that code has; into others
+    nobody looks, as into what a trainer holds for its data, where other threads may be at work.
+    """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], is_foreign: Callable[[str | None], bool]) -> None:
-        self._is_foreign = is_foreign
+    def __init__(
+        self, roots: Iterable[tuple[str, Any]], is_foreign: Callable[[str | None], bool],
+        named: Mapping[int, Collection[str]] = NONE_NAMED,
+    ) -> None:  # fmt: skip
+        self._is_foreign, self._named = is_foreign, named
         self._ways: dict[int, tuple[int, Step]] = {}
         roots = list(roots)
         self._names = {id(x): name for name, x in reversed(roots)}
@@ -97,7 +105,10 @@ class Reached:
                     continue
                 contents = kind.contents(x)
                 self._held.append((kind, x, contents))
-                left += self._new(x, kind.inside(contents), seen)
+                inside = kind.inside(contents)
+                if id(x) in self._named:
+                    inside = [each for each in inside if each[0][1] in self._named[id(x)]]
+                left += self._new(x, inside, seen)
             if type(x) is types.FunctionType:
                 left += self._new(x, self._globals(x, seen), seen)
 

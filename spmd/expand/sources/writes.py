@@ -42,7 +42,8 @@ def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state:
     search = search_of(fn, state.holders)
     inside = [(path.removeprefix(AROUND), x) for path, several in containers.items() for x in several]
     roots = [("", fn), *state.holders.items(), *args.items(), *inside, ("os.environ", os.environ._data)]
-    before = Reached(roots, search.is_foreign)
+    named = {id(x): search.attributes_named for x in state.objects.values()}
+    before = Reached(roots, search.is_foreign, named)
     _check_iterators(before, search)
     writes: list[Write] = []
     try:
