@@ -12,6 +12,9 @@ Every other module imports them from here, so that one place shows what a new ve
     symbols                 numbers that stay symbols in a trace
     sizes                   sizes that do, with what is decided by them
     size_nodes              their arithmetic
+    number_nodes            that of floats, as Python has it; computed, number_methods, symbolic_math
+    known_values            tensors of one number whose value is known in a trace
+    handlers                which errors the user's code catches
     read_numbers            both, as Python code of the user sees them
     traces                  make_fx: tensors and their proxies
     trees                   torch's trees, in which sizes stay sizes

@@ -104,7 +104,9 @@ def is_now(x: Any, value: Any) -> Computed:
     """The condition that a number has this value."""
     if value != value:
         return Computed("ne", x, x)
-    return Computed("eq", x, value) if value else Computed("eq", Computed("repr", x), repr(value))
+    if value or type(value) is int:
+        return Computed("eq", x, value)
+    return Computed("eq", Computed("repr", x), repr(value))  # zero has a sign
 
 
 def _read_of_tensor(condition: Any) -> Any:
