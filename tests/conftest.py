@@ -42,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that are not asked for, and sort the long files to the front; all else stays in order."""
+    if "nightly" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
     cases = config.getoption("cases")
     if cases != "all" and not any("::" in arg for arg in config.args):  # a test that is named is run
         sampled = is_sampled(_path(item) + item.nodeid[item.nodeid.find("::") :] for item in items)

@@ -10,8 +10,9 @@ its result then hold (`described.py`). After the compiled call another child wri
 nobody has to say what a step may change, no world has to be made twice, a call is asked whatever calls were before it,
 and the process itself sees nothing of this: no collective, no view.
 
-Where no child can be (`Audit.alone` counts why), and in the calls after the first few, the compiled call is asked for
-one thing alone: that nothing of a capture is left in what can be reached.
+Where there is no such child (`Audit.alone` counts why), and in the calls after the first few, the compiled call is
+asked for one thing alone: that nothing of a capture is left in what can be reached. There is none where ranks are
+threads or processes, and none for steps that draw random numbers: a program has a generator that ranks can share.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def compared(one: Child, roots: Table) -> tuple[str, str]:
 
 def roots_of(step: CompiledStep, args: tuple, kwargs: dict[str, Any], result: Any) -> Table:
     given = {f"argument {i}": x for i, x in enumerate(args)} | {f"argument {name}": x for name, x in kwargs.items()}
-    return {**given, "the step": step.fn, "returned": result}
+    return {**given, "the step": step.fn, "os.environ": dict(os.environ), "returned": result}
 
 
 def _obstacle(step: CompiledStep) -> str:
@@ -203,7 +204,9 @@ def _send(run: Callable[[], Any], sends: int) -> None:
 def on_one_device(step: CompiledStep, args: tuple, kwargs: dict[str, Any]) -> Table:
     leave_the_mesh(roots_of(step, args, kwargs, None))
     warnings.simplefilter("ignore")
-    result = step.fn(*args, **kwargs)
+    before, result = torch.get_rng_state(), step.fn(*args, **kwargs)
+    if not torch.equal(before, torch.get_rng_state()):
+        raise RuntimeError("its random numbers are of another generator")
     return described(roots_of(step, args, kwargs, result))
 
 

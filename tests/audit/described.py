@@ -50,6 +50,7 @@ LEFT_OUT = {
     "requires_grad of what is no leaf": "a program hands out values, and no graph of how they were computed",
     "_opt_called of optimisers": "a note that they were called, by which torch's schedules choose a warning",
     "the order in which an optimiser's state of a parameter was filled": "torch looks it up, and loads it, by name",
+    "empty entries of an optimiser's state": "its `defaultdict` makes them where they are read",
     "ids of hooks": "torch numbers the hooks of a process; their order is compared",
     "globals of Python, torch, spmd and installed packages": "they are no part of the step's state; 150,000 objects",
     "which tuple of equal values it is": "tuples cannot be changed, and torch makes new ones",
@@ -218,6 +219,8 @@ class Walk:
     def _dicts(self, path: str, x: Any, text: str = "") -> Found:
         """The values by keys, whose order counts. Keys that are no plain values are known by their order."""
         text = text or path.replace("{", "{{").replace("}", "}}") + "[{!r}]"
+        if isinstance(x, collections.defaultdict) and path.endswith(".state"):
+            x = {key: value for key, value in x.items() if value}
         shown = [key if isinstance(key, PLAIN_KEYS) else f"key {i}" for i, key in enumerate(x)]
         self.table[path] = _name(type(x)), *map(str, sorted(shown) if IN_STATE in path else shown)
         for name, (key, value) in zip(shown, x.items(), strict=True):

@@ -11,6 +11,8 @@ import pytest
 
 from tests.audit.random_steps import TOP, Drawn, outcome, outcome_of
 
+pytestmark = pytest.mark.not_audited("they are compared with one device call by call")
+
 KEPT: dict[str, list[Drawn]] = {
     "objects of installed packages": [
         *(Drawn("installed", kind) for kind in ("count", "decay", "flip", "once", "rate")),
