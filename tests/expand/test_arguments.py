@@ -271,3 +271,19 @@ def test_kept_programs_give_sizes(tmp_path) -> None:
     calls = [(torch.ones(4, 2),), (torch.ones(8, 2),)]
     for _ in range(2):
         assert on_ranks(fn, calls, cache=tmp_path) == results(fn, calls)
+
+
+def test_a_cache_folder_knows_what_is_one_tensor(tmp_path) -> None:
+    def fn(x, y):
+        return x * (2 if x is y else 3)
+
+    for calls in ([SAME], [OTHER], [SAME, OTHER], [OTHER, SAME]):
+        assert on_ranks(fn, calls, cache=tmp_path) == results(fn, calls)
+
+
+def test_a_cache_folder_knows_the_attributes_of_arguments(tmp_path) -> None:
+    def fn(x):
+        return x * getattr(x, "k", 5)
+
+    for calls in ([(tagged(k=1),)], [(tagged(k=2),)], [(tagged(),)], [(tagged(k=1),)]):
+        assert on_ranks(fn, calls, cache=tmp_path) == results(fn, calls)
