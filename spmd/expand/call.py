@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from spmd import _torch
 from spmd._torch import pytree
@@ -124,6 +125,8 @@ class Call:
         if pairs := self.ones:
             read["tensors that are one"] = pairs
         read |= attribute_guards(self.leaves | self.attributes.tensors, reads)
+        if parameters := tuple([path for path, x in self.leaves.items() if isinstance(x, nn.Parameter)]):
+            read["parameters among the arguments"] = parameters
         self.around = tuple((guards | read).items())
 
     def _guards_of_loose(self) -> dict[str, tuple]:

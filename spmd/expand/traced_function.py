@@ -216,6 +216,8 @@ class TracedFunction:
         with _torch.no_function_modes():
             new = {slot: self._as_original(slot, wrapped[slot]) for slot in self.slots}
         given_tensors = {i: x for i, x in wrapped.items() if isinstance(i, Argument) and isinstance(x, torch.Tensor)}
+        for path in (path for path, x in named_leaves(self.args) if isinstance(x, nn.Parameter)):
+            _torch.as_parameter(wrapped[Argument(path)], requires_grad=False)
         own, self.own = self._give_attributes(new | given_tensors), dict(new)
         numbers = {a.path: v for a, v in wrapped.items() if isinstance(a, Argument)}
         numbers |= self._ones(new, numbers)

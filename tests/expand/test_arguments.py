@@ -138,6 +138,10 @@ TAGS = {
     "whether there is one": (
         lambda x: x * (2 if hasattr(x, "k") else 3), [(tagged(**each),) for each in ({"k": 1}, {}, {}, {}, {"k": 1})]
     ),
+    "whether it is a parameter": (
+        lambda x: x * (2 if isinstance(x, nn.Parameter) else 3),
+        [(X,), (nn.Parameter(X.clone(), requires_grad=False),), (X,), (X,)],
+    ),
     "in a list": (lambda z: z[0] * len(z[0].names), [([tagged(names=["a"] * n)],) for n in (1, 2, 2, 2, 1)]),
     "of an attribute": (
         lambda m, x: x * m.t.k, [(m := Holder(t=tagged(k=2)), X), (m, X), (m, X), (Holder(t=tagged(k=3)), X)]
