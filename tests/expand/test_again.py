@@ -313,14 +313,19 @@ def writes_into_one(data):
 
 
 def test_two_arguments_that_have_become_one_are_noticed():
-    """Where the step writes into one of them: the long way says that the write would not be seen in the other."""
+    """Where the step writes into one of them: the write is seen in the other, or, in a view, the long way says that it
+    would not be."""
     step = spmd.compile(writes_into_one, line())
     x, y = (spmd.distribute_tensor(X.clone(), line(), [Shard(0)]) for _ in "xy")
     for _ in range(3):
         step({"x": x, "y": y})
     assert step._repeats[0].ready(({"x": x, "y": y},), {}) is not None
+    assert step._repeats[0].ready(({"x": x, "y": x},), {}) is None
+    before = x.full_tensor().clone()
+    torch.testing.assert_close(step({"x": x, "y": x}).full_tensor(), (before + 1).sum())
+    torch.testing.assert_close(x.full_tensor(), before + 1)
     with pytest.raises(ValueError, match=r"y shares memory with .*x, which the step writes"):
-        step({"x": x, "y": x})
+        step({"x": x, "y": x.detach()})
 
 
 def test_arguments_that_are_distributed_are_not_made_views_of():
