@@ -184,6 +184,12 @@ def _check(op: str, nodes: tuple[NumberNode, ...]) -> None:
         _check_outcome(op, nodes)
 
 
+def check_step(op: str, number: NumberNode, other: NumberNode) -> None:
+    """The same for a division of ints by the step. Shapes of ops divide by sizes, too, and take none to be 0."""
+    if op in _DIVISIONS and proxy_tensor.get_proxy_mode() is not None:
+        _check(op, (number, other))
+
+
 def _refuse_if_caught(op: str, env: Any) -> None:
     """Raise ErrorOfRun where code of the user catches what the run may raise: the program would raise it."""
     if is_caught(_errors_of(op)):
@@ -266,8 +272,7 @@ def _binary(name: str, op: str) -> Callable:
             self, other = _as_int(self), _as_int(other)
         if op in _FLOATS or self.is_computed or other.is_computed:
             return applied(op, self, other)
-        if op in _DIVISIONS:
-            _check(op, (self, other))
+        check_step(op, self, other)
         return _as_number(plain(self, other))
 
     return run

@@ -20,7 +20,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.utils._thunk import Thunk
 
-from spmd._torch.number_nodes import NumberNode
+from spmd._torch.number_nodes import NumberNode, check_step
 
 # How often more became known of the symbols of a shape environment: torch 2.13 has a number for this alone.
 _OF_SYMBOLS = "_replacements_version_counter"
@@ -139,9 +139,16 @@ def _binary(name: str) -> Callable:
     @functools.wraps(plain)
     def run(self: SizeNode, other: Any) -> Any:
         own = self.all.own(other)
-        return plain(self, other) if own is None else self.kept((name, own), plain, own)
+        if own is None:
+            return plain(self, other)
+        if name in _DIVISIONS:
+            check_step(_DIVISIONS[name], self, own)
+        return self.kept((name, own), plain, own)
 
     return run
+
+
+_DIVISIONS = {"int_floordiv": "floordiv", "mod": "mod"}
 
 
 def _of_many(name: str) -> Callable:

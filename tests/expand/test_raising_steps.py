@@ -51,6 +51,8 @@ RAISING: dict[str, Callable[[float, torch.Tensor], object]] = {
     "an int of infinity": lambda k, x: int(k * 1e308),
     "rounded": lambda k, x: round(k * 1e308 - k * 1e308),
     "of a size": lambda k, x: k / (x.shape[0] - 8 + int(k < 5)),
+    "an int by a size": lambda k, x: (7 // (x.shape[0] - 8 + int(k < 5)), 7 % (x.shape[0] - 8 + int(k < 5))),
+    "a size by another": lambda k, x: x.numel() // (x.shape[0] - 2 * x.shape[1] + int(k < 5)),
     "of what is read": lambda k, x: math.sqrt(5 - k + 0 * x.sum().item()),
     "a division by what is read": lambda k, x: 1 / (x.sum().item() * 0 + 8 - k),
     "a large power of what is read": lambda k, x: 10.0 ** (x.sum().item() * 0 + k * 100),
