@@ -56,7 +56,8 @@ def faults(change: Change, found: Outcomes) -> list[str]:
     wrong = [said[name] for name, run in runs.items() if is_wrong(change, run)]
     if change.is_kept and (again["captures"] or isinstance(again["found"], str)):
         wrong.append(f"the second run uses no kept program: {again['said'] or again['found']}")
-    if near(change, fill["wanted"], changed["wanted"]) and not changed["captures"]:
+    is_seen = changed["captures"] or isinstance(changed["found"], str)
+    if near(change, fill["wanted"], changed["wanted"]) and not is_seen:
         wrong.append("the change changes nothing, and nothing is captured anew")
     return wrong
 
