@@ -222,7 +222,8 @@ def _attribute(x: Any, name: str, reads: Reads) -> Any:
 
 
 CONTAINERS, CONTEXT = (dict, list, set, tuple, frozenset, deque), contextvars.ContextVar
-MOST_NESTED = 16
+MOST_NESTED = 6
+"""What lies deeper counts as a whole, whatever code names of it."""
 
 RECORDS = types.SimpleNamespace, argparse.Namespace
 """Classes whose objects are their attributes; so are those of dataclasses."""
@@ -274,8 +275,10 @@ class PlainValues:
         if isinstance(x, _BY_CONTENTS):
             self.reads.keyed(x, guard_key)
             return type(x), bytes(x)
-        if id(x) in self._inside or not depth:
+        if id(x) in self._inside:
             return NOTHING
+        if not depth:
+            return self._whole(x)
         self._inside.add(id(x))
         try:
             return self._parts(x, depth - 1)
