@@ -60,6 +60,19 @@ KEPT: dict[str, list[Drawn]] = {
         ),
         Drawn("dataclass", "bound pop"), Drawn("dict", "bound next"), Drawn("class", "generator"),
     ],
+    "ways to an object": [
+        *(
+            Drawn("object", kind, route)
+            for route in ("default", "class", "slot", "long list", "function")
+            for kind in ("flip", "tensor")
+        ),
+        Drawn("object", "flip", "argument", "hook"), Drawn("SimpleNamespace", "list that turns", "argument", "hook"),
+        Drawn("object", "tensor", "slot", "caller"), Drawn("property", "set", "default"),
+        Drawn("dict", "rate", "slot", "hook"), Drawn("optimizer group", "list of tensors"),
+        Drawn("optimizer group", "dict"), Drawn("optimizer group", "deleted"), Drawn("optimizer state", "set"),
+        Drawn("optimizer attribute", "array"), Drawn("attribute of a parameter", "bytes"),
+        Drawn("read buffer", "once"),
+    ],
     "flags of comparisons": [
         *(
             Drawn(place, kind)
