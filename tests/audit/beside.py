@@ -187,8 +187,8 @@ def _send(run: Callable[[], Any], sends: int) -> None:
     """Send the result of a function, and end this process without a word."""
     try:
         gc.disable()
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for stream in (0, 1, 2):  # a step may ask its user something, and the terminal is not this process's
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
         torch.set_num_threads(1)
         mock.patch.object(CompiledStep, "__call__", REAL).start()
         sent = pickle.dumps(run())
