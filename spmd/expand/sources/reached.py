@@ -115,7 +115,7 @@ class Reached:
     def _new(self, of: Any, inside: Any, seen: set[int]) -> list[Any]:
         found = []
         for step, value in inside:
-            if type(value) in LEAVES or value is NOTHING or id(value) in seen:
+            if type(value) in LEAVES or value is NOTHING or id(value) in seen or _is_ours(value):
                 continue
             self._ways.setdefault(id(value), (id(of), step))
             found.append(value)
@@ -225,6 +225,11 @@ class Reached:
         for step in reversed(steps):
             text = _text(text, step)
         return _IN_MODULES.sub(r".\1", text)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether it is an object of spmd, as those that note what a trace reads."""
+    return type(value).__module__.startswith("spmd.")
 
 
 def _text(of: str, step: Step) -> str:

@@ -26,7 +26,18 @@ from spmd.expand.containers import AROUND, Containers
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
 from spmd.expand.python_state import KeptOfRun, without_symbols
-from spmd.expand.sources.kinds import CLASS, CONTEXT, ELEMENTS, ITERATOR, MEMBERS, VARIABLE, Kind, is_same, kinds_of
+from spmd.expand.sources.kinds import (
+    ARRAY,
+    CLASS,
+    CONTEXT,
+    ELEMENTS,
+    ITERATOR,
+    MEMBERS,
+    VARIABLE,
+    Kind,
+    is_same,
+    kinds_of,
+)
 from spmd.expand.sources.reached import Change, Reached
 from spmd.expand.sources.redo import Write
 from spmd.expand.state import State
@@ -99,7 +110,12 @@ def _plain_writes(changes: list[Change], before: Reached, search: Search) -> Ite
             yield Write(first.path, first.kind, first.box, first.before, new)
 
 
-_OF_VALUES = frozenset({ELEMENTS, MEMBERS, VARIABLE, CONTEXT})
+_OF_VALUES = frozenset({ELEMENTS, MEMBERS, VARIABLE, CONTEXT, ARRAY})
+
+
+def _is_of_bytes(contents: Any) -> bool:
+    """Whether these are the contents of an array of numbers."""
+    return isinstance(contents, tuple) and len(contents) == 2 and isinstance(contents[1], bytes)
 
 
 class _Plain:
@@ -111,7 +127,9 @@ class _Plain:
     def contents(self, kind: Kind, contents: Any) -> Any:
         if isinstance(contents, dict):
             return {self.value(key): self.value(x) for key, x in contents.items()}
-        return type(contents)(map(self.value, contents)) if kind in _OF_VALUES else contents
+        if kind not in _OF_VALUES or not isinstance(contents, (list, set, tuple)) or _is_of_bytes(contents):
+            return contents
+        return type(contents)(map(self.value, contents))
 
     def value(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor) and _torch.is_fake(x):
