@@ -197,7 +197,7 @@ def _refuse_if_caught(op: str, env: Any) -> None:
         raise env.refused[-1]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _errors_of(op: str) -> tuple[type[Exception], ...]:
     """What a function may raise."""
     if op in _DIVISIONS:

@@ -411,9 +411,6 @@ class TakesTheNext(Linear):
 
 
 CHANGES = {
-    NotesInAList: "changes SEEN", AddsToItsClass: "changes AddsToItsClass.first",
-    GrowsItsClass: "changes GrowsItsClass.seen",
-    SetsTheContext: "changes CONTEXT",
     CountsOnAParameter: "sets the attribute calls of the parameter model.inner.weight",
     TakesTheNext: "uses NUMBERS, a list_iterator",
 }  # fmt: skip
@@ -425,8 +422,35 @@ def test_what_the_code_of_a_module_changes_around_it_is_refused(kind):
     model = kind()
     with pytest.raises((RuntimeError, TypeError), match=CHANGES[kind]):
         spmd.compile(train_step, LINE)(model, X)
-    assert SEEN == GrowsItsClass.seen == [] and not hasattr(AddsToItsClass, "first")
-    assert CONTEXT.get() == 1.0 and not hasattr(model.inner.weight, "calls")
+    assert not hasattr(model.inner.weight, "calls")
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, spmd.DTensor) else x
+
+
+def _around():
+    return list(SEEN), list(GrowsItsClass.seen), vars(AddsToItsClass).get("first"), CONTEXT.get()
+
+
+@pytest.mark.parametrize("kind", [NotesInAList, AddsToItsClass, GrowsItsClass, SetsTheContext])
+def test_what_the_code_of_a_module_changes_around_it_is_changed_in_each_call(kind):
+    def steps(run):
+        model = kind()
+        found = [(whole(run(model, X)), _around()) for _ in range(3)]
+        SEEN.clear()
+        GrowsItsClass.seen.clear()
+        CONTEXT.set(1.0)
+        if "first" in vars(AddsToItsClass):
+            del AddsToItsClass.first
+        return found
+
+    torch.manual_seed(0)
+    want = steps(lambda model, x: train_step(model, x))
+    torch.manual_seed(0)
+    for (loss, around), (expected, single) in zip(steps(spmd.compile(train_step, LINE)), want, strict=True):
+        torch.testing.assert_close(loss, expected)
+        assert around == single
 
 
 COUNTS = {

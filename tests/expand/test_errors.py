@@ -219,17 +219,15 @@ def test_steps_that_cannot_be_compiled(step, error, message):
     first_call_fails(step, error, message)
 
 
-def with_scheduler(model, optimizer, x, y, scheduler):
-    loss = train_step(model, optimizer, x, y)
-    scheduler.step()
-    return loss
+def with_generator(model, optimizer, x, y, numbers):
+    return train_step(model, optimizer, x, y) * next(numbers)
 
 
 def test_arguments_of_other_types():
-    """The error for a scheduler says to keep it outside; too few arguments raise Python's own error."""
+    """The error for a generator says to keep it outside; too few arguments raise Python's own error."""
     first_call_fails(
-        with_scheduler, TypeError, r"argument scheduler is a StepLR.*learning-rate scheduler, outside the step",
-        args=lambda pair: (X, Y, optim.lr_scheduler.StepLR(copy.deepcopy(pair[1]), 1)),
+        with_generator, TypeError, r"argument numbers is a generator.*outside the step",
+        args=lambda pair: (X, Y, (i for i in range(3))),
     )  # fmt: skip
     first_call_fails(train_step, TypeError, "missing a required argument: 'y'", args=lambda pair: (X,))
     first_call_fails(

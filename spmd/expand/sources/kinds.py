@@ -85,7 +85,7 @@ def is_same(x: Any, y: Any) -> bool:
         return x is y
     if type(x) is tuple:
         return len(x) == len(y) and all(map(is_same, x, y))
-    return isinstance(x, COMPARED_BY_VALUE) and (x == y if type(x) is not float else repr(x) == repr(y))
+    return isinstance(x, (*COMPARED_BY_VALUE, range)) and (x == y if type(x) is not float else repr(x) == repr(y))
 
 
 def _same_list(old: Sequence[Any], new: Sequence[Any]) -> bool:

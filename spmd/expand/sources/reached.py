@@ -32,6 +32,7 @@ from spmd.expand.sources.kinds import (
     LEAVES,
     MEMBERS,
     NOTHING,
+    OF_CLASS,
     SLOTS,
     VARIABLES,
     Kind,
@@ -106,7 +107,7 @@ class Reached:
                 contents = kind.contents(x)
                 self._held.append((kind, x, contents))
                 inside = kind.inside(contents)
-                if id(x) in self._named:
+                if id(x) in self._named and kind is not OF_CLASS:
                     inside = [each for each in inside if each[0][1] in self._named[id(x)]]
                 left += self._new(x, inside, seen)
             if type(x) is types.FunctionType:
