@@ -266,9 +266,13 @@ def replaced_once() -> Iterator[None]:
 _OF_TENSORS = "torch.Tensor."
 
 
-def _is_of_mode(frame: types.FrameType) -> bool:
-    """Whether a mode of torch's or of spmd's passes a call on."""
-    return frame.f_code.co_name == "__torch_function__" and frame.f_code.co_filename.startswith(_LIBRARIES)
+def _is_of_mode(frame: types.FrameType | None) -> bool:
+    """Whether a mode of torch's or of spmd's passes a call on, be it in a function of its own."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_code.co_name == "__torch_function__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 _LIBRARIES = tuple(os.path.dirname(sys.modules[name].__file__) + os.sep for name in ("torch", "spmd"))

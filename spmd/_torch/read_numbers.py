@@ -174,8 +174,8 @@ _TORCH = (_folder(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspa
 _PYTHON = _folder(os.__file__)
 _PACKAGES = tuple(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
 _SYMPY, _DEBUGGERS = os.sep + "sympy" + os.sep, ("pdb.py", "bdb.py")
-_PASSED_ON = {"__repr__", "__format__", "__torch_function__", "handle_torch_function"}
-"""What torch's code of these names does, its caller does."""
+_PASSED_ON = {"__repr__", "__format__", "__torch_function__", "handle_torch_function", "pass_on", "_pass_on"}
+"""What code of torch and of spmd of these names does, its caller does."""
 
 
 def is_of_user(frame: FrameType) -> bool:

@@ -60,7 +60,7 @@ class Caught:
             ) from error
         return real
 
-    def run(self, call: Callable, *given: Any) -> Any:
+    def pass_on(self, call: Callable, *given: Any) -> Any:
         """Call this, and note what it adds to the graph of the trace where the step would catch its error."""
         if not _is_caught(self._outermost):
             return call(*given)

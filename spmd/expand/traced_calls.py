@@ -51,14 +51,14 @@ class TracedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             if self._caught.watches:
-                return self._caught.run(self._run, function, args, kwargs)
-            return self._run(function, args, kwargs)
+                return self._caught.pass_on(self._pass_on, function, args, kwargs)
+            return self._pass_on(function, args, kwargs)
         except Exception as error:
             if (real := self._caught.noted(error, function, args, kwargs)) is not error:
                 raise real from None
             raise
 
-    def _run(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _pass_on(self, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if function in RECURRENT:
             with _without_kernels_of_the_machine(), _torch.recurrent_in_python():
                 return function(*args, **kwargs)
