@@ -270,11 +270,19 @@ def _uncached(found: Asked, function: Callable) -> Callable:
     return call
 
 
+def _key(args: tuple, kwargs: dict[str, Any], mark: tuple, typed: bool) -> Any:
+    """Under which a cache has what was given for these arguments."""
+    named = (*mark, *itertools.chain.from_iterable(kwargs.items())) if kwargs else ()
+    if typed:
+        return (*args, *named, *map(type, args), *map(type, kwargs.values()))
+    return args[0] if len(args) == 1 and not kwargs and type(args[0]) in (int, str) else (*args, *named)
+
+
 def _cached(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What a cached function has for these arguments; NOTHING if it would have to be run."""
     held = gc.get_referents(function)  # of a cache of some size: each key, and behind it what was given for it
     mark = tuple([x for x in held if type(x) is object])  # before arguments by name
-    key = functools._make_key(args, kwargs, function.cache_parameters()["typed"], mark)
+    key = _key(args, kwargs, mark, function.cache_parameters()["typed"])
     box = next((x for x in held if type(x) is dict and x is not vars(function) and key in x), None)
     if box is None or function.cache_parameters()["maxsize"] is None:
         return NOTHING if box is None else box[key]

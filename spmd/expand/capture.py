@@ -157,10 +157,11 @@ def _traced(
         fn, call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
-    with undone(fn, args, containers, state) as writes:
+    with undone(fn, args, containers, state) as found:
         gm, environment = _complete_trace(fn, flat, begin, mesh, symbols, bool(static))
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
+    found.check_constants(constants)
     made_of, shared = (flat.outputs, flat.leaves, flat.tree), flat.shared
     one = flat.identities, shared.same, shared.given, tuple(shared.detached), flat.views
     made = tuple(i for i in inputs if i in first)
@@ -170,7 +171,7 @@ def _traced(
     rest = bool(flat.blocks.kinds), environment, flat.set_attributes, flat.grown
     looped = with_loops if (with_loops := rolled(gm.graph)) is not gm.graph else None
     last = *one, flat.changes, *known, *rest
-    named = {"looped": looped, "new_options": flat.new_options, "writes": writes}
+    named = {"looped": looped, "new_options": flat.new_options, "writes": found.writes}
     return Captured(gm.graph, constants, inputs, *made_of, symbols, fixed, *last, **named)
 
 

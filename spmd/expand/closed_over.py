@@ -206,7 +206,7 @@ class Search:
                 self.reads.cell(cell)
             cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
             variables |= {name: cell.cell_contents for name, cell in cells if is_set(cell)}
-            variables |= self.imported(fn)
+            variables |= self.imported(fn) | _kept_by(fn)
             others = {name: fn.__builtins__.get(name) for name in names.globals if name not in fn.__globals__}
             variables |= {name: x for name, x in others.items() if isinstance(x, types.FunctionType)}
             got = {part for x in variables.values() if isinstance(x, GETTERS) for part in _names_got(x)}
@@ -350,7 +350,7 @@ class Search:
         for attribute in (*names.attributes, *called, *_called_unnamed(kind, self.is_foreign)):
             self.code_of(kind, attribute)
             inner = inspect.getattr_static(kind, attribute, None)
-            if isinstance(inner, type) or (self.is_object(inner) and hasattr(inner, "__get__")):
+            if isinstance(inner, type) or (_has_attributes(inner) and not isinstance(inner, _OF_METHODS)):
                 self.value(f"{kind.__qualname__}.{attribute}", inner, names)
         self.kind(type(kind), names)
 
@@ -532,6 +532,17 @@ def is_generator(value: Any) -> bool:
     """Whether it is a generator of random numbers of Python or of numpy."""
     numbers = sys.modules.get("numpy.random")
     return isinstance(value, (random.Random, *((numbers.Generator, numbers.RandomState) if numbers else ())))
+
+
+_OF_METHODS = types.FunctionType, staticmethod, classmethod, property, functools.cached_property, nn.Parameter
+
+
+def _kept_by(fn: types.FunctionType) -> dict[str, Any]:
+    """The objects that a function keeps: what its arguments are by default, and its attributes."""
+    names, values = fn.__code__.co_varnames[: fn.__code__.co_argcount], fn.__defaults__ or ()
+    found = dict(zip(names[len(names) - len(values) :], values, strict=True)) | (fn.__kwdefaults__ or {})
+    found |= {f"{fn.__name__}.{name}": x for name, x in vars(fn).items() if name != "__wrapped__"}
+    return {name: x for name, x in found.items() if _has_attributes(x)}
 
 
 def _has_attributes(value: Any) -> bool:

@@ -63,6 +63,30 @@ def new_options(
     }, numbers
 
 
+def shapes_of(state: State) -> dict[Any, str]:
+    """How many values are in the options that are lists, tuples or dicts, as text."""
+    return {at: str(pytree.tree_structure(x)) for at, x in state.options().items() if type(x) in BOXES}
+
+
+def check_shapes(before: Mapping[Any, str], state: State) -> None:
+    """Raise if a list, tuple or dict among the options has tensors or numbers in other places than before.
+
+    before: as `shapes_of` gave it.
+    """
+    now = shapes_of(state)
+    for (path, key), x in state.options().items():
+        old = before.get((path, key))
+        if old not in (None, now.get((path, key))) and any(map(_is_of_trace, pytree.tree_leaves(x))):
+            raise RuntimeError(
+                f"the step changes how many values are in {option_path(path, key)}, which its program would not; "
+                "let it have as many before the step, or keep it in the optimiser's state"
+            )
+
+
+def _is_of_trace(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) or _torch.is_symbol(x)
+
+
 def options_in(paths: Iterable[str], new: NewOptions) -> set[str]:
     """Those of these paths that lead into new options."""
     at = {option_path(*each) for each in new}

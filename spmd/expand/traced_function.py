@@ -40,7 +40,15 @@ from spmd.expand.module_attributes import (
     SetByStep,
     leaves_of,
 )
-from spmd.expand.new_options import NewOptions, check_kept, check_memories, new_options, options_in
+from spmd.expand.new_options import (
+    NewOptions,
+    check_kept,
+    check_memories,
+    check_shapes,
+    new_options,
+    options_in,
+    shapes_of,
+)
 from spmd.expand.nodes import line_of
 from spmd.expand.objects import NAMED, PLAIN, differs, with_containers
 from spmd.expand.one_tensor import ones
@@ -107,6 +115,7 @@ class _Before(NamedTuple):
     plain: Any
     kept: Collection[Any]
     options: Mapping[tuple[str, Any], Any]
+    shapes: dict[Any, str]
     python: PythonState
 
 
@@ -274,7 +283,8 @@ class TracedFunction:
             kept, options = self.state.kept_by_optimizers().keys(), self.state.options()
             held_by_optimizers = [(x, dict(own_attributes(x))) for x in self.state.optimizers.values()]
             python = PythonState(_each_once(self.state.wholes()), self._around(there.own), held_by_optimizers)
-        return _Before(counters, counts, others, held, copies, constants, plain, kept, options, python)
+        first = counters, counts, others, held, copies, constants, plain, kept, options
+        return _Before(*first, shapes_of(self.state), python)
 
     def _called(self, passed: dict[str, Any], steps: FirstSteps, skipped: SkippedSteps) -> Any:
         """What the step returns. Notes which optimisers have made a step, and whether gradients were asked for."""
@@ -301,6 +311,7 @@ class TracedFunction:
         self.first_kept = self._first_kept(before.kept)
         check_kept(self.state)
         check_memories(there.new, after, given)
+        check_shapes(before.shapes, self.state)
         self.new_options, numbers = new_options(before.options, self.state, after)
         self.new_numbers |= numbers
         self._note_changes(before.constants, before.python, there.numbers, attributes)

@@ -329,7 +329,11 @@ def _array(x: np.ndarray) -> list[Any] | tuple[Any, bytes] | None:
 
 
 BUFFER = Kind("buffer", _buffer, operator.eq, _put_buffer)
-ARRAY = Kind("array", _array, operator.eq, lambda x, contents: None if contents is None else _put_array(x, contents))
+def _same_array(old: Any, new: Any) -> bool:
+    return _same_list(old, new) if isinstance(old, list) and isinstance(new, list) else old == new
+
+
+ARRAY = Kind("array", _array, _same_array, lambda x, contents: None if contents is None else _put_array(x, contents))
 
 
 def _put_array(x: np.ndarray, contents: Any) -> None:
@@ -400,11 +404,11 @@ UNKNOWN = Kind("unknown", lambda x: None)
 # ---- the table --------------------------------------------------------------------------------
 
 LEAVES = frozenset({
-    *COMPARED_BY_VALUE, type(...), type(NotImplemented), object, range, slice, types.CodeType, types.ModuleType,
-    types.FrameType, types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType,
-    re.Pattern, torch.layout, torch.Tensor, nn.Parameter, type(threading.Lock()), type(threading.RLock()),
-    np.dtype, np.ufunc, operator.attrgetter, operator.itemgetter, operator.methodcaller,
+    *COMPARED_BY_VALUE, type(...), type(NotImplemented), object, range, slice, types.CodeType, types.FrameType,
+    types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
+    types.MethodDescriptorType, types.ClassMethodDescriptorType, re.Pattern, torch.layout, torch.Tensor, nn.Parameter,
+    type(threading.Lock()), type(threading.RLock()), np.dtype, np.ufunc, operator.attrgetter, operator.itemgetter,
+    operator.methodcaller,
 })  # fmt: skip
 """Classes of values that hold nothing that code could set, or that others look after, as tensors."""
 
@@ -441,6 +445,8 @@ def kinds_of(kind: type) -> tuple[Kind, ...]:
         return ()
     if issubclass(kind, type):
         return (CLASS,)
+    if issubclass(kind, types.ModuleType):
+        return ()
     if issubclass(kind, Optimizer):
         return (OPTIMIZER, OF_CLASS)
     found = [OF_CLASS] if kind.__flags__ & _IS_MUTABLE_BASE else []

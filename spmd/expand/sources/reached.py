@@ -22,10 +22,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
 from spmd.expand.closed_over import OURS, names_in, package_of
 from spmd.expand.sources.kinds import (
     ATTRIBUTES,
     CACHE,
+    CLASS,
     ELEMENTS,
     ITEMS,
     ITERATOR,
@@ -41,6 +45,7 @@ from spmd.expand.sources.kinds import (
     kinds_of,
 )
 
+_OF_THEMSELVES = {dict, list, tuple, set, types.FunctionType, types.CellType, types.MethodType, types.ModuleType}
 _NAMES = ("attribute", "slot", "variable", "default")
 _THROUGH = {"attribute": lambda name: ("__dict__", name), "key": lambda name: (name,)}
 _IN_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
@@ -78,9 +83,12 @@ class Reached:
 
     def __init__(
         self, roots: Iterable[tuple[str, Any]], is_foreign: Callable[[str | None], bool],
-        named: Mapping[int, Collection[str]] = NONE_NAMED,
+        named: Mapping[int, Collection[str]] = NONE_NAMED, attributes: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self._is_foreign, self._named = is_foreign, named
+        """attributes: the names in all code that was found, which are looked at in Python modules that values hold."""
+        self._is_foreign, self._named, self._attributes = is_foreign, named, tuple(attributes)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._inner: set[int] = set()
         self._ways: dict[int, tuple[int, Step]] = {}
         roots = list(roots)
         self._names = {id(x): name for name, x in reversed(roots)}
@@ -98,12 +106,17 @@ class Reached:
             if id(x) in seen:
                 continue
             seen.add(id(x))
+            if isinstance(x, types.ModuleType):
+                left += self._new(x, self._of_module("", x, self._attributes, seen), seen)
+                continue
             if type(x) in _OFTEN_EMPTY and not x:
                 self._empty.append(x)
                 continue
             for kind in kinds_of(type(x)):
-                if kind.name == "class" and self._is_foreign(x.__module__):
-                    continue
+                if kind is CLASS:
+                    if self._is_foreign(x.__module__):
+                        continue
+                    left += self._new(x, [(("class", None), base) for base in (*x.__mro__[1:], type(x))], seen)
                 contents = kind.contents(x)
                 self._held.append((kind, x, contents))
                 inside = kind.inside(contents)
@@ -115,12 +128,23 @@ class Reached:
 
     def _new(self, of: Any, inside: Any, seen: set[int]) -> list[Any]:
         found = []
+        if self._is_of_library(of):
+            self._inner.add(id(of))
         for step, value in inside:
+            if isinstance(value, torch.Tensor):
+                self.tensors[id(value)] = value
+                self._ways.setdefault(id(value), (id(of), step))
             if type(value) in LEAVES or value is NOTHING or id(value) in seen or _is_ours(value):
                 continue
             self._ways.setdefault(id(value), (id(of), step))
             found.append(value)
         return found
+
+    def _is_of_library(self, x: Any) -> bool:
+        """Whether an object keeps its attributes for itself: no code of the user names them."""
+        if type(x) in _OF_THEMSELVES or isinstance(x, (nn.Module, type)):
+            return False
+        return self._is_foreign(type(x).__module__)
 
     def _globals(self, fn: types.FunctionType, seen: set[int]) -> Iterator[tuple[Step, Any]]:
         """What a function finds by its names: of the user's all, of others what holds values."""
@@ -146,7 +170,7 @@ class Reached:
         self._note_variables(vars(module), seen)
         for attribute in attributes:
             if (value := vars(module).get(attribute)) is not None:
-                yield ("variable", f"{name}.{attribute}"), value
+                yield ("variable", f"{name}.{attribute}".lstrip(".")), value
 
     def _note_variables(self, variables: dict[str, Any], seen: set[int]) -> None:
         if id(variables) not in seen:
@@ -203,6 +227,10 @@ class Reached:
         first, *rest = named
         return at, (first[1], *(part for what, name in rest for part in _THROUGH[what](name)))
 
+    def path_of_tensor(self, x: torch.Tensor) -> str | None:
+        """How the user would write a tensor that was reached; None for another one."""
+        return self.path(x) if id(x) in self.tensors else None
+
     def iterators(self) -> list[tuple[Any, Step]]:
         """The iterators, each with how it is found, by the last name on the way to it."""
         return [(x, self._last_name(x)) for kind, x, _ in self._held if kind is ITERATOR]
@@ -211,7 +239,7 @@ class Reached:
         at = id(x)
         while at in self._ways and at not in self._names:
             at, step = self._ways[at]
-            if step[0] in _NAMES:
+            if step[0] in _NAMES and at not in self._inner:
                 return step
         return "variable", self._names.get(at, "")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,10 +43,28 @@ from spmd.expand.sources.redo import Write
 from spmd.expand.state import State
 
 
+class Found(NamedTuple):
+    """What a trace has written, and what it could reach."""
+
+    writes: list[Write]
+    before: Reached
+
+    def check_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeError for a constant of a graph that the step has found somewhere: it may be another one then.
+        """
+        for x in constants.values():
+            if (path := self.before.path_of_tensor(x)) is not None:
+                raise RuntimeError(
+                    f"the step uses {path}, a tensor that is not among its arguments, nor in a module or optimiser "
+                    "among them; pass it as an argument, or keep it in an attribute of a module"
+                )
+
+
 @contextmanager
-def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state: State) -> Iterator[list[Write]]:
-    """Around a trace of fn: all Python values that it reaches are put back. Gives a list, which has behind it what the
-    trace itself has not put back, with plain contents. CountersFound, TypeError or RuntimeError for what is none.
+def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state: State) -> Iterator[Found]:
+    """Around a trace of fn: all Python values that it reaches are put back. Gives what was found, which has behind it
+    what the trace itself has not put back, with plain contents. CountersFound, TypeError or RuntimeError for what is
+    none.
 
     args: the arguments by name. containers: those that they were made of, and those around the step.
     """
@@ -54,17 +72,36 @@ def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state:
     inside = [(path.removeprefix(AROUND), x) for path, several in containers.items() for x in several]
     roots = [("", fn), *state.holders.items(), *args.items(), *inside, ("os.environ", os.environ._data)]
     named = {id(x): search.attributes_named for x in state.objects.values()}
-    before = Reached(roots, search.is_foreign, named)
+    roots += _on_tensors(state)
+    before = Reached(roots, search.is_foreign, named, search.attributes_named)
+    copied = {id(x) for path, several in containers.items() if not path.startswith(AROUND) for x in several}
     _check_iterators(before, search)
     writes: list[Write] = []
     try:
-        yield writes
+        yield Found(writes, before)
         changes = before.changes()
+        _check_parted(changes, copied, search)
         if counted := _counted(changes, before, state):
             raise CountersFound(counted)
         writes += _plain_writes(changes, before, search)
     finally:
         before.put_back()
+
+
+def _on_tensors(state: State) -> list[tuple[str, Any]]:
+    """What users have set on parameters and buffers: the tensors of a trace have it, too."""
+    tensors = {**state.parameters(), **state.buffers()}
+    return [(f"{path}.{name}", v) for path, x in tensors.items() for name, v in _torch.user_attributes(x).items()]
+
+
+def _check_parted(changes: list[Change], copied: set[int], search: Search) -> None:
+    """Raise where somebody has written what the step was given, which is a copy in a trace, in another way."""
+    for change in changes:
+        if id(change.box) in copied:
+            raise RuntimeError(
+                f"the step is given {change.path} as an argument, and what it calls writes it in another way, so that "
+                f"its program would not see that; let the step itself write it{line_of_path(search, change.path)}"
+            )
 
 
 # ---- numbers ----------------------------------------------------------------------------------
