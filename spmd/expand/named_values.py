@@ -21,6 +21,7 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import gc
 import os
 import sys
 import types
@@ -40,6 +41,7 @@ from spmd.expand.bytecode import Import, imports_in, instructions
 from spmd.expand.closed_over import REFLECTING, Search, absolute, names_in, package_of
 from spmd.expand.guards import ById, bytes_of_array, digest_of_items, guard_key, parts_of
 from spmd.expand.reads import Reads
+from spmd.expand.sources.kinds import ATTRIBUTES, ELEMENTS, ITEMS, MEMBERS, kinds_of
 from spmd.expand.sources.layout import hides, is_set, items_of, slots_of
 
 PLAIN = (
@@ -106,7 +108,27 @@ def named_values(search: Search) -> dict[str, Any]:
         for name, value in _defaults(fn):
             found.add(f"{fn.__qualname__}: default {name}", fn, plain.of(value))
         found.add(f"{fn.__qualname__}: code", fn, fn.__code__)
+    for function in search.cached:
+        reads.keyed(function, _identities_of_results)
+        found.add(f"what {function.__name__}() gave", function, plain.of(changeable_results(function)))
     return found.values
+
+
+def _identities_of_results(function: Any) -> tuple[int, ...]:
+    return tuple(map(id, changeable_results(function)))
+
+
+def changeable_results(function: Any) -> list[Any]:
+    """What a function with a cache has given that others may change since: lists, dicts, sets and objects."""
+    held = gc.get_referents(function)
+    boxes = [x for x in held if type(x) is dict and x is not vars(function)]
+    results = boxes[0].values() if function.cache_parameters()["maxsize"] is None and boxes else held
+    kinds = {ITEMS, ELEMENTS, MEMBERS, ATTRIBUTES}
+    return [
+        x for x in results
+        if not kinds.isdisjoint(kinds_of(type(x))) and not isinstance(x, (types.FunctionType, *_WITHOUT))
+        and all(x is not box for box in (*boxes, vars(function)))
+    ]  # fmt: skip
 
 
 def _followed(fn: types.FunctionType, owner: Any, chain: Chain, search: Search) -> tuple[str, Any, Any]:
