@@ -149,7 +149,9 @@ class Call:
 
     def _held_values(self) -> dict[str, Any]:
         """The guards of plain values in the objects among the arguments, and in those that these hold."""
-        found: dict[str, Any] = {path: guard_key(type(x)) for path, x in self.search.holding.items()}
+        found: dict[str, Any] = {
+            path: guard_key(type(x)) for path, x in self.search.holding.items() if path not in self.state.libraries
+        }  # fmt: skip
         roots, reads = tuple(f"{path}." for path in self.search.holding), self.search.reads
         plain = PlainValues(self.search)
         for path, x in self.state.objects.items():
