@@ -39,7 +39,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from spmd import _torch
@@ -406,11 +405,10 @@ UNKNOWN = Kind("unknown", lambda x: None)
 LEAVES = frozenset({
     *COMPARED_BY_VALUE, type(...), type(NotImplemented), object, range, slice, types.CodeType, types.FrameType,
     types.TracebackType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
-    types.MethodDescriptorType, types.ClassMethodDescriptorType, re.Pattern, torch.layout, torch.Tensor, nn.Parameter,
-    type(threading.Lock()), type(threading.RLock()), np.dtype, np.ufunc, operator.attrgetter, operator.itemgetter,
-    operator.methodcaller,
+    types.MethodDescriptorType, types.ClassMethodDescriptorType, re.Pattern, torch.layout, type(threading.Lock()),
+    type(threading.RLock()), np.dtype, np.ufunc, operator.attrgetter, operator.itemgetter, operator.methodcaller,
 })  # fmt: skip
-"""Classes of values that hold nothing that code could set, or that others look after, as tensors."""
+"""Classes of values that hold nothing that code could set."""
 
 STOPS = (
     torch.Tensor, logging.Logger, logging.Handler, io.IOBase, threading.Thread, DeviceMesh, BlockFunction,

@@ -134,6 +134,7 @@ class Reached:
             if isinstance(value, torch.Tensor):
                 self.tensors[id(value)] = value
                 self._ways.setdefault(id(value), (id(of), step))
+                continue
             if type(value) in LEAVES or value is NOTHING or id(value) in seen or _is_ours(value):
                 continue
             self._ways.setdefault(id(value), (id(of), step))
