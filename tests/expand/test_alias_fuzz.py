@@ -113,8 +113,8 @@ LONG = {
     "views of batches": 7, "parts of a value that nobody keeps": 7, "a row of a weight, kept and returned": 7,
     "an argument": 7, "an argument that is an attribute": 7,
 }  # fmt: skip
-"""The calls made the long way: a row of what is sharded is a copy that follows it, and is asked about each time. So is an
-argument that may be one with what an attribute holds: the step may ask `x is self.k`."""
+"""The calls made the long way: a row of what is sharded is a copy that follows it, and is asked about each time. So is
+an argument that may be one with what an attribute holds: the step may ask `x is self.k`."""
 
 
 @pytest.mark.parametrize("name", CASES)
