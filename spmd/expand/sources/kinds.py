@@ -436,7 +436,7 @@ _ROWS: tuple[tuple[Any, Kind], ...] = (
 def kinds_of(kind: type) -> tuple[Kind, ...]:
     """The rows for the objects of a class; none where there is nothing to look at.
 
-    >>> kinds_of(dict), kinds_of(int), kinds_of(nn.Linear), kinds_of(io.StringIO)
+    >>> kinds_of(dict), kinds_of(int), kinds_of(torch.nn.Linear), kinds_of(io.StringIO)
     ((items,), (), (class of an object, attributes), (attributes, state))
     """
     if kind in LEAVES or (issubclass(kind, STOPS) and not issubclass(kind, _MEMORY)):
