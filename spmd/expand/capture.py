@@ -26,7 +26,7 @@ from spmd.expand.asked import Answers, asked
 from spmd.expand.captured import Argument, Captured
 from spmd.expand.caught import NotTheOps
 from spmd.expand.cleaning import remove_inputs, remove_noops, unread_inputs
-from spmd.expand.closed_over import search_of
+from spmd.expand.closed_over import Search, search_of
 from spmd.expand.constraints import capture_constraints
 from spmd.expand.containers import Containers
 from spmd.expand.cut_views import write_slices
@@ -157,8 +157,9 @@ def _traced(
         fn, call, args, containers, state, attributes, slots, tuple(inputs), note, names, tuple(first), stamped, blocks,
         sizes.symbols, more,
     )  # fmt: skip
-    with undone(fn, args, containers, state) as found:
-        gm, environment = _complete_trace(fn, flat, begin, mesh, symbols, bool(static))
+    search = search_of(fn, state.holders)
+    with undone(fn, args, containers, state, search) as found:
+        gm, environment = _complete_trace(fn, flat, begin, mesh, symbols, search, bool(static))
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     found.check_constants(constants)
@@ -191,11 +192,11 @@ def _inputs(
 
 def _complete_trace(
     fn: Callable, flat: TracedFunction, begin: list[Any], mesh: DeviceMesh | None, symbols: _torch.Symbols,
-    is_exact: bool,
+    search: Search, is_exact: bool,
 ) -> tuple[fx.GraphModule, Answers]:  # fmt: skip
     """The trace of a function, and what it has read of the environment. An error is explained in words of the step.
-    is_exact: whether sizes are numbers."""
-    table, search = decompositions | DENSE_VIEWS, search_of(fn, flat.state.holders)
+    search: of the step. is_exact: whether sizes are numbers."""
+    table = decompositions | DENSE_VIEWS
     flat.watch_errors(search.functions, is_exact)
     try:
         with (

@@ -6,8 +6,8 @@
     kinds_of(io.StringIO)       (ATTRIBUTES, STATE)     ... and what its class keeps in C, as `copy` sees it
 
 A row knows nothing of steps, modules or packages: in whose package a class is says nothing about whether its objects
-change. Contents are compared by identity, numbers of arrays and buffers by their bytes. A kind without a row for its
-inside is a fault of the caller (`UNKNOWN`), who names it; none is skipped.
+change. Contents are compared by identity, numbers of arrays and buffers by their bytes. Left out: what a class keeps in
+C and tells neither copies nor the garbage collector (`UNKNOWN`).
 """
 
 from __future__ import annotations
@@ -114,9 +114,13 @@ def _in_list(contents: Iterable[Any]) -> Iterable[tuple[Step, Any]]:
     return [(("key", i), x) for i, x in enumerate(contents)]
 
 
+def _in_any(contents: Iterable[Any]) -> Iterable[tuple[Step, Any]]:
+    return [(("", None), x) for x in contents]
+
+
 ITEMS = Kind("items", lambda x: dict(items_of(x)), _same_items, _put_in, _in_dict)
 ELEMENTS = Kind("elements", list, _same_list, _put_in, _in_list)
-MEMBERS = Kind("members", set, _same_set, _put_in, lambda contents: [(("", None), x) for x in contents])
+MEMBERS = Kind("members", set, _same_set, _put_in, _in_any)
 FIXED = Kind("fixed", tuple, lambda old, new: True, None, _in_list)
 
 
@@ -235,7 +239,7 @@ def _set_content(cell: types.CellType, contents: tuple[Any]) -> None:
         del cell.cell_contents
 
 
-VARIABLE = Kind("variable", _content, _same_list, _set_content, lambda contents: [(("", None), *contents)])
+VARIABLE = Kind("variable", _content, _same_list, _set_content, _in_any)
 
 
 def _of_function(fn: types.FunctionType) -> dict[str, Any]:
@@ -269,15 +273,9 @@ def _in_function(contents: dict[str, Any]) -> Iterator[tuple[Step, Any]]:
 
 
 FUNCTION = Kind("function", _of_function, _same_function, _put_function, _in_function)
-METHOD = Kind(
-    "method", lambda x: (x.__func__, x.__self__), _same_list, None,
-    lambda contents: [(("", None), contents[0]), (("", None), contents[1])],
-)  # fmt: skip
-BUILTIN_METHOD = Kind("method", lambda x: (x.__self__,), _same_list, None, lambda contents: [(("", None), contents[0])])
-PARTIAL = Kind(
-    "partial", lambda x: (x.func, x.args, x.keywords), _same_list, None,
-    lambda contents: [(("", None), x) for x in contents],
-)  # fmt: skip
+METHOD = Kind("method", lambda x: (x.__func__, x.__self__), _same_list, None, _in_any)
+BUILTIN_METHOD = Kind("method", lambda x: (x.__self__,), _same_list, None, _in_any)
+PARTIAL = Kind("partial", lambda x: (x.func, x.args, x.keywords), _same_list, None, _in_any)
 
 
 def _in_context(x: contextvars.ContextVar) -> tuple[Any]:
@@ -291,8 +289,8 @@ def _put_in_context(x: contextvars.ContextVar, contents: tuple[Any]) -> None:
     x.set(None if contents[0] is NOTHING else contents[0])
 
 
-CONTEXT = Kind("context", _in_context, _same_list, _put_in_context, lambda contents: [(("", None), *contents)])
-REFERENCE = Kind("reference", lambda x: (x(),), _same_list, None, lambda contents: [(("", None), *contents)])
+CONTEXT = Kind("context", _in_context, _same_list, _put_in_context, _in_any)
+REFERENCE = Kind("reference", lambda x: (x(),), _same_list, None, _in_any)
 
 
 # ---- what C keeps -----------------------------------------------------------------------------
@@ -328,6 +326,8 @@ def _array(x: np.ndarray) -> list[Any] | tuple[Any, bytes] | None:
 
 
 BUFFER = Kind("buffer", _buffer, operator.eq, _put_buffer)
+
+
 def _same_array(old: Any, new: Any) -> bool:
     return _same_list(old, new) if isinstance(old, list) and isinstance(new, list) else old == new
 
@@ -387,15 +387,11 @@ def _position(x: Any) -> tuple[Any, ...]:
     return tuple(flat)
 
 
-def _same_position(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
-    return _same_list(old, new)
-
-
-ITERATOR = Kind("iterator", _position, _same_position, None, _in_list)
+ITERATOR = Kind("iterator", _position, _same_list, None, _in_list)
 CACHE = Kind(
     "cache", lambda x: (x.cache_info().misses, x.cache_info().currsize), operator.eq, lambda x, _: x.cache_clear(),
 )  # fmt: skip
-WRAPPER = Kind("wrapper", lambda x: (x.__wrapped__,), _same_list, None, lambda contents: [(("", None), *contents)])
+WRAPPER = Kind("wrapper", lambda x: (x.__wrapped__,), _same_list, None, _in_any)
 REFERENTS = Kind("referents", gc.get_referents, _same_list, None, _in_list)
 UNKNOWN = Kind("unknown", lambda x: None)
 
@@ -420,7 +416,6 @@ STOPS = (
 _MEMORY = (io.StringIO, io.BytesIO)
 _BUFFERS = (bytearray, array, memoryview, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes.c_int.__base__)
 _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
-_ITERATORS = (types.GeneratorType,)
 
 _ROWS: tuple[tuple[Any, Kind], ...] = (
     (dict, ITEMS), ((list, deque), ELEMENTS), (set, MEMBERS), ((tuple, frozenset), FIXED), (types.CellType, VARIABLE),

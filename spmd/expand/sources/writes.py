@@ -1,8 +1,8 @@
 """What a trace of a step has written in Python and would not write again: counted, made again once, or refused by name.
 
-    with undone(step, args, containers, state) as writes:
+    with undone(step, args, containers, state, search) as found:
         captured = trace(...)
-    redo(writes)                     # (`redo`) behind the program, in the call that the trace was made for
+    redo(found.writes)               # (`redo`) behind the program, in the call that the trace was made for
 
 A trace takes back what it knows that the step has set, for these are results of the program. What differs behind it all
 the same is put back, too, however the trace ends, so that the next one begins as this one did. Of a number that has
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from spmd import _torch
-from spmd.expand.closed_over import Search, is_generator, names_in, refused, search_of
+from spmd.expand.closed_over import Search, is_generator, names_in, refused
 from spmd.expand.containers import AROUND, Containers
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
@@ -61,14 +61,16 @@ class Found(NamedTuple):
 
 
 @contextmanager
-def undone(fn: Callable, args: Mapping[str, Any], containers: Containers, state: State) -> Iterator[Found]:
+def undone(
+    fn: Callable, args: Mapping[str, Any], containers: Containers, state: State, search: Search
+) -> Iterator[Found]:  # fmt: skip
     """Around a trace of fn: all Python values that it reaches are put back. Gives what was found, which has behind it
     what the trace itself has not put back, with plain contents. CountersFound, TypeError or RuntimeError for what is
     none.
 
-    args: the arguments by name. containers: those that they were made of, and those around the step.
+    args: the arguments by name. containers: those that they were made of, and those around the step. search: of the
+    step.
     """
-    search = search_of(fn, state.holders)
     inside = [(path.removeprefix(AROUND), x) for path, several in containers.items() for x in several]
     roots = [("", fn), *state.holders.items(), *args.items(), *inside, ("os.environ", os.environ._data)]
     named = {id(x): search.attributes_named for x in state.objects.values()}
