@@ -109,12 +109,8 @@ def test_a_list_that_is_in_attributes_with_tensors_and_without_is_refused(step):
     assert model.parts["names"] == ["a", "b"]
 
 
-LONG = {
-    "views of batches": 7, "parts of a value that nobody keeps": 7, "a row of a weight, kept and returned": 7,
-    "an argument": 7, "an argument that is an attribute": 7,
-}  # fmt: skip
-"""The calls made the long way: a row of what is sharded is a copy that follows it, and is asked about each time. So is
-an argument that may be one with what an attribute holds: the step may ask `x is self.k`."""
+LONG = {"views of batches": 7, "parts of a value that nobody keeps": 7, "a row of a weight, kept and returned": 7}
+"""The calls made the long way: a row of what is sharded is a copy that follows it, and is asked about each time."""
 
 
 @pytest.mark.parametrize("name", CASES)

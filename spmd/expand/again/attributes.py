@@ -154,10 +154,8 @@ class Held:
         ids = set(map(id, found))
         if len(ids) < len(found) or not ids.isdisjoint(self._ids) or not self.containers.are_alike(containers):
             return None
-        given = list(map(id, arguments))
-        if not self._ids.isdisjoint(given):
-            return None
-        if self._writes and (not ids.isdisjoint(given) or len(set(given)) < len(given)):
+        given = set(map(id, arguments))
+        if self._writes and (len(given) < len(arguments) or not given.isdisjoint(ids | self._ids)):
             return None
         shared = _memories([*(found[i] for i in self._read), *arguments])
         if shared and not set(shared).isdisjoint(_memories(self._others)):

@@ -143,8 +143,11 @@ class Repeat:
         self._attributes = [(x, call.leaf_specs[path]) for path, x in fixed.items()]
         self._attributes_alike = [likeness(x) for x in fixed.values()]
         self._tensors = [i for i, _ in self._blocks]
-        self._ones = firsts([call.leaves[path] for path in call.leaf_specs if path in paths])
-        self._not_given = {id(x) for x in (*self._kept.all, *fixed.values())}
+        there = {slot.path: call.tensors[slot] for slot in self._buffers} | call.attributes.tensors
+        given = [call.leaves[path] for path in call.leaf_specs if path in paths]
+        self._ones = firsts([*(there[path] for path in self._held.paths), *given])
+        self._staying = {id(x): i for i, x in enumerate((*self._kept.all, *fixed.values()))}
+        self._stayed = [self._staying.get(id(x)) for x in given]
         self._may_give_gradients = any(spec_of_value(call.leaves[path]) for path in call.leaf_specs if path in paths)
         self._draws = [i for i in captured.inputs if isinstance(i, Draws)]
         gradients = [Slot("grad", path) for path in self._kept.parameters]
@@ -239,13 +242,13 @@ class Repeat:
         return Ready(leaves, numbers, gradients, *held)
 
     def _are_ones_as_before(self, given: list[torch.Tensor], held: list[torch.Tensor]) -> bool:
-        """Whether the arguments are the same tensors as each other as they were, and none of the state or in an
-        attribute."""
-        if firsts(given) != self._ones:
-            return False
-        others = [*held, *self._kept.present_gradients()] if self._may_give_gradients else held
+        """Whether the arguments are one tensor with each other, with those of the state and with what attributes hold
+        where they were, and none is a gradient."""
         mine = list(map(id, given))
-        return self._not_given.isdisjoint(mine) and (not others or set(map(id, others)).isdisjoint(mine))
+        if list(map(self._staying.get, mine)) != self._stayed or firsts([*held, *given]) != self._ones:
+            return False
+        gradients = self._kept.present_gradients() if self._may_give_gradients else []
+        return not gradients or set(mine).isdisjoint(map(id, gradients))
 
     def _hold_one_number(self) -> bool:
         """Whether the tensors that are to hold one number each do. As they are: a view that had to be copied is not
@@ -346,8 +349,6 @@ def repeat_of(
     """
     given, outcome = Given(args, kwargs, own), bound.captured.outcome
     if not given.can_repeat or bound.captured.is_for_one_call or not _is_found_plainly(call.state):
-        return None
-    if any(other not in call.leaves or other in call.attributes.tensors for _, other in call.ones):
         return None
     counts = {path: outcome.changed[path] for path in call.state.counters if path in outcome.changed}
     changed = [path for path in outcome.changed if path not in counts and is_attribute(path)]
