@@ -133,7 +133,7 @@ from spmd._torch.groups import (
     unregister_group,
     works_in_flight,
 )  # fmt: skip
-from spmd._torch.identity import become, declared, obstacles, shows_what_is_held, user_attributes
+from spmd._torch.identity import KEPT_ON_FUNCTIONS, become, declared, obstacles, shows_what_is_held, user_attributes
 from spmd._torch.modes import (
     FLAGS,
     Around,

@@ -114,6 +114,9 @@ def _not_of_users(kind: type) -> frozenset[str]:
 _UNDECLARED = {"_mode_key", "_export"}
 """What torch keeps in functional tensors, and does not declare."""
 
+KEPT_ON_FUNCTIONS = frozenset({"__dynamo_disable"})
+"""What torch sets on functions of its own when they are first called."""
+
 
 def _refuse_old_graphs(x: torch.Tensor) -> None:
     node, shape = _accumulating_node(x), list(x.shape)

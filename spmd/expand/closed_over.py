@@ -473,9 +473,9 @@ class Search:
         of = value.__name__ if isinstance(value, types.ModuleType) else type(value).__module__
         return hasattr(value, "__dict__") and not self.is_foreign(of)
 
-    def is_foreign(self, module: str | None) -> bool:
+    def is_foreign(self, module: Any) -> bool:
         """Whether the code of a module is no user's: it knows none of the user's models."""
-        if module is None:  # as of a function that `exec` has made
+        if not isinstance(module, (str, types.GetSetDescriptorType)):  # as of a function that `exec` has made
             return False
         package = package_of(module)
         return package in OURS or (package != self.home and is_installed(package))
@@ -550,8 +550,9 @@ def _has_attributes(value: Any) -> bool:
     return ATTRIBUTES in kinds_of(type(value)) and not isinstance(value, (*HOLDERS, types.FunctionType))
 
 
-def package_of(module: str | None) -> str:
-    return (module or "").partition(".")[0]
+def package_of(module: Any) -> str:
+    """The package of a module, "" for what is no name: some classes of C have a descriptor as their `__module__`."""
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 OURS = "", "torch", "spmd"

@@ -245,7 +245,7 @@ VARIABLE = Kind("variable", _content, _same_list, _set_content, _in_any)
 def _of_function(fn: types.FunctionType) -> dict[str, Any]:
     return {
         "code": fn.__code__, "defaults": fn.__defaults__, "kwdefaults": fn.__kwdefaults__,
-        "attributes": fn.__dict__ or None,
+        "attributes": None if fn.__dict__.keys() <= _torch.KEPT_ON_FUNCTIONS else fn.__dict__,
         "closure": dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)),
     }  # fmt: skip
 
