@@ -41,7 +41,8 @@ class Block(nn.Module):
         return x + (self.middle(x) if self.reentrant is None else self._again(x))
 
     def _again(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.middle, x.requires_grad_() if self.reentrant else x, use_reentrant=self.reentrant)
+        x = x.detach().requires_grad_() if self.reentrant and not x.requires_grad else x
+        return checkpoint(self.middle, x, use_reentrant=self.reentrant)
 
 
 def net(p: float = 0.0, reentrant: bool | None = None) -> nn.Module:

@@ -30,7 +30,7 @@ class Dropping(Net):
     def forward(self, x):
         if self.reentrant is None:
             return self.down(self.second(self.first(x)))
-        x = x.requires_grad_() if self.reentrant else x
+        x = x.detach().requires_grad_() if self.reentrant else x
         for part in self.first, self.second:
             x = checkpoint(part, x, use_reentrant=self.reentrant)
         return self.down(x)
