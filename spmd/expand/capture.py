@@ -160,6 +160,7 @@ def _traced(
     search = search_of(fn, state.holders)
     with undone(fn, args, containers, state, search) as found:
         gm, environment = _complete_trace(fn, flat, begin, mesh, symbols, search, bool(static))
+        found.check_elsewhere(flat.written)
     read = _read_numbers(gm.graph, flat.inputs, kept), tuple(sorted(flat.counts.used))
     constants, inputs = _constants(gm), _cleaned(gm.graph, flat)
     found.check_constants(constants)

@@ -156,6 +156,21 @@ class Before:
         return found
 
 
+def check_not_parted(originals: Before) -> None:
+    """Raise RuntimeError where a step that got copies of these has written one itself: it has found it elsewhere, too.
+    """
+    for x in originals.written():
+        raise RuntimeError(parted(originals.place(x).path))
+
+
+def parted(path: str) -> str:
+    """Why a step is refused that finds what it was given in another way, too, and writes it in one of them."""
+    return (
+        f"the step is given {path} as an argument, and what it calls finds it in another way, too; one of them writes "
+        "it, which the other would not see in its program: let all of them use the argument"
+    )
+
+
 def is_filled(x: Any) -> bool:
     """Whether a container can be given other contents in place."""
     return (kind_of_node(x) or Opened) in FILLED

@@ -9,7 +9,7 @@ fields; Python objects are put back. So a trace leaves everything as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
 from types import FunctionType
@@ -25,7 +25,7 @@ from spmd.expand.attributes import check_no_gradients, first_set, give_attribute
 from spmd.expand.captured import Argument
 from spmd.expand.caught import Caught
 from spmd.expand.closed_over import search_of
-from spmd.expand.containers import AROUND, Before, Containers, Copies, There, is_filled
+from spmd.expand.containers import AROUND, Before, Containers, Copies, There, check_not_parted, is_filled
 from spmd.expand.counters import all_numbers, check_constant, is_number_or_symbol
 from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.first_state import FirstSteps
@@ -197,6 +197,7 @@ class TracedFunction:
         self.new_numbers: dict[Slot, torch.SymFloat] = {}
         self.counts = EqualCounts({})
         self.own: Tensors = {}
+        self.written: list[Any] = []
 
     def __call__(self, flat_inputs: list) -> list:
         given = self._given(flat_inputs)
@@ -252,8 +253,11 @@ class TracedFunction:
         inside = {name: with_containers(x)[1] for name, x in passed.items()}
         around = {path: x for path, x in self.containers.items() if path.startswith(AROUND)}
         held = Before(inside | dict(before.attributes.containers), {**before.attributes.constant, **around})
+        originals = Before({path: self._only_given(several) for path, several in self._given_containers().items()}, {})
         try:
             result = self._called(passed, steps, skipped)
+            check_not_parted(originals)
+            self.written = self._written_originals(held)
             written = self._written(there.given, there.wrapped)
             with _torch.no_function_modes():
                 after = self.state.tensors()
@@ -269,6 +273,22 @@ class TracedFunction:
             self.state.counters = before.counters
         given = _Given(*given_back, arguments, inside, held)
         return _Ran(given, written, after, attributes, counted, skipped.new_state)
+
+    def _given_containers(self) -> Containers:
+        """The containers in the arguments, which the step gets copies of."""
+        return {path: several for path, several in self.containers.items() if not path.startswith(AROUND)}
+
+    def _only_given(self, containers: Iterable[Any]) -> list[Any]:
+        """Those that are in no attribute: of what is in one, the trace has the same copy there."""
+        in_attributes = {id(x) for several in self.attributes.containers.values() for x in several}
+        return [x for x in containers if id(x) not in in_attributes]
+
+    def _written_originals(self, held: Before) -> list[Any]:
+        """The containers in arguments alone of which the step has written the copies."""
+        given = self._given_containers()
+        return self._only_given(
+            [given[at.path][at.number] for at in map(held.place, held.written()) if at.path in given]
+        )
 
     def _before(self, there: _StandIns) -> _Before:
         """Give the modules their attributes, and note what is there."""

@@ -133,11 +133,6 @@ def changes_the_learning_rate(model, optimizer, x, y):
     return loss
 
 
-def grows_in_python(model, optimizer, x, y):
-    model.calls = [*getattr(model, "calls", []), 1]
-    return train_step(model, optimizer, x, y)
-
-
 def registers_a_buffer(model, optimizer, x, y):
     model.register_buffer("mean", x.mean(0))
     return train_step(model, optimizer, x, y)
@@ -191,7 +186,6 @@ def of_wrong_shapes(model, optimizer, x, y):
         ),
         (writes_into_its_input, RuntimeError, r"writes into its argument x; let it return the new value instead"),
         (changes_the_learning_rate, RuntimeError, r"sets optimizer.param_groups.0.lr itself.*between steps"),
-        (grows_in_python, RuntimeError, r"changes a Python value in model .*counts in tensors"),
         (
             draws_from_its_own,
             NotImplementedError,

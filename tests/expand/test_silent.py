@@ -67,7 +67,9 @@ KEPT: dict[str, list[Drawn]] = {
             for kind in ("flip", "tensor")
         ),
         Drawn("object", "flip", "argument", "hook"), Drawn("SimpleNamespace", "list that turns", "argument", "hook"),
-        Drawn("object", "tensor", "slot", "caller"), Drawn("property", "set", "default"),
+        *(Drawn("dataclass", kind, "argument", "hook") for kind in ("tensor", "text", "count")),
+        Drawn("installed", "list of tensors", "argument", "hook"), Drawn("object", "tensor", "slot", "caller"),
+        Drawn("property", "set", "default"),
         Drawn("dict", "rate", "slot", "hook"), Drawn("optimizer group", "list of tensors"),
         Drawn("optimizer group", "dict"), Drawn("optimizer group", "deleted"), Drawn("optimizer state", "set"),
         Drawn("optimizer attribute", "array"), Drawn("attribute of a parameter", "bytes"),
@@ -121,6 +123,11 @@ def step(m, opt, x, i):
     m.d["k"] += 1
     return m(x).square().mean().detach() * len(S.k) * m.d["k"]
 """,
+    "a list that an attribute is set to, and was not there": """
+def step(m, opt, x, i):
+    m.calls = [*getattr(m, "calls", []), 1]
+    return m(x).square().mean().detach() * len(m.calls)
+""",
     "a draw from an iterator in slots beside a count": """
 S = Slots(iter(range(1, 30)))
 m.d = {"k": 0}
@@ -134,6 +141,23 @@ m.d = {"k": 0}
 def step(m, opt, x, i):
     m.d["k"] += 1
     return m(x).square().mean().detach() * S.n.pop() * m.d["k"]
+""",
+    "an argument that a helper reads as a global": """
+S = Plain(1)
+ARGUMENTS = (S,)
+def helper():
+    return S.k
+def step(m, opt, x, i, s):
+    s.k = (s.k + 1) % 2
+    return m(x).square().mean().detach() * helper()
+""",
+    "a list of the arguments that a hook reads": """
+S = [1.0]
+ARGUMENTS = (S,)
+m.a.register_forward_hook(lambda module, given, out: out * len(S))
+def step(m, opt, x, i, s):
+    s.append(2.0)
+    return m(x).square().mean().detach()
 """,
     "one argument given twice": """
 S = torch.ones(2, dtype=torch.float64)

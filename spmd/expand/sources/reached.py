@@ -232,6 +232,14 @@ class Reached:
         """How the user would write a tensor that was reached; None for another one."""
         return self.path(x) if id(x) in self.tensors else None
 
+    def root_of(self, x: Any) -> int:
+        """From which root a value was reached first, by identity: itself where it is one that no earlier one reaches.
+        """
+        at = id(x)
+        while at in self._ways:
+            at, _ = self._ways[at]
+        return at
+
     def iterators(self) -> list[tuple[Any, Step]]:
         """The iterators, each with how it is found, by the last name on the way to it."""
         return [(x, self._last_name(x)) for kind, x, _ in self._held if kind is ITERATOR]
@@ -259,7 +267,8 @@ class Reached:
 
 def _is_ours(value: Any) -> bool:
     """Whether it is an object of spmd, as those that note what a trace reads."""
-    return type(value).__module__.startswith("spmd.")
+    module = type(value).__module__  # a class may have a property of this name
+    return isinstance(module, str) and module.startswith("spmd.")
 
 
 def _text(of: str, step: Step) -> str:

@@ -14,7 +14,7 @@ else, such as a tensor of the trace or an iterator that has moved on, is an erro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 
 from spmd import _torch
 from spmd.expand.closed_over import Search, is_generator, names_in, refused
-from spmd.expand.containers import AROUND, Containers
+from spmd.expand.containers import AROUND, Containers, parted
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
 from spmd.expand.python_state import KeptOfRun, without_symbols
@@ -48,6 +48,16 @@ class Found(NamedTuple):
 
     writes: list[Write]
     before: Reached
+    copied: frozenset[int]
+    search: Search
+
+    def check_elsewhere(self, written: Iterable[Any]) -> None:
+        """Raise RuntimeError for an argument that the step has written, and that other code finds elsewhere, too: a
+        trace has a copy of it. written: the containers that were."""
+        for x in written:
+            if self.before.root_of(x) not in self.copied:
+                path = self.before.path(x)
+                raise RuntimeError(parted(path) + line_of_path(self.search, path))
 
     def check_constants(self, constants: Mapping[str, torch.Tensor]) -> None:
         """Raise RuntimeError for a constant of a graph that the step has found somewhere: it may be another one then.
@@ -72,15 +82,16 @@ def undone(
     step.
     """
     inside = [(path.removeprefix(AROUND), x) for path, several in containers.items() for x in several]
-    roots = [("", fn), *state.holders.items(), *args.items(), *inside, ("os.environ", os.environ._data)]
+    roots = [("", fn), *state.holders.items(), ("os.environ", os.environ._data), *_on_tensors(state)]
+    roots += [*inside, *args.items()]  # behind the rest: what is found before them stands elsewhere, too
     named = {id(x): search.attributes_named for x in state.objects.values()}
-    roots += _on_tensors(state)
     before = Reached(roots, search.is_foreign, named, search.attributes_named)
-    copied = {id(x) for path, several in containers.items() if not path.startswith(AROUND) for x in several}
+    given = {path: several for path, several in containers.items() if not path.startswith(AROUND)}
+    copied = frozenset([id(x) for several in given.values() for x in several])
     _check_iterators(before, search)
     writes: list[Write] = []
     try:
-        yield Found(writes, before)
+        yield Found(writes, before, copied, search)
         changes = before.changes()
         _check_parted(changes, copied, search)
         if counted := _counted(changes, before, state):
@@ -96,14 +107,11 @@ def _on_tensors(state: State) -> list[tuple[str, Any]]:
     return [(f"{path}.{name}", v) for path, x in tensors.items() for name, v in _torch.user_attributes(x).items()]
 
 
-def _check_parted(changes: list[Change], copied: set[int], search: Search) -> None:
+def _check_parted(changes: list[Change], copied: Collection[int], search: Search) -> None:
     """Raise where somebody has written what the step was given, which is a copy in a trace, in another way."""
     for change in changes:
         if id(change.box) in copied:
-            raise RuntimeError(
-                f"the step is given {change.path} as an argument, and what it calls writes it in another way, so that "
-                f"its program would not see that; let the step itself write it{line_of_path(search, change.path)}"
-            )
+            raise RuntimeError(parted(change.path) + line_of_path(search, change.path))
 
 
 # ---- numbers ----------------------------------------------------------------------------------
