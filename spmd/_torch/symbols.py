@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -329,7 +329,6 @@ class Symbols:
     def __init__(self):
         self.env = _environment()()
         self.symbols: dict[str, Any] = {}
-        self._answer: tuple[tuple, bool] | None = None
         self._mode = _SymbolSafeFakes(shape_env=self.env)
 
     def fake_mode(self) -> FakeTensorMode:
@@ -377,10 +376,7 @@ class Symbols:
 
     def still_hold(self, values: Mapping[str, float]) -> bool:
         """Whether every branch taken on the symbols would be taken again with these values."""
-        asked = tuple((name, repr(values[name])) for name in sorted(self.asked))
-        if self._answer is None or self._answer[0] != asked:
-            self._answer = asked, self._texts.still_hold(values)
-        return self._answer[1]
+        return self._texts.still_hold(values)
 
     @functools.cached_property
     def _texts(self) -> Conditions:
@@ -511,9 +507,13 @@ class Conditions:
         return compiled(self.texts, self.names)
 
     def still_hold(self, values: Mapping[str, float]) -> bool:
-        """Whether all conditions hold for these numbers."""
+        """Whether all conditions hold for these numbers, by name."""
+        return self.hold([values[name] for name in self.names.values()])
+
+    def hold(self, values: Sequence[float]) -> bool:
+        """The same of numbers in the order of `names`."""
         try:
-            return bool(self._hold(*[values[name] for name in self.names.values()]))
+            return bool(self._hold(*values))
         except (ArithmeticError, ValueError):  # of arithmetic that the trace did with other numbers
             return False
 

@@ -91,6 +91,12 @@ def hold_one_number(blocks: Iterable[torch.Tensor]) -> bool:
     return are_one(list(map(torch.Tensor.item, blocks)))  # of most of the state: 0.2 us each
 
 
+@per_rank
+def items(blocks: Iterable[torch.Tensor]) -> list[float]:
+    """The numbers that these blocks hold, one each."""
+    return list(map(torch.Tensor.item, blocks))
+
+
 def numbers_in(tensors: Tensors, slots: Iterable[Slot] | None = None) -> dict[str, float]:
     """The numbers that these tensors of the state hold, by name: of all that hold one, or of these slots."""
     asked = list(slots) if slots is not None else [slot for slot, t in tensors.items() if _is_number(slot, t)]

@@ -25,6 +25,7 @@ from torch import nn
 
 from spmd import _torch
 from spmd.expand.again.attributes import Held
+from spmd.expand.again.decided import Decided
 from spmd.expand.again.given import Given, likeness
 from spmd.expand.again.results import Made, builder, picker
 from spmd.expand.again.tensors import Kept, are_in_place
@@ -33,7 +34,6 @@ from spmd.expand.captured import Argument
 from spmd.expand.draws import Draws
 from spmd.expand.given_specs import block_of, blocks_like
 from spmd.expand.guards import flags_guard
-from spmd.expand.kept_numbers import hold_one_number, numbers_in
 from spmd.expand.module_attributes import is_attribute
 from spmd.expand.one_tensor import places as firsts
 from spmd.expand.own_arguments import NOTHING_OWN
@@ -109,10 +109,7 @@ class Repeat:
         counters = {path: _Counter.of_place(place) for path, place in call.state.counters.items()}
         self._counters = [(at[path], counter) for path, counter in counters.items()]
         self._counts = [(counters[path], i) for path, i in counts.items()]
-        places = {slot: i for i, slot in enumerate(self._kept.slots)}
-        self._equal = [picker([places[slot] for slot in several]) for several in bound.captured.equal.values()]
-        self._decides, self._deciding = bound.captured.decides, tuple(bound.captured.deciding.values())
-        self._decided: list[float] | None = None
+        self._decided = Decided(bound.captured, self.paths, self._kept)
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self._classes = list(map(type, call.objects.values()))
         self._small = list(one_element(call.tensors, call.specs))
@@ -237,7 +234,7 @@ class Repeat:
                 return None
         for i, leaf in self._arguments:
             numbers[i] = leaves[leaf]
-        if not self._hold_one_number() or (self._decides and not self._decides_alike(numbers)):
+        if not self._decided.alike(numbers):
             return None
         return Ready(leaves, numbers, gradients, *held)
 
@@ -249,23 +246,6 @@ class Repeat:
             return False
         gradients = self._kept.present_gradients() if self._may_give_gradients else []
         return not gradients or set(mine).isdisjoint(map(id, gradients))
-
-    def _hold_one_number(self) -> bool:
-        """Whether the tensors that are to hold one number each do. As they are: a view that had to be copied is not
-        brought up to date, for which it would send."""
-        known = self._kept.known_blocks
-        return all([hold_one_number(several(known)) for several in self._equal])
-
-    def _decides_alike(self, numbers: list[float]) -> bool:
-        if self._decided is not None and all(map(is_, numbers, self._decided)):
-            return True
-        captured = self.bound.captured
-        known = dict(zip(self.paths, numbers, strict=True)) | numbers_in(self._kept.slots, self._deciding)
-        if not captured.decides_alike(known):
-            return False
-        if not self._deciding and not captured.environment:  # the numbers alone decide
-            self._decided = numbers.copy()
-        return True
 
     def is_over(self) -> bool:
         """Whether a module or an optimiser of the call is no more."""
