@@ -24,6 +24,7 @@ from spmd.parallel import (
     FSDPModule,
     MixedPrecisionPolicy,
     RowwiseParallel,
+    SequenceParallel,
     fully_shard,
     parallelize_module,
     register_fsdp_forward_method,
@@ -356,6 +357,61 @@ def test_mixed_precision_computes_in_one_dtype_and_sums_in_another():
         got = net.weight.grad.full_tensor().reconcile()
     want.bfloat16()(x.bfloat16()).double().sum().backward()
     torch.testing.assert_close(got, want.weight.grad.float(), rtol=1e-2, atol=0)
+
+
+class Pieces(nn.Module):
+    """A weight whose gradient is the sum of the input. In pieces, reentrant checkpoints bring it in parts."""
+
+    def __init__(self, pieces: int):
+        super().__init__()
+        self.weight, self.pieces = nn.Parameter(torch.ones(1)), pieces
+
+    def forward(self, x):
+        if self.pieces == 1:
+            return x * self.weight
+        return torch.cat([checkpoint(self.scaled, piece, use_reentrant=True) for piece in x.chunk(self.pieces)])
+
+    def scaled(self, x):
+        return x * self.weight
+
+
+BETWEEN = {"nothing": lambda *_: None, "no_sync": no_sync, "no_all_reduce": no_all_reduce}
+SUMS = list(itertools.product(
+    [{"dp": 4}, {"rep": 2, "dp": 2}, {"dp": 2, "tp": 2}, {"rep": 2, "dp": 1, "tp": 2}],
+    [1, 2],
+    BETWEEN,
+))  # fmt: skip
+
+
+def sums_in_float32(cases) -> list:
+    """Gradients, whose terms bfloat16 cannot add; the float32 sums are exact."""
+    return [_sum_in_float32(*case) for case in cases]
+
+
+def _sum_in_float32(axes, pieces, between):
+    """The gradient of a number in bfloat16 for each rank, piece and pass."""
+    mesh = mesh_of(axes)
+    net = Pieces(pieces)
+    if "tp" in axes:
+        parallelize_module(net, mesh["tp"], SequenceParallel())
+    over = mesh[tuple(name for name in axes if name != "tp")]
+    fully_shard(net, mesh=over, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    batches = torch.ones(2, over.size() * pieces, mesh.size() // over.size())
+    batches[0, 0, 0] = 256.0
+    for i, batch in enumerate(batches):
+        BETWEEN[between](net, i == 1)
+        x = distribute_tensor(batch, mesh, [Shard(int(name == "tp")) for name in axes], src_data_rank=None)
+        net(x.to_local().requires_grad_()).sum().backward()
+    return net.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_gradients_are_summed_in_the_dtype_that_is_said(way, gloo4):
+    """Over ranks, copies, tensor parallelism, parts of a pass and several passes."""
+    for got in ways.run(way, gloo4, sums_in_float32, SUMS):
+        for (axes, pieces, between), total in zip(SUMS, got, strict=True):
+            ranks = torch.Size(n for name, n in axes.items() if name != "tp").numel()
+            assert total.item() == (255 + 2 * pieces * 4) / ranks, (axes, pieces, between)
 
 
 class Twice(nn.Module):

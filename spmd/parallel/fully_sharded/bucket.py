@@ -20,7 +20,7 @@ from spmd.comm.functional import all_gather_tensor, all_reduce, reduce_scatter_t
 from spmd.mesh import DeviceMesh
 from spmd.parallel.fully_sharded import memory
 from spmd.parallel.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from spmd.tensor.eager.conversions import to_dtensor
+from spmd.tensor.eager.conversions import redistributed
 from spmd.tensor.eager.dtensor import DTensor
 from spmd.tensor.spec import Spec
 
@@ -206,10 +206,10 @@ class Bucket:
         wanted = [m.parameter.requires_grad for m in self.managed]
         is_seen = any(wanted) and torch.is_grad_enabled()
         if is_seen:
-            self.shown = found = self._computed(Whole.apply(_anchor(), self, run, wanted))
+            self.shown = found = Whole.apply(_anchor(), self, run, wanted)
         else:
             with torch.no_grad():
-                found = self._computed(memory.wholes(self.layout, self.gathered))
+                found = self.wholes()
         self._place(found)
         return found if is_seen else ()
 
@@ -222,9 +222,11 @@ class Bucket:
         with torch.enable_grad():
             self.show(run)
 
-    def _computed(self, wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        specs = zip(wholes, self.layout.computed, strict=True)
-        return [x if s is None else to_dtensor(x, s.with_tensor(s.shape, x.dtype), DTensor) for x, s in specs]
+    def wholes(self) -> list[torch.Tensor]:
+        """The whole parameters, as they are computed with: those on an axis of tensor parallelism are DTensors."""
+        blocks = memory.wholes(self.layout, self.gathered)
+        specs = zip(blocks, self.layout.computed, strict=True)
+        return [x if s is None else DTensor(x, s.with_tensor(s.shape, x.dtype)) for x, s in specs]
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> None:
         for m, x in zip(self.managed, tensors, strict=True):
@@ -238,6 +240,18 @@ class Bucket:
                 module._parameters[key] = m.parameter
 
     # ---- reduce -------------------------------------------------------------------------------
+    @torch.no_grad()
+    def blocks(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """This rank's blocks of the gradients: those of DTensors as these lie, summed in the dtype that is said."""
+        specs = zip(gradients, self.layout.computed, strict=True)
+        return [g if g is None or s is None else redistributed(g, self._summed(g._spec, s))._local_tensor
+                for g, s in specs]  # fmt: skip
+
+    def _summed(self, gradient: Spec, computed: Spec) -> Spec:
+        """The spec of a gradient that owes no sum any more. What owes none stays in its dtype."""
+        dtype = self.policies.precision.reduce_dtype if gradient.partial else None
+        return computed.with_tensor(computed.shape, dtype or gradient.dtype)
+
     def added(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients, with those that were not sent before."""
         before, self.unreduced = self.unreduced, None
@@ -368,11 +382,11 @@ class Whole(torch.autograd.Function):
     def forward(ctx, anchor, bucket, run, wanted):
         ctx.bucket, ctx.run = bucket, run
         ctx.set_materialize_grads(False)
-        found = memory.wholes(bucket.layout, bucket.gathered)
+        found = bucket.wholes()
         ctx.mark_non_differentiable(*[x for x, wants in zip(found, wanted, strict=True) if not wants])
         return tuple(found)
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.run(ctx.bucket, gradients)
+        ctx.run(ctx.bucket, ctx.bucket.blocks(gradients))
         return None, None, None, None
