@@ -40,7 +40,10 @@ def managed_by(roots: Sequence[nn.Module], ignored: Set[int]) -> list[Managed]:
             if others:
                 taken.setdefault(id(p), path)
             else:
-                found.setdefault(id(p), Managed(path, p, [])).places.append((module, key))
+                m = found.setdefault(id(p), Managed(path, p, []))
+                m.places.append((module, key))
+                if path != m.name:
+                    m.others.append(path)
     for i, m in found.items():
         _check(m, taken.get(i))
     return list(found.values())

@@ -9,12 +9,13 @@ too, that sum is scattered, [r, S] -> [S], and a gather over them, [S] -> [r, S]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.comm import wait
 from spmd.comm.functional import all_gather_tensor, all_reduce, reduce_scatter_tensor
 from spmd.mesh import DeviceMesh
@@ -27,12 +28,13 @@ from spmd.tensor.spec import Spec
 
 @dataclass
 class Managed:
-    """A parameter of a bucket, and all places where modules have it."""
+    """A parameter of a bucket, and all places where modules have it. others: its names behind the first."""
 
     name: str
     parameter: nn.Parameter
     places: list[tuple[nn.Module, str]]
     shard: torch.Tensor | None = None
+    others: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,12 @@ class Bucket:
         self.is_whole = False
         self.kept: torch.Tensor | None = None  # a part of what was gathered, for a gather of fewer ranks
         self.shown: Sequence[torch.Tensor] = ()  # what the last forward that autograd saw had
+        self.placed: Sequence[torch.Tensor] = ()  # what modules have of it in the place of parameters
         self.seen: tuple[int, ...] = ()  # the versions of the shards that were gathered
+        self.times = 0  # how often the shards got other memory
+        self.unwritten: tuple[int, ...] = ()  # the versions of what was placed
+        self.is_written = False  # whether somebody has written into it
+        self.is_left = False  # whether it is whole behind a forward, and no backward has come
         self.arriving: torch.Tensor | None = None
         self.unreduced: list[torch.Tensor | None] | None = None  # gradients that were not sent
         self.uncopied: list[torch.Tensor] | None = None  # shards of gradients that were not reduced over the copies
@@ -104,7 +111,7 @@ class Bucket:
 
     def adopt(self) -> None:
         """Let the parameters be views of one flat shard, if they are not: somebody gave them other memory."""
-        current = [_current(m) for m in self.managed]
+        current = [self._current(i) for i in range(len(self.managed))]
         if all(p is m.parameter and p._local_tensor is m.shard for p, m in zip(current, self.managed, strict=True)):
             return
         for p, m, spec in zip(current, self.managed, self.layout.stored, strict=True):
@@ -116,8 +123,24 @@ class Bucket:
         with torch.no_grad():
             self.take([p._local_tensor for p in current])
 
+    def _current(self, i: int) -> nn.Parameter:
+        """The parameter that the modules have; where they have the whole one, that of the shard."""
+        m, whole = self.managed[i], self.placed[i] if self.placed else None
+        found = [module._parameters.get(key) for module, key in m.places]
+        found = [m.parameter if x is whole and x is not None else x for x in found]
+        for (module, key), x in zip(m.places, found, strict=True):
+            if not isinstance(x, nn.Parameter):
+                raise _not_a_parameter(m, module, key)
+        if found[0] is m.parameter and any(x is not m.parameter for x in found):
+            raise RuntimeError(
+                f"fully_shard: {' and '.join([m.name, *m.others])} are one parameter, and one of them was replaced; "
+                "put the new one in all places, or untie them before fully_shard"
+            )
+        return found[0]
+
     def take(self, blocks: Sequence[torch.Tensor]) -> None:
         """Copy these blocks into a new flat shard, of which the parameters become views."""
+        self.free()
         offload = self.policies.offload
         is_offloaded = isinstance(offload, CPUOffloadPolicy) and blocks[0].device.type != "meta"
         device = "cpu" if is_offloaded else blocks[0].device.type
@@ -128,13 +151,14 @@ class Bucket:
             if isinstance(m.parameter, DTensor):
                 m.parameter.data = DTensor(shard, spec)
                 m.shard = m.parameter._local_tensor
-        self.gathered, self.seen, self.kept, self.near = None, (), None, None
+        self.gathered, self.seen, self.kept, self.near, self.times = None, (), None, None, self.times + 1
 
     # ---- gather -------------------------------------------------------------------------------
     @torch.inference_mode(False)  # what is made here serves forwards that train, too
     @torch.no_grad()
     def launch(self) -> None:
         """Send the shards, if the whole parameters are not here."""
+        self.check_unwritten()
         self.adopt()
         if self.flat.is_meta:
             raise RuntimeError(
@@ -152,7 +176,7 @@ class Bucket:
 
     def _versions(self) -> tuple[int, ...]:
         """How often the parameters, and blocks that were handed out of them, were written into."""
-        return memory.version(self.flat), *[m.parameter._version for m in self.managed]
+        return self.times, memory.version(self.flat), *[m.parameter._version for m in self.managed]
 
     def _sent(self) -> torch.Tensor:
         over, flat = self.over, self._over_copies() if self.over.spread else self._computed_flat()
@@ -192,6 +216,36 @@ class Bucket:
             self.kept = mesh, axis, memory.part(came, mesh.get_local_rank(axis), mesh.shape[axis])
         self.is_whole = True
 
+    def check_unwritten(self) -> None:
+        """RuntimeError where somebody has written into what nobody reads again."""
+        self._note_written()
+        if not self.is_written and not (self.is_left and self._differs_from_shards()):
+            return
+        self.hide()
+        self.free()
+        self.is_written = False
+        names = [m.name for m in self.managed]
+        raise RuntimeError(
+            f"fully_shard: parameters ({', '.join(names[:4])}{', ...' if names[4:] else ''}) were written into where "
+            "it is lost: the whole ones, in a forward or behind one, or shards by .data while the whole ones are kept. "
+            "Write outside of forwards, and call reshard() before, which frees the whole ones"
+        )
+
+    def _note_written(self) -> None:
+        self.is_written |= bool(self.placed) and self._placed_versions() != self.unwritten
+
+    @torch.no_grad()
+    def _differs_from_shards(self) -> bool:
+        """Whether somebody has written by `.data`, which no version tells, into what a forward has left whole."""
+        if not self.is_whole or _torch.in_backward() or self._versions() != self.seen:
+            return False
+        wholes = [x._local_tensor if isinstance(x, DTensor) else x for x in self.placed or self.wholes()]
+        return not memory.are_as_stored(self.layout, wholes, [m.shard for m in self.managed])
+
+    def _placed_versions(self) -> tuple[int, ...]:
+        placed = [None if x.is_inference() else x._version for x in self.placed]
+        return memory.version(self.gathered), *placed
+
     def free(self) -> None:
         """Give the memory of the whole parameters back."""
         if self.is_whole:
@@ -229,15 +283,37 @@ class Bucket:
         return [x if s is None else DTensor(x, s.with_tensor(s.shape, x.dtype)) for x, s in specs]
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> None:
-        for m, x in zip(self.managed, tensors, strict=True):
-            for module, key in m.places:
-                module._parameters[key] = x
+        self.hide()
+        self.placed = tensors
+        self.unwritten = self._placed_versions()
+        for module, key, _, whole in self._places():
+            module._parameters[key] = whole
+
+    def leave(self, for_backward: bool) -> None:
+        """Behind a forward: let the modules have the shards as parameters. Before a backward losses may read the whole
+        ones, as attributes."""
+        if not for_backward:
+            self.hide()
+        self.is_left = True
+        for module, key, p, whole in self._places():
+            if module._parameters.get(key) is whole:
+                module._parameters[key], vars(module)[key] = p, whole
 
     def hide(self) -> None:
-        """Let the modules have the shards."""
-        for m in self.managed:
+        """Let the modules have the shards, where nobody has put another parameter in their place."""
+        self._note_written()
+        for module, key, p, whole in self._places():
+            if module._parameters.get(key) is whole:
+                module._parameters[key] = p
+            if vars(module).get(key) is whole:
+                del vars(module)[key]
+        self.placed, self.is_left = (), False
+
+    def _places(self) -> Iterator[tuple[nn.Module, str, nn.Parameter, torch.Tensor]]:
+        """Where modules have whole parameters: those of the shards, and these."""
+        for m, whole in zip(self.managed, self.placed, strict=False):
             for module, key in m.places:
-                module._parameters[key] = m.parameter
+                yield module, key, m.parameter, whole
 
     # ---- reduce -------------------------------------------------------------------------------
     @torch.no_grad()
@@ -285,11 +361,17 @@ class Bucket:
                              1.0 if early else scale, [g is not None for g in gradients], hook)  # fmt: skip
 
 
-def _current(m: Managed) -> torch.Tensor:
-    """The parameter that the module has; where it has the whole one, that of the shard."""
-    module, key = m.places[0]
-    found = module._parameters[key]
-    return found if isinstance(found, nn.Parameter) else m.parameter
+def _not_a_parameter(m: Managed, module: nn.Module, key: str) -> RuntimeError:
+    """The error for a place that has no parameter any more, but a tensor or nothing."""
+    if module._parameters.get(key) is None:
+        how = f"{m.name} is no parameter any more; weight_norm, pruning and the like have to come before fully_shard"
+    else:
+        how = (
+            f"a {type(module._parameters[key]).__name__} stands in the place of {m.name}, as functional_call puts it; "
+            "whole parameters are gathered from the module's own. Use functional_call before fully_shard, or write "
+            "into the parameters"
+        )
+    return RuntimeError(f"fully_shard: {how}")
 
 
 def _check_adoptable(m: Managed, p: torch.Tensor, spec: Spec) -> None:

@@ -43,8 +43,10 @@ def fully_shard(
     default that of the `with mesh:` block around the call, or all ranks. reshard_after_forward: True frees the whole
     parameters after the forward and gathers them again for the backward; False keeps them; a number, which divides the
     axis, leaves a part on each of so many neighbouring ranks, which gather among themselves. None is False for the
-    module that is called first of all, True for those inside it. As in torch, modules that keep the whole parameters
-    have plain tensors in their place until a backward pass or `reshard`: make the optimiser before the first forward.
+    module that is called first of all, True for those inside it; behind a forward that no backward follows it is True.
+    `parameters()` are the shards but inside a forward, and behind `unshard`. Until the backward, attributes of modules
+    that keep the whole parameters (`net.head.weight`) are these, for losses that compute with them; writes into them
+    are errors: call `reshard` before.
     state: on a mesh of two axes the names of both, to share out what is stored and the optimiser's state over the
     copies, too. They gather their shards once after each
     update, and keep them beside, to gather from as often as without; the gradients' sums over the copies are scattered,

@@ -47,6 +47,20 @@ class Run:
     on_the_way: tuple[Reduction, bool] | None = None  # and whether it goes over the copies
     is_last_backward: bool = True
     is_ending: bool = False  # whether the end of this backward pass will be told
+    outermost: Group | None = None  # in whose forward the others are
+
+    def enter(self, group: Group) -> None:
+        """A forward begins. That of the root has none around it: one that is left over has ended by an error."""
+        if not _torch.in_backward() and (self.outermost is None or group.is_root):
+            self.outermost = group
+
+    def leave(self, group: Group) -> None:
+        """A forward has ended. Behind the outermost one modules have their parameters."""
+        if self.outermost is not group or _torch.in_backward():
+            return
+        self.outermost = None
+        for each in self.groups:
+            each.leave()
 
     def arrive(self) -> None:
         """Wait for the reduction that is on its way."""
@@ -92,13 +106,14 @@ class Use:
     """A forward of a group, outside of backward passes.
 
     inputs: the tensors whose gradients come last; left: those that are still to come. shown: what autograd saw of each
-    bucket. kept: the gradients that came.
+    bucket, and seen: of which versions of the shards. kept: the gradients that came.
     """
 
     def __init__(self, group: Group, inputs: Sequence[torch.Tensor]):
         self.group, self.inputs = group, {made_as(x) for x in inputs}
         self.left = set(self.inputs)
         self.shown: list[Sequence[torch.Tensor]] = []
+        self.seen: list[tuple[int, ...]] = []
         self.kept: dict[Bucket, Gradients] = {}
         for x in inputs:
             x.register_hook(partial(self._came, made_as(x)))
@@ -110,6 +125,16 @@ class Use:
         """A result of the forward: what it was given comes as another tensor, whose gradient is there before."""
         is_given = isinstance(x, torch.Tensor) and x.grad_fn is not None and made_as(x) in self.inputs
         return x.view_as(x) if is_given else x
+
+    def check_unchanged(self) -> None:
+        """RuntimeError where the backward has other parameters than the forward had."""
+        for bucket, seen, shown in zip(self.group.buckets, self.seen, self.shown, strict=True):
+            if shown and bucket.seen != seen:
+                raise RuntimeError(
+                    f"fully_shard: the group of {bucket.managed[0].name} was written into between its forward and its "
+                    "backward, so that gradients would be those of other numbers; write before the forward, or after "
+                    "the backward"
+                )
 
     def begin(self) -> None:
         """Its backward begins."""
@@ -195,17 +220,29 @@ class Group:
     def reshard(self) -> None:
         """Free the whole parameters, and let the modules have the shards."""
         for bucket in self.buckets:
+            if bucket.placed:
+                bucket.check_unwritten()
             bucket.hide()
             bucket.free()
 
+    def leave(self) -> None:
+        """Behind a forward of all: what nobody has asked to keep is freed where no backward follows."""
+        for_backward = torch.is_grad_enabled()
+        if not for_backward and self.reshard_after_forward is None:
+            self.reshard()
+        for bucket in self.buckets:
+            bucket.check_unwritten()
+            bucket.leave(for_backward)
+
     # ---- forward ------------------------------------------------------------------------------
     def before_forward(self, inputs: Any = ()) -> None:
+        self.run.enter(self)
         self.unshard()
         is_first = torch.is_grad_enabled() and not _torch.in_backward()
         self.use = Use(self, _made(inputs)) if is_first else None
         shown = self.show()
         if self.use is not None:
-            self.use.shown = shown
+            self.use.shown, self.use.seen = shown, [bucket.seen for bucket in self.buckets]
         for group in self.forward_prefetch:
             group.launch()
 
@@ -222,6 +259,7 @@ class Group:
             self._enter_backward()  # a checkpoint around it: its backward is next
         if not self.in_backward and not self.stays_whole:
             self.reshard()
+        self.run.leave(self)
         return output
 
     # ---- backward -----------------------------------------------------------------------------
@@ -233,6 +271,7 @@ class Group:
         self._enter_backward()
         if self.unshard_in_backward:
             self.unshard()
+            use.check_unchanged()
             for bucket, shown in zip(self.buckets, use.shown, strict=True):
                 bucket.show_again(partial(self.reduce, weakref.ref(use)), shown)
         self.run.arrive()

@@ -75,6 +75,17 @@ def own_blocks(layout: Layout, wholes: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 @per_rank
+def are_as_stored(layout: Layout, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> bool:
+    """Whether whole parameters have the numbers of this rank's shards."""
+    blocks = [slot.block_of(whole) for slot, whole in zip(layout.here(), wholes, strict=True)]
+    return all(_is_same(a, b.to(a.device, a.dtype)) for a, b in zip(blocks, shards, strict=True))
+
+
+def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@per_rank
 def version(flat: torch.Tensor) -> int:
     """How often the memory of the shards was written into."""
     return flat._version
