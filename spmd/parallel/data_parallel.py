@@ -14,7 +14,7 @@ is gone. Whether it did on some rank is told behind the gradients of the last bu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +96,8 @@ def data_parallel(
     least: a backward pass without any of the module's parameters is not seen.
 
     `module.no_sync()` is a context in which backward passes send nothing: the next one outside sends what they added.
+    `module.require_backward_grad_sync` says the same, as of DDP; other attributes of DDP that are set are refused when
+    the module is called. What `_ddp_params_and_buffers_to_ignore` names is left as it is.
 
     >>> layer = data_parallel(nn.Linear(3, 2), DeviceMesh("cpu", [0]))
     >>> layer(torch.ones(1, 3)).sum().backward()
@@ -107,22 +109,38 @@ def data_parallel(
         raise TypeError(f"data_parallel: mesh is {mesh!r}; give a mesh of spmd, such as mesh['dp']")
     if hasattr(module, "no_sync"):
         raise ValueError(f"data_parallel: this {type(module).__name__} is data-parallel already; call it once")
+    module.require_backward_grad_sync = True
     gradients = _Gradients(module, mesh, bucket_cap_mb)
-    _take_first(mesh, [*module.parameters(), *module.buffers()])
+    _take_first(mesh, [*_kept(module, module.named_parameters()), *_kept(module, module.named_buffers())])
     if broadcast_buffers and any(True for _ in module.buffers()):
-        module.register_forward_pre_hook(lambda *_: _take_first(mesh, list(module.buffers())))
+        module.register_forward_pre_hook(lambda *_: _take_first(mesh, _kept(module, module.named_buffers())))
+    module.register_forward_pre_hook(gradients.refuse_attributes)
     module.register_forward_hook(gradients.expect_pass)
     module.no_sync = gradients.no_sync
     return module
+
+
+def _kept(module: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors that all ranks have alike, which are all but those that DDP is told to ignore."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [x for name, x in named if name not in ignored]
+
+
+_OF_DDP = (
+    "require_forward_param_sync", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
+    "broadcast_buffers", "bucket_bytes_cap", "mixed_precision", "process_group", "parameters_to_ignore",
+    "skip_all_reduce_unused_params",
+)  # fmt: skip
 
 
 class _Gradients:
     """The gradients of a module in buckets, which are sent in order."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float):
-        self.mesh, self.syncs, self.next, self.is_running = mesh, True, 0, False
+        self.module, self.mesh, self.next, self.is_running = module, mesh, 0, False
+        self.refused = set(_OF_DDP) - vars(module).keys()  # a model may have some for itself
         self.share = torch.tensor(1 / mesh.size(), dtype=torch.float64)  # a number in whatever dtype it multiplies
-        trained = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+        trained = [p for p in dict.fromkeys(_kept(module, module.named_parameters())) if p.requires_grad]
         self.buckets = list(_buckets(trained[::-1], cap_mb))
         if self.buckets:
             self.buckets[-1].before = self.buckets[:-1]
@@ -134,11 +152,26 @@ class _Gradients:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes add their gradients on each rank."""
-        before, self.syncs = self.syncs, False
+        before, self.module.require_backward_grad_sync = self.syncs, False
         try:
             yield
         finally:
-            self.syncs = before
+            self.module.require_backward_grad_sync = before
+
+    def refuse_attributes(self, module: nn.Module, args: Any) -> None:
+        """AttributeError for what the user has set that is of DDP and that nobody reads here."""
+        found = vars(module).keys() & self.refused
+        if found:
+            raise AttributeError(
+                f"data_parallel: {', '.join(sorted(found))} was set on this {type(module).__name__}, and only torch's "
+                "DistributedDataParallel reads it. Give data_parallel bucket_cap_mb and broadcast_buffers, use "
+                "no_sync(), or delete it"
+            )
+
+    @property
+    def syncs(self) -> bool:
+        """Whether backward passes send."""
+        return self.module.require_backward_grad_sync
 
     def _hook(self, bucket: _Bucket, i: int, nbytes: int) -> Any:
         def made(p: nn.Parameter) -> None:

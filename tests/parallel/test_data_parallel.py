@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from math import inf
 
@@ -109,20 +110,49 @@ def on_real_ranks():
     return train(net, sgd(net), part=part_on(mesh))
 
 
-def test_passes_add_up_and_send_once():
+def by_context(net, is_last):
+    return contextlib.nullcontext() if is_last else net.no_sync()
+
+
+def by_attribute(net, is_last):
+    net.require_backward_grad_sync = is_last
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("within", [by_context, by_attribute])
+def test_passes_add_up_and_send_once(within):
     want = model()
     for ids in BATCHES:
         loss_of(want, ids).backward()
     with LocalTensorMode(4):
         mesh = mesh_of({"dp": 4})
         net, part = data_parallel(localize(model()), mesh), part_on(mesh)
-        with CommDebugMode() as comm:
-            with net.no_sync():
-                loss_of(net, part(BATCHES[0])).backward()
-            assert comm.get_total_counts() == 0
-            loss_of(net, part(BATCHES[1])).backward()
-        assert comm.get_total_counts() == 1
+        for i, count in enumerate([0, 1]):
+            with CommDebugMode() as comm, within(net, i == 1):
+                loss_of(net, part(BATCHES[i])).backward()
+            assert comm.get_total_counts() == count
         equal(seen(net), seen(want))
+
+
+@pytest.mark.parametrize("name", ["require_forward_param_sync", "static_graph", "find_unused_parameters"])
+def test_what_only_torchs_wrapper_reads_is_refused(name):
+    net = data_parallel(nn.Linear(3, 2), mesh_of({"dp": 1}))
+    setattr(net, name, False)
+    with pytest.raises(AttributeError, match=f"{name}.*DistributedDataParallel"):
+        net(torch.ones(1, 3))
+
+
+def test_parameters_that_torchs_wrapper_would_ignore_are_each_ranks_own():
+    def on_rank(rank):
+        net = nn.Linear(2, 2)
+        net.weight.data.fill_(rank + 1.0)
+        net.bias.data.fill_(rank + 1.0)
+        net._ddp_params_and_buffers_to_ignore = ["bias"]
+        data_parallel(net, mesh_of({"dp": 2}))
+        (net(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+        return net.weight[0, 0].item(), net.bias[0].item(), net.weight.grad[0, 0].item(), net.bias.grad[0].item()
+
+    assert spmd.sim.run_ranks(on_rank, 2) == [(1, 1, 1.5, 1), (1, 2, 1.5, 2)]
 
 
 def test_gradients_that_somebody_holds_are_not_overwritten():
