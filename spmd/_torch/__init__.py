@@ -22,6 +22,7 @@ Every other module imports them from here, so that one place shows what a new ve
     tensors                 tensor subclasses, memory, wrappers
     identity                a tensor that becomes another one and stays the object that it is
     autograd                what autograd is doing
+    later_hooks             hooks of a parameter whose gradient is ready later
     batch_norms             batch norms that average over all batches, in a trace
     recurrent               recurrent layers, made of other ops
     optimizers              hooks of an optimiser's step
@@ -134,6 +135,7 @@ from spmd._torch.groups import (
     works_in_flight,
 )  # fmt: skip
 from spmd._torch.identity import KEPT_ON_FUNCTIONS, become, declared, obstacles, shows_what_is_held, user_attributes
+from spmd._torch.later_hooks import run_post_hooks, take_post_hooks
 from spmd._torch.modes import (
     FLAGS,
     Around,

@@ -9,6 +9,9 @@ full bucket is sent while the backward pass goes on. The gradients are then view
 Buckets are sent in their order, each once, and the last one when the pass has ended: so all ranks send the same,
 whatever their data makes them use. A reentrant checkpoint is a pass of its own, and may bring a gradient whose bucket
 is gone. Whether it did on some rank is told behind the gradients of the last bucket, and all ranks send it again.
+
+Users' hooks that wait for a gradient, such as an optimiser's step in the backward pass, are called when all of it is
+there; in passes that send nothing they are not.
 """
 
 from __future__ import annotations
@@ -147,7 +150,7 @@ class _Gradients:
         for bucket in self.buckets:
             bucket.waiting = set(range(len(bucket.parameters)))
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(self._hook(bucket, i, _bytes(p)))
+                _torch.take_post_hooks(p).add_own(self._hook(bucket, i, _bytes(p)))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,30 +232,36 @@ class _Gradients:
     def _end(self) -> None:
         for bucket in self.buckets[self.next :]:
             self._send(bucket)
+        ready: dict[nn.Parameter, None] = {}
         for bucket in self.buckets:
-            self._receive(bucket)
+            ready |= self._receive(bucket)
         self.next, self.is_running = 0, False
         late = [bucket for bucket in self.buckets if bucket.late]
         for bucket in late:
             bucket.late = False
             self._send(bucket)
         for bucket in late:
-            self._receive(bucket)
+            ready |= self._receive(bucket)
+        for p in ready:
+            _torch.run_post_hooks(p)
 
-    def _receive(self, bucket: _Bucket) -> None:
-        """Wait, and give the parameters their gradients, beside those that came late."""
+    def _receive(self, bucket: _Bucket) -> dict[nn.Parameter, None]:
+        """Wait, and give the parameters their gradients, beside those that came late. Returns those that have some."""
         if self.mesh.size() > 1:
             transport().wait_tensor(bucket.sent)
         *views, told = bucket.views
         n = len(views)
         any_rank = _positive(told) if bucket.before or not all(bucket.used) else bucket.used
+        ready: dict[nn.Parameter, None] = {}
         for p, view, is_used in zip(bucket.parameters, views, any_rank[:n], strict=True):
             if is_used:
                 gradient = _like(p, view.detach())  # a tensor of its own: it tells that somebody has the memory
                 p.grad = gradient if p.grad is None else p.grad + gradient
+                ready[p] = None
         for each, is_late in zip(bucket.before, any_rank[n:], strict=True):
             each.late = is_late
         bucket.sent, bucket.is_begun, bucket.waiting = None, False, set(range(n))
+        return ready
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from math import inf
 
 import pytest
@@ -95,6 +96,56 @@ def test_gradients_that_lie_otherwise_than_their_parameters(cap):
         both = mesh_of({"dp": 2, "tp": 2})
         net = data_parallel(parallelize_module(localize(net), both["tp"], OTHERWISE), both["dp"], bucket_cap_mb=cap)
         equal(train(net, sgd(net), batches, part_on(both["dp"])), want)
+
+
+def in_the_backward(net: nn.Module) -> list:
+    """Steps of an optimiser for each parameter as soon as its gradient is there. Returns what removes them."""
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in net.parameters()}
+
+    def step(p):
+        optimizers[p].step()
+        p.grad = None
+
+    return [p.register_post_accumulate_grad_hook(step) for p in net.parameters() if p.requires_grad]
+
+
+def hooked_training(when: str, net: nn.Module, wrap=lambda net: net, part=lambda ids: ids) -> dict:
+    """Two steps in backward passes, and a pass when the hooks are removed."""
+    hooks = in_the_backward(net) if when == "before" else []
+    net = wrap(net)
+    hooks = hooks or in_the_backward(net)
+    for ids in BATCHES:
+        loss_of(net, part(ids)).backward()
+    for hook in hooks:
+        hook.remove()
+    loss_of(net, part(BATCHES[0])).backward()
+    return seen(net)
+
+
+@pytest.mark.parametrize("way", ("gloo", "threads"))
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_hooks_that_wait_for_a_gradient_have_the_average(way, when, gloo4):
+    """Such as an optimiser in the backward pass: they are called when it is there."""
+    want = hooked_training(when, model("uneven"))
+    for got in ways.run(way, gloo4, hooked_on_ranks, when):
+        assert set(got) == set(want)
+        assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in want.items())
+
+
+def hooked_on_ranks(when):
+    mesh = mesh_of({"dp": 4})
+    wrap = functools.partial(data_parallel, mesh=mesh, bucket_cap_mb=1e-3)
+    return hooked_training(when, model("uneven"), wrap, part_on(mesh))
+
+
+def test_hooks_wait_for_the_pass_that_sends():
+    net, calls = data_parallel(nn.Linear(3, 2), mesh_of({"dp": 1})), []
+    net.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    with net.no_sync():
+        net(torch.ones(1, 3)).sum().backward()
+    assert not calls
+    net(torch.ones(1, 3)).sum().backward()
+    assert len(calls) == 1 and calls[0].eq(2).all()
 
 
 @pytest.mark.parametrize("way", ("gloo", "threads"))

@@ -443,8 +443,7 @@ def give_gradient(p: torch.Tensor, gradient: torch.Tensor) -> None:
             p.grad = gradient
         else:
             p.grad += gradient
-    for hook in (p._post_accumulate_grad_hooks or {}).values():
-        hook(p)
+    _torch.run_post_hooks(p)
 
 
 @memory.per_rank

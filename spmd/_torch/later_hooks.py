@@ -1,0 +1,72 @@
+"""Hooks of a parameter that autograd does not call: its gradient is ready later than autograd knows.
+
+    take_post_hooks(p).add_own(made)
+    p.register_post_accumulate_grad_hook(step)         # as users do, before or behind it
+    loss.backward()                                    # calls made(p) alone
+    run_post_hooks(p)                                  # calls step(p)
+
+torch keeps hooks in dicts, whose values it reads behind the methods of their class. So a dict whose methods put hooks
+elsewhere has none for torch, and all for Python code.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+class LaterHooks(OrderedDict):
+    """A table of hooks that torch finds empty but for `own`. later: the table that users' hooks are put into."""
+
+    def __init__(self, later: OrderedDict | None):
+        super().__init__()
+        self.later = OrderedDict() if later is None else later  # the old one: handles remove hooks from it
+
+    def add_own(self, hook: Callable) -> Callable[[], None]:
+        """A hook that torch calls. Returns what removes it."""
+        key = object()
+        OrderedDict.__setitem__(self, key, hook)
+        return lambda: OrderedDict.pop(self, key, None)
+
+    def __setitem__(self, key: Any, hook: Callable) -> None:
+        self.later[key] = hook
+
+    def __getitem__(self, key: Any) -> Callable:
+        return self.later[key]
+
+    def __delitem__(self, key: Any) -> None:
+        del self.later[key]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self.later
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.later)
+
+    def __len__(self) -> int:
+        return len(self.later)
+
+    def keys(self):
+        return self.later.keys()
+
+    def values(self):
+        return self.later.values()
+
+    def items(self):
+        return self.later.items()
+
+
+def take_post_hooks(p: torch.Tensor) -> LaterHooks:
+    """The hooks that get a parameter with its gradient, which are called by `run_post_hooks` from now on."""
+    if not isinstance(p._post_accumulate_grad_hooks, LaterHooks):
+        p._post_accumulate_grad_hooks = LaterHooks(p._post_accumulate_grad_hooks)
+    return p._post_accumulate_grad_hooks
+
+
+def run_post_hooks(p: torch.Tensor) -> None:
+    """Call the hooks that get a parameter when its gradient is there."""
+    for hook in list((p._post_accumulate_grad_hooks or {}).values()):
+        hook(p)
