@@ -66,6 +66,19 @@ def take_post_hooks(p: torch.Tensor) -> LaterHooks:
     return p._post_accumulate_grad_hooks
 
 
+def has_hooks(p: torch.Tensor) -> bool:
+    """Whether somebody waits for the gradient of a parameter, or changes it."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def run_gradient_hooks(p: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Call the hooks that get a gradient and may return another one. Returns the last."""
+    for hook in list((p._backward_hooks or {}).values()):
+        found = hook(gradient)
+        gradient = gradient if found is None else found
+    return gradient
+
+
 def run_post_hooks(p: torch.Tensor) -> None:
     """Call the hooks that get a parameter when its gradient is there."""
     for hook in list((p._post_accumulate_grad_hooks or {}).values()):

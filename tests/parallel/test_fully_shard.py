@@ -514,6 +514,41 @@ def test_what_is_set_later_counts(what):
         equal(seen(net), seen(want))
 
 
+def hooked_passes(net, part=lambda ids: ids) -> tuple[dict, list]:
+    """Two passes, whose gradients hooks change and count, and one without the hooks."""
+    order = []
+
+    def waits(p):
+        order.append("behind")
+
+    def halved(gradient):
+        order.append("before")
+        return gradient.clamp(max=0.01) / 2
+
+    of_block, of_root = net.blocks[0].up.weight, net.head.weight
+    hooks = [of_block.register_hook(halved), of_root.register_hook(halved)]
+    hooks.append(of_block.register_post_accumulate_grad_hook(waits))
+    for ids in BATCHES:
+        loss_of(net, part(ids)).backward()
+    for hook in hooks:
+        hook.remove()
+    loss_of(net, part(BATCHES[0])).backward()
+    return seen(net), sorted(order)
+
+
+def hooked_on_ranks():
+    over = mesh_of(MESHES["line"])
+    return hooked_passes(shard_all(model("uneven"), over), part_on(over))
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_hooks_of_parameters_get_the_gradient_of_the_shard(way, gloo4):
+    want, calls = hooked_passes(model("uneven"))
+    for got, counted in ways.run(way, gloo4, hooked_on_ranks):
+        assert counted == calls
+        assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in want.items())
+
+
 def test_ignored_parameters_stay_as_they_are():
     """On each rank: nobody sends them, and their gradients are those of a rank's own part."""
     want = model("uneven")

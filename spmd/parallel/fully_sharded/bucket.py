@@ -91,6 +91,8 @@ class Bucket:
         self.arriving: torch.Tensor | None = None
         self.unreduced: list[torch.Tensor | None] | None = None  # gradients that were not sent
         self.uncopied: list[torch.Tensor] | None = None  # shards of gradients that were not reduced over the copies
+        self.comes_again = False  # whether this pass has other forwards of it, with gradients of their own
+        self.for_hooks: dict[torch.Tensor, torch.Tensor] = {}  # gradients that hooks get when all have come
 
     # ---- shards -------------------------------------------------------------------------------
     @property
@@ -346,6 +348,12 @@ class Bucket:
         given = [g if g is None or dtype is None else g.to(dtype) for g in gradients]
         return [a if b is None else b if a is None else a + b for a, b in zip(given, before, strict=True)]
 
+    def give_for_hooks(self) -> None:
+        """All gradients of a pass have come: give out those that hooks have to see at once."""
+        waiting, self.for_hooks = self.for_hooks, {}
+        for p, gradient in waiting.items():
+            give_gradient(p, gradient)
+
     def reduced(
         self, gradients: Sequence[torch.Tensor | None], factor: float | None,
         hook: Callable[[torch.Tensor], None] | None = None,
@@ -433,12 +441,20 @@ class Reduction:
         for m, block, spec, is_used in zip(self.bucket.managed, blocks, self.bucket.layout.stored, used, strict=True):
             if is_used and m.parameter.requires_grad:
                 block = block if block.device.type == m.parameter._local_tensor.device.type else block.to("cpu")
-                give_gradient(m.parameter, DTensor(block, spec))
+                self._give(m.parameter, DTensor(block, spec))
+
+    def _give(self, p: nn.Parameter, gradient: DTensor) -> None:
+        waiting = self.bucket.for_hooks
+        if p in waiting or (self.bucket.comes_again and _torch.has_hooks(p)):
+            waiting[p] = waiting[p] + gradient if p in waiting else gradient
+        else:
+            give_gradient(p, gradient)
 
 
 def give_gradient(p: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to that of a parameter, and call the hooks that wait for it."""
+    """Add a gradient to that of a parameter, and call the hooks that change it or wait for it."""
     with torch.no_grad():
+        gradient = _torch.run_gradient_hooks(p, gradient)
         if p.grad is None:
             p.grad = gradient
         else:

@@ -87,6 +87,7 @@ class Run:
         for group in self.groups:
             for bucket in group.buckets:
                 bucket.unreduced = bucket.uncopied = None
+                bucket.for_hooks.clear()
             group.end_backward()
             group.reshard()
 
@@ -100,6 +101,9 @@ class Run:
         if self.is_last_backward:
             self.arrive()
             self.order.clear()
+            for group in self.groups:
+                for bucket in group.buckets:
+                    bucket.give_for_hooks()
 
 
 class Use:
@@ -320,6 +324,7 @@ class Group:
             return
         gradients = bucket.added(gradients)
         self.run.arrive()  # before there is memory for the next one
+        bucket.comes_again = self.run.order.count(self) > 1
         reduction = bucket.reduced(gradients, self.divide_factor, self.all_reduce_hook)
         self.run.on_the_way = reduction, self.requires_all_reduce
 
