@@ -1,6 +1,6 @@
 """Hooks of a parameter that autograd does not call: its gradient is ready later than autograd knows.
 
-    take_post_hooks(p).add_own(made)
+    take_post_hooks(p).set_own(self, made)
     p.register_post_accumulate_grad_hook(step)         # as users do, before or behind it
     loss.backward()                                    # calls made(p) alone
     run_post_hooks(p)                                  # calls step(p)
@@ -25,11 +25,12 @@ class LaterHooks(OrderedDict):
         super().__init__()
         self.later = OrderedDict() if later is None else later  # the old one: handles remove hooks from it
 
-    def add_own(self, hook: Callable) -> Callable[[], None]:
-        """A hook that torch calls. Returns what removes it."""
-        key = object()
-        OrderedDict.__setitem__(self, key, hook)
-        return lambda: OrderedDict.pop(self, key, None)
+    def set_own(self, owner: Any, hook: Callable | None) -> None:
+        """The hook of this owner, which torch calls; None for none."""
+        if hook is not None:
+            OrderedDict.__setitem__(self, id(owner), hook)
+        elif OrderedDict.__contains__(self, id(owner)):
+            OrderedDict.__delitem__(self, id(owner))
 
     def __setitem__(self, key: Any, hook: Callable) -> None:
         self.later[key] = hook

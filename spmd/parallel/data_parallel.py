@@ -94,7 +94,8 @@ def data_parallel(
     Every rank computes the mean loss of an equal part of the batch. bucket_cap_mb: how many MB of gradients are sent
     together; where that is not all, the first bucket has one. broadcast_buffers: before each forward, all ranks take
     the buffers of the first rank. Parameters and buffers are the first rank's from now on, and stay the objects that
-    they are. Those that are DTensors, by tensor parallelism, have their blocks averaged. A parameter that some ranks
+    they are; so are those that come later, or are unfrozen. Those that are DTensors, by tensor parallelism, have their
+    blocks averaged. A parameter that some ranks
     have not used gets the gradient of the others; one that no rank has used gets none. Each rank has to use one at
     least: a backward pass without any of the module's parameters is not seen.
 
@@ -113,11 +114,8 @@ def data_parallel(
     if hasattr(module, "no_sync"):
         raise ValueError(f"data_parallel: this {type(module).__name__} is data-parallel already; call it once")
     module.require_backward_grad_sync = True
-    gradients = _Gradients(module, mesh, bucket_cap_mb)
-    _take_first(mesh, [*_kept(module, module.named_parameters()), *_kept(module, module.named_buffers())])
-    if broadcast_buffers and any(True for _ in module.buffers()):
-        module.register_forward_pre_hook(lambda *_: _take_first(mesh, _kept(module, module.named_buffers())))
-    module.register_forward_pre_hook(gradients.refuse_attributes)
+    gradients = _Gradients(module, mesh, bucket_cap_mb, broadcast_buffers)
+    module.register_forward_pre_hook(gradients.before_forward)
     module.register_forward_hook(gradients.expect_pass)
     module.no_sync = gradients.no_sync
     return module
@@ -139,18 +137,48 @@ _OF_DDP = (
 class _Gradients:
     """The gradients of a module in buckets, which are sent in order."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float):
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, cap_mb: float, with_buffers: bool):
         self.module, self.mesh, self.next, self.is_running = module, mesh, 0, False
+        self.cap_mb, self.with_buffers = cap_mb, with_buffers
         self.refused = set(_OF_DDP) - vars(module).keys()  # a model may have some for itself
         self.share = torch.tensor(1 / mesh.size(), dtype=torch.float64)  # a number in whatever dtype it multiplies
-        trained = [p for p in dict.fromkeys(_kept(module, module.named_parameters())) if p.requires_grad]
-        self.buckets = list(_buckets(trained[::-1], cap_mb))
+        self.modules: dict[nn.Module, None] = {}
+        self.parameters: dict[nn.Parameter, None] = {}
+        self.buckets: list[_Bucket] = []
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Take the modules and parameters as they are now. New ones, and their buffers, become the first rank's."""
+        modules = dict.fromkeys(self.module.modules())
+        parameters = dict.fromkeys(_kept(self.module, self.module.named_parameters()))
+        of_new = {id(x) for m in modules.keys() - self.modules.keys() for x in m._buffers.values()}
+        buffers = [x for x in _kept(self.module, self.module.named_buffers()) if id(x) in of_new]
+        _take_first(self.mesh, [*[p for p in parameters if p not in self.parameters], *buffers])
+        self.modules, self.parameters = modules, parameters
+        self.tables = _torch.Unwritten([table for m in modules for table in (m._modules, m._parameters)])
+        self._fill_buckets()
+
+    def _fill_buckets(self) -> None:
+        for p in [p for bucket in self.buckets for p in bucket.parameters]:
+            _torch.take_post_hooks(p).set_own(self, None)
+        trained = [p for p in self.parameters if p.requires_grad]
+        self.frozen = [p for p in self.parameters if not p.requires_grad]
+        self.buckets = list(_buckets(trained[::-1], self.cap_mb))
         if self.buckets:
             self.buckets[-1].before = self.buckets[:-1]
         for bucket in self.buckets:
             bucket.waiting = set(range(len(bucket.parameters)))
             for i, p in enumerate(bucket.parameters):
-                _torch.take_post_hooks(p).add_own(self._hook(bucket, i, _bytes(p)))
+                _torch.take_post_hooks(p).set_own(self, self._hook(bucket, i, _bytes(p)))
+
+    @_torch.left_out_by_dynamo
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Look at what is there now: what was unfrozen, replaced or registered since is averaged, too."""
+        self._refuse_attributes()
+        if not self.tables.are_so() or any([p.requires_grad for p in self.frozen]):
+            self._arrange()
+        if self.with_buffers and any([m._buffers for m in self.modules]):
+            _take_first(self.mesh, _kept(module, module.named_buffers()))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -161,12 +189,12 @@ class _Gradients:
         finally:
             self.module.require_backward_grad_sync = before
 
-    def refuse_attributes(self, module: nn.Module, args: Any) -> None:
+    def _refuse_attributes(self) -> None:
         """AttributeError for what the user has set that is of DDP and that nobody reads here."""
-        found = vars(module).keys() & self.refused
+        found = vars(self.module).keys() & self.refused
         if found:
             raise AttributeError(
-                f"data_parallel: {', '.join(sorted(found))} was set on this {type(module).__name__}, and only torch's "
+                f"data_parallel: {', '.join(sorted(found))} was set on this {type(self.module).__name__}; only torch's "
                 "DistributedDataParallel reads it. Give data_parallel bucket_cap_mb and broadcast_buffers, use "
                 "no_sync(), or delete it"
             )

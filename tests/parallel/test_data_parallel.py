@@ -148,6 +148,82 @@ def test_hooks_wait_for_the_pass_that_sends():
     assert len(calls) == 1 and calls[0].eq(2).all()
 
 
+class Grown(nn.Module):
+    """Buffers or parameters that come later."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    """Numbers, other ones on each rank but the first."""
+    rank = spmd.mesh.current_rank() if isinstance(spmd.mesh.current_rank(), int) else 0
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape).sin() + rank
+
+
+def other_layer(net):
+    net.last = nn.Linear(4, 3).double()
+    net.last.weight.data, net.last.bias.data = drawn(3, 4), drawn(3)
+
+
+def with_statistics(net):
+    net.last = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double().requires_grad_(False)
+    net.last[0].weight.data, net.last[0].bias.data, net.last[1].running_mean = drawn(4, 4), drawn(4), drawn(4)
+    net.eval()
+
+
+CHANGES = {
+    "unfrozen": lambda net: net.last.requires_grad_(True), "other layer": other_layer, "buffers": with_statistics,
+    "frozen": lambda net: net.first.weight.requires_grad_(False),
+    "weight norm": lambda net: nn.utils.parametrizations.weight_norm(net.first),
+    "assigned": lambda net: net.load_state_dict({k: x * 2 for k, x in net.state_dict().items()}, assign=True),
+    "beside": lambda net: net.first.register_parameter("scale", nn.Parameter(drawn(1))),
+}  # fmt: skip
+
+
+def changed_in_training(change, wrap=lambda net: net, part=lambda x: x) -> dict:
+    net = Grown().double()
+    for i, p in enumerate(net.parameters()):
+        p.data.copy_(torch.arange(p.numel()).reshape(p.shape).cos() + i)
+    net = wrap(net)
+    x = torch.arange(32, dtype=torch.float64).reshape(8, 4).sin()
+    for step in range(2):
+        if step:
+            CHANGES[change](net)
+            net.first.weight.grad = None
+        net(part(x)).square().mean().backward()
+    return seen(net) | {name: b for name, b in net.named_buffers() if b.ndim}
+
+
+def changed_on_ranks(changes):
+    mesh = mesh_of({"dp": 4})
+    wrap = functools.partial(data_parallel, mesh=mesh, bucket_cap_mb=1e-4)
+    return [changed_in_training(change, wrap, part_on(mesh)) for change in changes]
+
+
+@pytest.mark.parametrize("way", ("gloo", "threads"))
+def test_modules_that_change_are_averaged_as_they_are(way, gloo4):
+    """Unfrozen, replaced, reparametrized, assigned: new ones begin with the first rank's numbers."""
+    want = [changed_in_training(change) for change in CHANGES]
+    for rank in ways.run(way, gloo4, changed_on_ranks, tuple(CHANGES)):
+        for got, found, change in zip(rank, want, CHANGES, strict=True):
+            assert set(got) == set(found), change
+            assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in found.items()), change
+
+
+def test_a_copy_and_the_original_are_both_averaged():
+    want = alone("uneven")
+    with LocalTensorMode(4):
+        mesh = mesh_of({"dp": 4})
+        net = data_parallel(localize(model("uneven")), mesh)
+        for each in (copy.deepcopy(net), net):
+            equal(train(each, sgd(each), part=part_on(mesh)), want)
+
+
 @pytest.mark.parametrize("way", ("gloo", "threads"))
 def test_real_ranks_do_the_same(way, gloo4):
     want = alone("uneven")

@@ -796,6 +796,13 @@ def called_with(net: nn.Module, weight) -> None:
     torch.func.functional_call(net, {"weight": weight(net.weight)}, torch.ones(1, 2))
 
 
+def grown(change):
+    net = shard_all(model(), mesh_of({"dp": 2}))
+    net(BATCHES[0])
+    change(net)
+    net(BATCHES[0])
+
+
 LOST = {
     "in a forward": (lambda: on_two(Clamped(2, 2))(torch.ones(1, 2)), "weight.*were written into"),
     "whole": (written_whole, "written into.*reshard()"),
@@ -803,6 +810,9 @@ LOST = {
     "untied": (untied, "words.weight and head.weight are one parameter"),
     "gone": (lambda: torch.nn.utils.parametrizations.weight_norm(on_two(nn.Linear(2, 2)))(torch.ones(1, 2)),
              "weight.*before fully_shard"),
+    "other layer": (lambda: grown(lambda net: setattr(net, "frozen", nn.Linear(8, 8))), "frozen.weight.*came later"),
+    "beside": (lambda: grown(lambda net: net.frozen.register_parameter("scale", nn.Parameter(torch.ones(1)))),
+               "frozen.scale.*came later"),
     "other": (lambda: called_with(on_two(nn.Linear(2, 2)), lambda p: torch.ones(2, 2)), "functional_call"),
     "other shards": (lambda: called_with(on_two(nn.Linear(2, 2)), lambda p: p * 2), "functional_call"),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from spmd import _torch
 from spmd.mesh import DeviceMesh, current_mesh, init_device_mesh, per_rank, world_size
 from spmd.parallel.fully_sharded.adopt import ShardPlacement, buckets_of, managed_by
 from spmd.parallel.fully_sharded.bucket import Over, Policies
-from spmd.parallel.fully_sharded.group import MANAGED, Group
+from spmd.parallel.fully_sharded.group import MANAGED, Group, Run
 from spmd.parallel.fully_sharded.policies import MixedPrecisionPolicy, OffloadPolicy
 
 
@@ -278,6 +278,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def _install(module: nn.Module, group: Group) -> None:
     """Give a module the methods of `FSDPModule`, and the hooks that gather and free."""
     for each in module.modules():
+        group.known.update((each, key) for key in each._parameters)
         if getattr(each, MANAGED, None) is None:
             each.__dict__[MANAGED] = group
     module.__class__ = _sharded_class(type(module))
@@ -317,10 +318,33 @@ def _begin(group: Group, module: nn.Module) -> None:
             group.run.groups.append(each)
 
 
+def _check_all_are_known(run: Run, root: nn.Module) -> None:
+    """RuntimeError for a parameter that came later, which no group has: each rank would train its own."""
+    if run.tables is not None and run.tables.are_so() and run.counts == _counts(run.modules):
+        return
+    known = set().union(*[group.known for group in groups_in(root)])
+    for name, module in root.named_modules():
+        for key, p in module._parameters.items():
+            if p is not None and (module, key) not in known:
+                raise RuntimeError(
+                    f"fully_shard: {f'{name}.{key}'.lstrip('.')} is a parameter that came later and that no group has: "
+                    "ranks would drift apart. Put it there before fully_shard, or call fully_shard on its module"
+                )
+    run.modules = list(root.modules())
+    run.tables, run.counts = _torch.Unwritten([m._modules for m in run.modules]), _counts(run.modules)
+
+
+def _counts(modules: Sequence[nn.Module]) -> list[int]:
+    """How many parameters each has. Which these are is looked at when they are gathered."""
+    return [len(module._parameters) for module in modules]
+
+
 @_torch.left_out_by_dynamo  # what compiled blocks do is compute: gathers, and what is known of them, are of each call
 def _before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     group = group_of(module)
     _begin(group, module)
+    if group.is_root:
+        _check_all_are_known(group.run, module)
     if group.run.is_ending and not _torch.in_backward():
         group.run.forget()  # a backward pass ended by an error
     group.before_forward((args, kwargs))

@@ -48,6 +48,9 @@ class Run:
     is_last_backward: bool = True
     is_ending: bool = False  # whether the end of this backward pass will be told
     outermost: Group | None = None  # in whose forward the others are
+    modules: Sequence[nn.Module] = ()  # of the root, in which all parameters are of a group, or ignored
+    counts: Sequence[int] = ()  # how many parameters each had then
+    tables: _torch.Unwritten | None = None  # and whether they are the same ones
 
     def enter(self, group: Group) -> None:
         """A forward begins. That of the root has none around it: one that is left over has ended by an error."""
@@ -183,6 +186,7 @@ class Group:
     def __init__(self, modules: Sequence[nn.Module], buckets: Sequence[Bucket], policies: Policies):
         self.modules, self.buckets, self.policies = list(modules), list(buckets), policies
         self.run = Run([self])
+        self.known: set[tuple[nn.Module, str]] = set()  # all places of parameters when it was made, ignored ones too
         self.is_root: bool | None = None  # None: nobody has computed with it yet
         self.reshard_after_forward: bool | int | None = None
         self.reshard_after_backward = True
