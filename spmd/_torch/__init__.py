@@ -47,6 +47,9 @@ from __future__ import annotations
 from torch.utils import _pytree as pytree
 
 from spmd._torch.autograd import (
+    GradIsAsked,
+    LeafNodes,
+    adds_to_leaf,
     after_backward,
     backward_number,
     backward_under,

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +35,29 @@ _OF_DYNAMO = ("torch/_compile.py", "torch/_dynamo/eval_frame.py")
 def backward_number() -> int:
     """The number of the backward pass that this thread is in: one that is started within another has its own."""
     return torch._C._current_graph_task_id()
+
+
+class LeafNodes(list):
+    """The nodes of autograd that add to gradients of leaves. A copy has none: they belong to these tensors."""
+
+    def __init__(self, leaves: Iterable[torch.Tensor] = ()):
+        super().__init__(torch.autograd.graph.get_gradient_edge(x).node for x in leaves)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return LeafNodes, ()
+
+
+def adds_to_leaf(node: Any) -> bool:
+    """Whether the backward pass that this thread is in runs the node of a leaf. GradIsAsked where it gives back its
+    gradient instead, as `torch.autograd.grad` does."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:
+        raise GradIsAsked from error
+
+
+class GradIsAsked(Exception):
+    """The gradient of a leaf is given to who asked for it, and not added to what the leaf has."""
 
 
 def after_backward(run: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ there; in passes that send nothing they are not.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,18 @@ def _kept(module: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> list[
     return [x for name, x in named if name not in ignored]
 
 
+def _refuse_norms(module: nn.Module, averaged: Container[nn.Parameter]) -> None:
+    """ValueError for tables whose forward writes into the rows that this rank's data reads: ranks would drift apart."""
+    for name, each in module.named_modules():
+        if not isinstance(each, (nn.Embedding, nn.EmbeddingBag)) or each.max_norm is None:
+            continue
+        if each.weight in averaged and each.weight.requires_grad:
+            raise ValueError(
+                f"data_parallel: {name or 'module'}: max_norm={each.max_norm} writes into the rows that a rank's own "
+                "data reads, so that ranks would drift apart. Set max_norm=None, and scale rows behind the step"
+            )
+
+
 _OF_DDP = (
     "require_forward_param_sync", "find_unused_parameters", "static_graph", "gradient_as_bucket_view",
     "broadcast_buffers", "bucket_bytes_cap", "mixed_precision", "process_group", "parameters_to_ignore",
@@ -151,6 +163,8 @@ class _Gradients:
         """Take the modules and parameters as they are now. New ones, and their buffers, become the first rank's."""
         modules = dict.fromkeys(self.module.modules())
         parameters = dict.fromkeys(_kept(self.module, self.module.named_parameters()))
+        if self.mesh.size() > 1:
+            _refuse_norms(self.module, parameters)
         of_new = {id(x) for m in modules.keys() - self.modules.keys() for x in m._buffers.values()}
         buffers = [x for x in _kept(self.module, self.module.named_buffers()) if id(x) in of_new]
         _take_first(self.mesh, [*[p for p in parameters if p not in self.parameters], *buffers])
@@ -162,6 +176,7 @@ class _Gradients:
         for p in [p for bucket in self.buckets for p in bucket.parameters]:
             _torch.take_post_hooks(p).set_own(self, None)
         trained = [p for p in self.parameters if p.requires_grad]
+        self.nodes = _torch.LeafNodes(trained)
         self.frozen = [p for p in self.parameters if not p.requires_grad]
         self.buckets = list(_buckets(trained[::-1], self.cap_mb))
         if self.buckets:
@@ -230,8 +245,21 @@ class _Gradients:
 
     def _begin(self, _: Any = None) -> None:
         if self.syncs and not self.is_running:
+            self._refuse_grad()
             self.is_running = True
             _torch.after_backward(self._end)
+
+    def _refuse_grad(self) -> None:
+        """RuntimeError where gradients of parameters are given out as they are, and no hook sees them."""
+        try:
+            for node in self.nodes if self.mesh.size() > 1 else ():
+                _torch.adds_to_leaf(node)
+        except _torch.GradIsAsked:
+            raise RuntimeError(
+                "data_parallel: torch.autograd.grad would give this rank's own gradients of parameters. Call "
+                "backward(), or backward(inputs=[...]) for some, and read .grad; or average them yourself, and ask for "
+                "them in `with module.no_sync():`"
+            ) from None
 
     def _forget(self) -> None:
         self.next, self.is_running = 0, False

@@ -215,6 +215,43 @@ def test_modules_that_change_are_averaged_as_they_are(way, gloo4):
             assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in found.items()), change
 
 
+def gradient_alone(net: nn.Linear, within=contextlib.nullcontext) -> torch.Tensor:
+    with within():
+        return torch.autograd.grad(net(torch.ones(1, 3)).sum(), [net.bias])[0]
+
+
+def on_two(net: nn.Module) -> nn.Module:
+    return data_parallel(localize(net), mesh_of({"dp": 2}))
+
+
+REFUSED = {
+    "autograd.grad": (lambda: gradient_alone(on_two(nn.Linear(3, 2))), RuntimeError, "autograd.grad.*no_sync"),
+    "max_norm": (lambda: on_two(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))), ValueError, "0: max_norm=1.0"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_be_each_ranks_own_is_refused(what):
+    make, error, said = REFUSED[what]
+    with LocalTensorMode(2), pytest.raises(error, match=said):
+        make()
+
+
+def test_gradients_of_inputs_and_of_some_parameters():
+    """The first are each rank's own, as the inputs are, and of some parameters the average."""
+    want, ids = model("uneven"), BATCHES[0]
+    loss_of(want, ids).backward(inputs=[want.head.weight])
+    with LocalTensorMode(4):
+        mesh = mesh_of({"dp": 4})
+        net = data_parallel(localize(model("uneven")), mesh)
+        loss_of(net, part_on(mesh)(ids)).backward(inputs=[net.head.weight])
+        equal(seen(net), seen(want))
+        layer, x = data_parallel(localize(nn.Linear(3, 2)), mesh), torch.ones(1, 3, requires_grad=True)
+        assert gradient_alone(layer, layer.no_sync).reconcile().eq(1).all()
+        (got,) = torch.autograd.grad(layer(x).sum(), [x])
+        assert torch.equal(got.reconcile(), layer.weight.detach().sum(0, keepdim=True).reconcile())
+
+
 def test_a_copy_and_the_original_are_both_averaged():
     want = alone("uneven")
     with LocalTensorMode(4):
