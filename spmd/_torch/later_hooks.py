@@ -67,6 +67,25 @@ def take_post_hooks(p: torch.Tensor) -> LaterHooks:
     return p._post_accumulate_grad_hooks
 
 
+def take_hooks(p: torch.Tensor) -> None:
+    """Let autograd call the hooks of a leaf only with gradients that it has itself, and not where there is none."""
+    if isinstance(p._backward_hooks, LaterHooks):
+        return
+    is_there = []
+
+    def given(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        is_there[:] = [gradient is not None]
+        return gradient if gradient is None else run_gradient_hooks(p, gradient)
+
+    def behind(p: torch.Tensor) -> None:
+        if any(is_there):
+            run_post_hooks(p)
+
+    p._backward_hooks = LaterHooks(p._backward_hooks)
+    p._backward_hooks.set_own(LaterHooks, given)
+    take_post_hooks(p).set_own(LaterHooks, behind)
+
+
 def has_hooks(p: torch.Tensor) -> bool:
     """Whether somebody waits for the gradient of a parameter, or changes it."""
     return bool(p._backward_hooks or p._post_accumulate_grad_hooks)

@@ -549,6 +549,45 @@ def test_hooks_of_parameters_get_the_gradient_of_the_shard(way, gloo4):
         assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in want.items())
 
 
+def of_some(net, names, part=lambda ids: ids) -> tuple[dict, list]:
+    """A pass that is asked for the gradients of these parameters, of which one has a hook."""
+    calls = []
+    net.blocks[0].up.weight.register_hook(lambda gradient: calls.append(tuple(gradient.shape)))
+    net.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad is not None))
+    loss, parameters = loss_of(net, part(BATCHES[0])), dict(net.named_parameters())
+    loss.backward(inputs=[parameters[name] for name in names])
+    return seen(net), calls
+
+
+SOME = [["words.weight"], ["blocks.0.up.weight", "blocks.0.down.bias"], ["blocks.1.norm.bias", "words.weight"]]
+
+
+def of_some_on_ranks():
+    over = mesh_of(MESHES["line"])
+    return [of_some(shard_all(model("uneven"), over), names, part_on(over)) for names in SOME]
+
+
+@pytest.mark.parametrize("way", ways.WAYS)
+def test_a_pass_may_be_asked_for_some_gradients(way, gloo4):
+    want = [of_some(model("uneven"), names) for names in SOME]
+    for rank in ways.run(way, gloo4, of_some_on_ranks):
+        for (got, called), (found, calls), names in zip(rank, want, SOME, strict=True):
+            assert called == calls and set(got) == set(found), names
+            assert all(torch.allclose(got[name], x, rtol=1e-10, atol=1e-12) for name, x in found.items()), names
+
+
+def test_hooks_see_what_parameters_get_outside_of_forwards():
+    """Of a penalty on the shards, which is that of one device."""
+    calls = []
+    with LocalTensorMode(2):
+        net = on_two(nn.Linear(2, 2))
+        for _ in range(2):
+            net(torch.ones(1, 2)).sum().backward()
+        net.weight.register_hook(lambda gradient: calls.append(gradient.full_tensor().reconcile()))
+        net.weight.sum().backward()
+    assert len(calls) == 1 and calls[0].eq(1).all()
+
+
 def test_ignored_parameters_stay_as_they_are():
     """On each rank: nobody sends them, and their gradients are those of a rank's own part."""
     want = model("uneven")
@@ -796,6 +835,10 @@ def called_with(net: nn.Module, weight) -> None:
     torch.func.functional_call(net, {"weight": weight(net.weight)}, torch.ones(1, 2))
 
 
+def asked_for(net):
+    torch.autograd.grad(net(torch.ones(1, 2)).sum(), list(net.parameters()), allow_unused=True)
+
+
 def grown(change):
     net = shard_all(model(), mesh_of({"dp": 2}))
     net(BATCHES[0])
@@ -804,6 +847,7 @@ def grown(change):
 
 
 LOST = {
+    "grad": (lambda: asked_for(on_two(nn.Linear(2, 2))), "autograd.grad.*backward"),
     "in a forward": (lambda: on_two(Clamped(2, 2))(torch.ones(1, 2)), "weight.*were written into"),
     "whole": (written_whole, "written into.*reshard()"),
     "before the backward": (written_before_the_backward, "between its forward and its backward"),

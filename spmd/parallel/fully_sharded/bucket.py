@@ -262,7 +262,7 @@ class Bucket:
         wanted = [m.parameter.requires_grad for m in self.managed]
         is_seen = any(wanted) and torch.is_grad_enabled()
         if is_seen:
-            self.shown = found = Whole.apply(_anchor(), self, run, wanted)
+            self.shown = found = Whole.apply(self, run, wanted, *self._taken_parameters())
         else:
             with torch.no_grad():
                 found = self.wholes()
@@ -277,6 +277,12 @@ class Bucket:
             return
         with torch.enable_grad():
             self.show(run)
+
+    def _taken_parameters(self) -> list[nn.Parameter]:
+        """The parameters, whose hooks are called when their gradients are reduced."""
+        for m in self.managed:
+            _torch.take_hooks(m.parameter)
+        return [m.parameter for m in self.managed]
 
     def wholes(self) -> list[torch.Tensor]:
         """The whole parameters, as they are computed with: those on an axis of tensor parallelism are DTensors."""
@@ -467,16 +473,15 @@ def _positive(counts: torch.Tensor) -> list[bool]:
     return [x > 0 for x in counts.tolist()]
 
 
-def _anchor() -> torch.Tensor:
-    """What makes autograd record a node whose inputs get no gradient from it."""
-    return torch.empty(0, requires_grad=True)
-
-
 class Whole(torch.autograd.Function):
-    """The whole parameters of a bucket. Its backward is called when all their gradients are there."""
+    """The whole parameters of a bucket. Its backward is called when all their gradients are there.
+
+    It gives the parameters none: these come when they are reduced. But autograd knows which parameters a pass is asked
+    for.
+    """
 
     @staticmethod
-    def forward(ctx, anchor, bucket, run, wanted):
+    def forward(ctx, bucket, run, wanted, *parameters):
         ctx.bucket, ctx.run = bucket, run
         ctx.set_materialize_grads(False)
         found = bucket.wholes()
@@ -485,5 +490,17 @@ class Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        ctx.run(ctx.bucket, ctx.bucket.blocks(gradients))
-        return None, None, None, None
+        nodes = [node for node, _ in ctx.next_functions]
+        asked = [g if node is not None and _is_asked(node) else None for g, node in zip(gradients, nodes, strict=True)]
+        ctx.run(ctx.bucket, ctx.bucket.blocks(asked))
+        return None, None, None, *[None] * len(gradients)
+
+
+def _is_asked(node: object) -> bool:
+    try:
+        return _torch.adds_to_leaf(node)
+    except _torch.GradIsAsked:
+        raise RuntimeError(
+            "fully_shard: torch.autograd.grad cannot give gradients of parameters, which are there when they are "
+            "reduced; call backward(), or backward(inputs=[...]) for some, and read .grad"
+        ) from None
