@@ -137,7 +137,16 @@ from spmd._torch.groups import (
     unregister_group,
     works_in_flight,
 )  # fmt: skip
-from spmd._torch.identity import KEPT_ON_FUNCTIONS, become, declared, obstacles, shows_what_is_held, user_attributes
+from spmd._torch.identity import (
+    KEPT_ON_FUNCTIONS,
+    become,
+    declared,
+    grad_dtype,
+    obstacles,
+    shows_what_is_held,
+    take_grad_dtype,
+    user_attributes,
+)
 from spmd._torch.later_hooks import has_hooks, run_gradient_hooks, run_post_hooks, take_hooks, take_post_hooks
 from spmd._torch.modes import (
     FLAGS,

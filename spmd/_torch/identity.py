@@ -81,6 +81,7 @@ def become(x: torch.Tensor, new: torch.Tensor) -> None:
     """
     if isinstance(x, nn.Parameter):
         new._is_param = True
+    take_grad_dtype(new, x)
     own = declared(type(x)) | vars(new).keys()
     vars(new).update({name: value for name, value in vars(x).items() if name not in own})
     _refuse_old_graphs(x)
@@ -90,6 +91,18 @@ def become(x: torch.Tensor, new: torch.Tensor) -> None:
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(x, hooks) is not None:
             setattr(x, hooks, getattr(x, hooks))  # registers the table of hooks with what x is now
+
+
+def grad_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """In which dtype gradients of a leaf come; None for that in which they are made. torch has it since 2.11."""
+    return getattr(x, "grad_dtype", x.dtype)
+
+
+def take_grad_dtype(new: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Let gradients of a leaf come in the dtype that was said of another one. Returns the leaf."""
+    if x.is_leaf and new.is_leaf and grad_dtype(x) != x.dtype:
+        new.grad_dtype = x.grad_dtype
+    return new
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.mesh import DeviceMesh
 from spmd.parallel.boundary import entering, leaving
 from spmd.parallel.style import ParallelStyle
@@ -75,7 +76,7 @@ def place_parameters(
     for name, placement in placements.items():
         p = module.get_parameter(name)
         placed = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=src_data_rank)
-        module.register_parameter(name, nn.Parameter(placed, requires_grad=p.requires_grad))
+        module.register_parameter(name, _torch.take_grad_dtype(nn.Parameter(placed, requires_grad=p.requires_grad), p))
 
 
 class ModuleOfBlocks(nn.Module):

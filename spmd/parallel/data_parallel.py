@@ -37,7 +37,7 @@ CACHED_MB = 0.5
 
 @dataclass
 class _Bucket:
-    """Parameters of one dtype whose gradients are sent together.
+    """Parameters whose gradients have one dtype, and are sent together.
 
     waiting: the places of those that have none yet in this pass; came: of those that have one, which is not copied yet,
     and whether it is added to one that is; nbytes: of these. memory: the gradients one after the other, and which there
@@ -77,7 +77,8 @@ class _Bucket:
         if not self.is_begun:
             self.is_begun = True
             if self.memory is None or _is_held(self.memory, 1 + len(self.views)):
-                self.memory, *self.views = _memory([_block(p.detach()) for p in self.parameters], len(self.before))
+                blocks, dtype = [_block(p.detach()) for p in self.parameters], _dtype(self.parameters[0])
+                self.memory, *self.views = _memory(blocks, len(self.before), dtype)
         parameters = [self.parameters[i] for i in self.came]
         gradients = [_block(_laid_out(p.grad, p)) for p in parameters]
         _put([self.views[i] for i in self.came], gradients, share, list(self.came.values()))
@@ -321,7 +322,7 @@ class _Gradients:
 
 
 def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Bucket]:
-    """The parameters in buckets of one dtype, in order.
+    """The parameters in buckets of one dtype of gradients, in order.
 
     The first of several is small, so that something is sent early. What fits into one bucket is sent at once: of so
     little a small part that comes early hides less than another collective costs.
@@ -330,7 +331,7 @@ def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Buc
     most, size, found = (cap_mb if is_one else min(FIRST_MB, cap_mb)) * MB, 0, []
     for p in parameters:
         nbytes = _bytes(p)
-        if found and (size + nbytes > most or p.dtype != found[0].dtype):
+        if found and (size + nbytes > most or _dtype(p) != _dtype(found[0])):
             yield _Bucket(found)
             most, size, found = cap_mb * MB, 0, []
         found.append(p)
@@ -339,8 +340,15 @@ def _buckets(parameters: Sequence[nn.Parameter], cap_mb: float) -> Iterator[_Buc
         yield _Bucket(found)
 
 
+def _dtype(p: torch.Tensor) -> torch.dtype:
+    """Of its gradient."""
+    return _torch.grad_dtype(p) or p.dtype
+
+
 def _bytes(p: torch.Tensor) -> int:
-    return p._spec.local_nbytes if isinstance(p, DTensor) else p.numel() * p.itemsize
+    """Of its gradient."""
+    numel = p._spec.local_nbytes // p.itemsize if isinstance(p, DTensor) else p.numel()
+    return numel * _dtype(p).itemsize
 
 
 def _block(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -355,15 +363,17 @@ def _laid_out(gradient: torch.Tensor, p: nn.Parameter) -> torch.Tensor:
 
 
 def _like(p: nn.Parameter, block: torch.Tensor) -> torch.Tensor:
-    return DTensor(block, p._spec) if isinstance(p, DTensor) else block
+    if not isinstance(p, DTensor):
+        return block
+    return DTensor(block, p._spec if block.dtype is p.dtype else p._spec.with_tensor(p.shape, block.dtype))
 
 
 @per_rank
-def _memory(like: Sequence[torch.Tensor], more: int) -> list[torch.Tensor]:
+def _memory(like: Sequence[torch.Tensor], more: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """One vector for gradients and behind them what is told: which there are, and some numbers more. And views of it,
     for each gradient, and for what is told."""
     sizes = [*(p.numel() for p in like), len(like) + more]
-    flat = like[0].new_empty(sum(sizes))
+    flat = like[0].new_empty(sum(sizes), dtype=dtype)
     *parts, told = flat.split(sizes)
     return [flat, *(part.view(p.shape) for part, p in zip(parts, like, strict=True)), told]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.mesh import DeviceMesh
 from spmd.parallel.boundary import entering, leaving
 from spmd.parallel.layers import OUT, Layer, layer_of
@@ -52,7 +53,7 @@ class _Style(ParallelStyle):
 
     def _placed(self, p: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
         placed = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=self.src_data_rank)
-        return nn.Parameter(placed, requires_grad=p.requires_grad)
+        return _torch.take_grad_dtype(nn.Parameter(placed, requires_grad=p.requires_grad), p)
 
     def _prepare(self, module: nn.Module, inputs: tuple, mesh: DeviceMesh) -> tuple:
         if not inputs or not isinstance(inputs[0], torch.Tensor):

@@ -25,6 +25,7 @@ from spmd.parallel import (
     MixedPrecisionPolicy,
     RowwiseParallel,
     SequenceParallel,
+    data_parallel,
     fully_shard,
     parallelize_module,
     register_fsdp_forward_method,
@@ -586,6 +587,45 @@ def test_hooks_see_what_parameters_get_outside_of_forwards():
         net.weight.register_hook(lambda gradient: calls.append(gradient.full_tensor().reconcile()))
         net.weight.sum().backward()
     assert len(calls) == 1 and calls[0].eq(1).all()
+
+
+def distributed(net, mesh):
+    spmd.distribute_module(net, mesh["tp"], lambda name, module, mesh: None)
+    net.register_forward_pre_hook(lambda module, args: distribute_tensor(args[0], mesh["tp"], [Shard(0)]))
+
+
+WIDE = {
+    "distribute_module": distributed,
+    "colwise": lambda net, mesh: parallelize_module(net, mesh["tp"], ColwiseParallel()),
+    "fully_shard": lambda net, mesh: fully_shard(net, mesh=mesh["dp"]),
+    "beside": lambda net, mesh: fully_shard(parallelize_module(net, mesh["tp"], ColwiseParallel()), mesh=mesh["dp"]),
+    "data_parallel": lambda net, mesh: data_parallel(net, mesh["dp"]),
+}  # fmt: skip
+
+
+def wide_gradients(wrap) -> torch.Tensor:
+    """Of two passes, in bfloat16, that bfloat16 cannot add."""
+    net = nn.Linear(2, 4, bias=False, dtype=torch.bfloat16)
+    net.weight.grad_dtype = torch.float32
+    wrap(net)
+    for value in (256.0, 1.0):
+        net(torch.full((1, 2), value, dtype=torch.bfloat16)).sum().backward()
+    return net.weight.grad
+
+
+def wide_on_ranks():
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    found = [wide_gradients(functools.partial(wrap, mesh=mesh)) for wrap in WIDE.values()]
+    return [whole(gradient) for gradient in found]
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="since torch 2.11")
+@pytest.mark.parametrize("way", ("gloo", "threads"))
+def test_gradients_have_the_dtype_that_is_said_of_a_parameter(way, gloo4):
+    assert wide_gradients(lambda net: net).eq(257).all()
+    for rank in ways.run(way, gloo4, wide_on_ranks):
+        for got, name in zip(rank, WIDE, strict=True):
+            assert got.dtype is torch.float32 and got.shape == (4, 2) and got.eq(257).all(), name
 
 
 def test_ignored_parameters_stay_as_they_are():

@@ -13,6 +13,7 @@ from math import prod
 import torch
 from torch import nn
 
+from spmd import _torch
 from spmd.comm import transport
 from spmd.comm.chunk import split_unit
 from spmd.mesh import DeviceMesh, per_rank
@@ -112,6 +113,7 @@ def _become_sharded(m: Managed, spec: Spec) -> None:
     new = DTensor(m.shard, spec, requires_grad=p.requires_grad)
     if isinstance(p, DTensor):
         new = nn.Parameter(new.detach(), p.requires_grad)  # its shape and mesh change: another object
+        _torch.take_grad_dtype(new, p)
         for module, key in m.places:
             module._parameters[key] = new
         m.parameter = new

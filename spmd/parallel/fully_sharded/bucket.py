@@ -107,6 +107,21 @@ class Bucket:
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are sent and summed; None for their own."""
+        return self.policies.precision.reduce_dtype or max(self._wide(), key=lambda dtype: dtype.itemsize, default=None)
+
+    def _wide(self) -> list[torch.dtype]:
+        """The dtypes that users have said of gradients, where they are other ones than those of the parameters."""
+        said = [_torch.grad_dtype(m.parameter) for m in self.managed]
+        return [dtype for dtype in said if dtype is not None and dtype != self.dtype]
+
+    @property
+    def given_dtype(self) -> torch.dtype:
+        """The widest in which parameters get their gradients."""
+        return max([self.dtype, *self._wide()], key=lambda dtype: dtype.itemsize)
+
+    @property
     def device(self) -> str:
         """Where the whole parameters are."""
         return self.over.mesh.device_type
@@ -333,7 +348,7 @@ class Bucket:
 
     def _summed(self, gradient: Spec, computed: Spec) -> Spec:
         """The spec of a gradient that owes no sum any more. What owes none stays in its dtype."""
-        dtype = self.policies.precision.reduce_dtype if gradient.partial else None
+        dtype = self.reduce_dtype if gradient.partial else None
         return computed.with_tensor(computed.shape, dtype or gradient.dtype)
 
     def added(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -350,7 +365,7 @@ class Bucket:
         self, gradients: Sequence[torch.Tensor | None], before: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The gradients and those that came before, in the dtype in which they are reduced."""
-        dtype = self.policies.precision.reduce_dtype
+        dtype = self.reduce_dtype
         given = [g if g is None or dtype is None else g.to(dtype) for g in gradients]
         return [a if b is None else b if a is None else a + b for a, b in zip(given, before, strict=True)]
 
@@ -366,7 +381,7 @@ class Bucket:
     ) -> Reduction:  # fmt: skip
         """Launch the sum of the gradients over the ranks. hook: called with the sums of this rank's blocks."""
         found = next((g.dtype for g in gradients if g is not None), self.compute_dtype)
-        dtype, n = self.policies.precision.reduce_dtype or found, self.over.n * self.over.copies
+        dtype, n = self.reduce_dtype or found, self.over.n * self.over.copies
         scale = 1 / (n if factor is None else factor)
         with torch.no_grad():
             rows = memory.packed(self.layout, list(gradients), dtype, self.gathered)
@@ -436,7 +451,7 @@ class Reduction:
                 summed = _summed_over_copies(summed, over)
             if self.hook is not None:
                 self.hook(summed[0].narrow(0, 0, summed.shape[1] - len(self.used)))
-            counts, *blocks = memory.unpacked(bucket.layout, summed[0], self.scale, bucket.dtype)
+            counts, *blocks = memory.unpacked(bucket.layout, summed[0], self.scale, bucket.given_dtype)
             used = self.used if all(self.used) else self._used_by_any(counts)
         self._hand_out(blocks, used)
 
@@ -447,7 +462,9 @@ class Reduction:
         for m, block, spec, is_used in zip(self.bucket.managed, blocks, self.bucket.layout.stored, used, strict=True):
             if is_used and m.parameter.requires_grad:
                 block = block if block.device.type == m.parameter._local_tensor.device.type else block.to("cpu")
-                self._give(m.parameter, DTensor(block, spec))
+                dtype = _torch.grad_dtype(m.parameter) or block.dtype
+                spec = spec if dtype is spec.dtype else spec.with_tensor(spec.shape, dtype)
+                self._give(m.parameter, DTensor(block.to(dtype), spec))
 
     def _give(self, p: nn.Parameter, gradient: DTensor) -> None:
         waiting = self.bucket.for_hooks

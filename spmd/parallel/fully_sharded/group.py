@@ -334,7 +334,7 @@ class Group:
 
     def _keep(self, bucket: Bucket, gradients: Gradients) -> None:
         """Add the gradients to those that were not sent."""
-        dtype = self.policies.precision.reduce_dtype
+        dtype = bucket.reduce_dtype
         bucket.unreduced = [_reduced_as(g, dtype) for g in bucket.added(gradients)]
 
     def end_backward(self) -> None:
