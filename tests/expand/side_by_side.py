@@ -89,9 +89,13 @@ def tokens(batch: int, n: int = 2, time: int = 6, vocab: int = 11) -> list[tuple
     return [tuple(torch.randint(0, vocab, (batch, time), generator=g) for _ in range(2)) for _ in range(n)]
 
 
+_SEEDING = threading.Lock()
+
+
 def seeded(build: Callable[[], Any]) -> Any:
-    """The result of `build`, with the same random numbers each time. The caller's random state is unchanged."""
-    with torch.random.fork_rng(devices=[]):
+    """The result of `build`, with the same random numbers each time, also where several ranks are threads. The caller's
+    random state is unchanged."""
+    with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return build()
 
