@@ -55,6 +55,11 @@ Containers = Mapping[str, Sequence[Any]]
 """By path, the containers that are there, in order."""
 
 
+def in_arguments(containers: Containers) -> Containers:
+    """Those in arguments, which a step gets copies of."""
+    return {path: several for path, several in containers.items() if not path.startswith(AROUND)}
+
+
 def is_constant(x: Any) -> bool:
     """Whether it is a tuple of nothing but plain values."""
     return isinstance(x, tuple) and all(isinstance(each, COMPARED_BY_VALUE) or is_constant(each) for each in x)

@@ -119,4 +119,4 @@ def _blocks(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @per_rank
 def _items(blocks: list[torch.Tensor]) -> list[float]:
-    return [x.detach().item() for x in blocks]
+    return [x.detach().item() for x in blocks]  # some are none yet, but say how they are made

@@ -25,7 +25,16 @@ from spmd.expand.attributes import check_no_gradients, first_set, give_attribute
 from spmd.expand.captured import Argument
 from spmd.expand.caught import Caught
 from spmd.expand.closed_over import search_of
-from spmd.expand.containers import AROUND, Before, Containers, Copies, There, check_not_parted, is_filled
+from spmd.expand.containers import (
+    AROUND,
+    Before,
+    Containers,
+    Copies,
+    There,
+    check_not_parted,
+    in_arguments,
+    is_filled,
+)
 from spmd.expand.counters import all_numbers, check_constant, is_number_or_symbol
 from spmd.expand.equal_counts import EqualCounts
 from spmd.expand.first_state import FirstSteps
@@ -253,7 +262,7 @@ class TracedFunction:
         inside = {name: with_containers(x)[1] for name, x in passed.items()}
         around = {path: x for path, x in self.containers.items() if path.startswith(AROUND)}
         held = Before(inside | dict(before.attributes.containers), {**before.attributes.constant, **around})
-        originals = Before({path: self._only_given(several) for path, several in self._given_containers().items()}, {})
+        originals = Before({path: self._only_given(x) for path, x in in_arguments(self.containers).items()}, {})
         try:
             result = self._called(passed, steps, skipped)
             check_not_parted(originals)
@@ -274,10 +283,6 @@ class TracedFunction:
         given = _Given(*given_back, arguments, inside, held)
         return _Ran(given, written, after, attributes, counted, skipped.new_state)
 
-    def _given_containers(self) -> Containers:
-        """The containers in the arguments, which the step gets copies of."""
-        return {path: several for path, several in self.containers.items() if not path.startswith(AROUND)}
-
     def _only_given(self, containers: Iterable[Any]) -> list[Any]:
         """Those that are in no attribute: of what is in one, the trace has the same copy there."""
         in_attributes = {id(x) for several in self.attributes.containers.values() for x in several}
@@ -285,10 +290,8 @@ class TracedFunction:
 
     def _written_originals(self, held: Before) -> list[Any]:
         """The containers in arguments alone of which the step has written the copies."""
-        given = self._given_containers()
-        return self._only_given(
-            [given[at.path][at.number] for at in map(held.place, held.written()) if at.path in given]
-        )
+        given, places = in_arguments(self.containers), map(held.place, held.written())
+        return self._only_given([given[at.path][at.number] for at in places if at.path in given])
 
     def _before(self, there: _StandIns) -> _Before:
         """Give the modules their attributes, and note what is there."""

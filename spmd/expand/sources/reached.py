@@ -13,6 +13,7 @@ names, at classes and functions of torch and of Python, and at tensors, which ha
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -135,7 +136,7 @@ class Reached:
                 self.tensors[id(value)] = value
                 self._ways.setdefault(id(value), (id(of), step))
                 continue
-            if type(value) in LEAVES or value is NOTHING or id(value) in seen or _is_ours(value):
+            if type(value) in LEAVES or value is NOTHING or id(value) in seen or _is_ours(type(value)):
                 continue
             self._ways.setdefault(id(value), (id(of), step))
             found.append(value)
@@ -265,10 +266,10 @@ class Reached:
         return _IN_MODULES.sub(r".\1", text)
 
 
-def _is_ours(value: Any) -> bool:
-    """Whether it is an object of spmd, as those that note what a trace reads."""
-    module = type(value).__module__  # a class may have a property of this name
-    return isinstance(module, str) and module.startswith("spmd.")
+@functools.lru_cache(maxsize=4096)
+def _is_ours(kind: type) -> bool:
+    """Whether its objects are of spmd, as those that note what a trace reads."""
+    return package_of(kind.__module__) == "spmd"
 
 
 def _text(of: str, step: Step) -> str:

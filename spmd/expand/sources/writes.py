@@ -22,7 +22,7 @@ import torch
 
 from spmd import _torch
 from spmd.expand.closed_over import Search, is_generator, names_in, refused
-from spmd.expand.containers import AROUND, Containers, parted
+from spmd.expand.containers import AROUND, Containers, in_arguments, parted
 from spmd.expand.counters import KINDS, CountersFound, is_number_or_symbol, owners_of, path_of_class
 from spmd.expand.outside import DRAWS, line_of_path
 from spmd.expand.python_state import KeptOfRun, without_symbols
@@ -86,8 +86,7 @@ def undone(
     roots += [*inside, *args.items()]  # behind the rest: what is found before them stands elsewhere, too
     named = {id(x): search.attributes_named for x in state.objects.values()}
     before = Reached(roots, search.is_foreign, named, search.attributes_named)
-    given = {path: several for path, several in containers.items() if not path.startswith(AROUND)}
-    copied = frozenset([id(x) for several in given.values() for x in several])
+    copied = frozenset([id(x) for several in in_arguments(containers).values() for x in several])
     _check_iterators(before, search)
     writes: list[Write] = []
     try:

@@ -77,8 +77,7 @@ def own_blocks(layout: Layout, wholes: Sequence[torch.Tensor]) -> list[torch.Ten
 @per_rank
 def are_as_stored(layout: Layout, wholes: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> bool:
     """Whether whole parameters have the numbers of this rank's shards."""
-    blocks = [slot.block_of(whole) for slot, whole in zip(layout.here(), wholes, strict=True)]
-    return all(_is_same(a, b.to(a.device, a.dtype)) for a, b in zip(blocks, shards, strict=True))
+    return all(_is_same(a, b.to(a.device, a.dtype)) for a, b in zip(own_blocks(layout, wholes), shards, strict=True))
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
