@@ -109,7 +109,7 @@ class Repeat:
         counters = {path: _Counter.of_place(place) for path, place in call.state.counters.items()}
         self._counters = [(at[path], counter) for path, counter in counters.items()]
         self._counts = [(counters[path], i) for path, i in counts.items()]
-        self._decided = Decided(bound.captured, self.paths, self._kept)
+        self._decided = Decided(bound.captured, self.paths, self._kept.slots)
         self._objects = {path: weakref.ref(x, lambda _: ended()) for path, x in call.objects.items()}
         self._classes = list(map(type, call.objects.values()))
         self._small = list(one_element(call.tensors, call.specs))
@@ -234,7 +234,7 @@ class Repeat:
                 return None
         for i, leaf in self._arguments:
             numbers[i] = leaves[leaf]
-        if not self._decided.alike(numbers):
+        if not self._decided.alike(numbers, self._kept.known_blocks):
             return None
         return Ready(leaves, numbers, gradients, *held)
 
